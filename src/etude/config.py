@@ -1,0 +1,323 @@
+"""Every knob of a run, one frozen section per stage.
+
+A recipe is a TOML file with these sections; unknown keys, wrong types and out-of-range values are refused with a
+message that names the key and its nearest neighbour. ``etude run RECIPE --dry-run`` prints the resolved whole.
+A stage receives its own section, never the tree.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from etude.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses unknown keys and loose types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class TaskConfig(Section):
+    """``[tasks]``: what is practised and how it is held out."""
+
+    kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
+    """Kinds of planted-bug template in the family."""
+    heldout_one_in: int = Field(default=6, ge=2, le=50)
+    """Every how manieth template is held out."""
+    hidden_cases: int = Field(default=10, ge=2, le=50)
+    """Cases that grade a rollout; the agent never sees them."""
+
+
+class ModelConfig(Section):
+    """``[model]``: shape of the Qwen3-MoE to train from scratch (Hugging Face's ``Qwen3MoeConfig``)."""
+
+    vocab_size: int = Field(default=576, ge=300)
+    """Entries of the byte-level BPE, special tokens included."""
+    hidden_size: int = Field(default=96, ge=16)
+    """Width of the residual stream."""
+    layers: int = Field(default=3, ge=1)
+    """Transformer blocks."""
+    heads: int = Field(default=3, ge=1)
+    """Query heads per layer."""
+    kv_heads: int = Field(default=3, ge=1)
+    """Key/value heads per layer; must divide ``heads``."""
+    head_dim: int = Field(default=32, ge=8)
+    """Width of one head; must be even for rotary positions."""
+    experts: int = Field(default=8, ge=2)
+    """Experts per layer."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts that each token is routed to."""
+    expert_size: int = Field(default=64, ge=8)
+    """Inner width of one expert."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        return self
+
+
+class MidtrainConfig(Section):
+    """``[midtrain]``: from random weights to a model that knows the craft, badly."""
+
+    tokens: int = Field(default=4_000_000, ge=1_000)
+    """Training tokens, padding included."""
+    batch_tokens: int = Field(default=4_000, ge=256)
+    """Tokens of one optimiser step."""
+    learning_rate: float = Field(default=4e-3, gt=0)
+    """Peak of the schedule."""
+    warmup_steps: int = Field(default=40, ge=1)
+    """Linear warm-up from 0."""
+    decay_share: float = Field(default=0.4, ge=0, le=1)
+    """Last share of the steps, over which the rate falls linearly to 5 %."""
+    weight_decay: float = Field(default=0.05, ge=0)
+    """AdamW decay of matrices."""
+    stdlib_share: float = Field(default=0.06, ge=0, le=1)
+    """Share of steps on the Python standard library."""
+    code_share: float = Field(default=0.34, ge=0, le=1)
+    """Share of steps on clean domain code; the rest are agent transcripts."""
+    context_weight: float = Field(default=0.3, ge=0, le=1)
+    """Loss weight of transcript tokens that the agent did not write."""
+    threads: int = Field(default=2, ge=1)
+    """CPU threads; the machine is otherwise idle in this phase."""
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.stdlib_share + self.code_share > 1:
+            raise ValueError("stdlib_share + code_share is more than 1: nothing would be left for transcripts")
+        return self
+
+
+class TranscriptConfig(Section):
+    """``[transcripts]``: how imperfect the agent is that mid-training imitates."""
+
+    right_edit: float = Field(default=0.4, ge=0, le=1)
+    """Probability that an edit is the right one."""
+    read_first: float = Field(default=0.8, ge=0, le=1)
+    """Probability of reading the file before the first edit."""
+    test_after: float = Field(default=0.5, ge=0, le=1)
+    """Probability of testing after an edit."""
+    retry: float = Field(default=0.45, ge=0, le=1)
+    """Probability of trying again after a failing test."""
+
+
+class HarnessConfig(Section):
+    """``[harness]``: limits of one agent session."""
+
+    max_turns: int = Field(default=8, ge=1)
+    """Model calls per rollout."""
+    max_tokens_per_turn: int = Field(default=40, ge=4)
+    """Sampled tokens per model call."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one model call, retries included."""
+
+
+class RolloutConfig(Section):
+    """``[rollouts]``: how many sessions run, and how far ahead of the trainer they may get."""
+
+    groups_per_step: int = Field(default=16, ge=1)
+    """Tasks per optimiser step (P)."""
+    group_size: int = Field(default=8, ge=2, le=128)
+    """Rollouts of each task (G)."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Weight versions that a trained token may be old (O); 0 is strictly synchronous."""
+    concurrency: int = Field(default=128, ge=1)
+    """Rollouts in flight (C)."""
+    max_attempts: int = Field(default=4, ge=1)
+    """Tries of one rollout slot before its group is dropped for infrastructure failure."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of one whole rollout."""
+    sandbox_workers: int = Field(default=2, ge=1)
+    """Processes that fork sandboxed commands."""
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """B = P·G."""
+        return self.groups_per_step * self.group_size
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.concurrency < self.group_size:
+            raise ValueError(f"concurrency={self.concurrency} is below group_size={self.group_size}: no group starts")
+        window = (self.max_staleness + 1) * self.rollouts_per_step
+        if self.concurrency > window:
+            raise ValueError(
+                f"concurrency={self.concurrency} would have no effect beyond {window} = (max_staleness + 1) * "
+                f"groups_per_step * group_size; lower it or raise max_staleness"
+            )
+        return self
+
+
+class EngineConfig(Section):
+    """``[engine]``: the native inference engine."""
+
+    slots: int = Field(default=96, ge=1)
+    """Sequences decoded together."""
+    max_length: int = Field(default=640, ge=64)
+    """Tokens of one sequence, prompt and completion."""
+    prefill_tokens: int = Field(default=2048, ge=16)
+    """Prompt tokens processed per step beside decoding."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto``."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port."""
+
+
+class GatewayConfig(Section):
+    """``[gateway]``: the door between harnesses and engines."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port."""
+    max_inflight: int = Field(default=512, ge=1)
+    """Model calls in progress before callers get 429."""
+    engine_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a call waits for an engine that is down before it fails as infrastructure."""
+
+
+class TrainerConfig(Section):
+    """``[trainer]``: the RL optimiser."""
+
+    steps: int = Field(default=40, ge=1)
+    """Optimiser steps."""
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """AdamW, after warm-up."""
+    warmup_steps: int = Field(default=4, ge=1)
+    """Linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decay rates."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Global gradient norm."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Truncation of π_trainer / π_engine per token."""
+    microbatch_tokens: int = Field(default=12_000, ge=64)
+    """Padded tokens of one forward and backward pass."""
+    mismatch_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of each batch's trajectories on which trainer and engine logprobs are compared."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto``."""
+
+
+class EvalConfig(Section):
+    """``[eval]``: the held-out measurement before and after."""
+
+    tasks: int = Field(default=256, ge=1)
+    """Held-out tasks; each is tried once sampled at temperature 1 and once greedily."""
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    name: str = Field(default="run", pattern=r"^[a-z0-9-]+$")
+    """Names the run folder."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds weights, data order, tasks and sampling."""
+    tasks: TaskConfig = TaskConfig()
+    """What is practised."""
+    model: ModelConfig = ModelConfig()
+    """Shape of the model."""
+    midtrain: MidtrainConfig = MidtrainConfig()
+    """From random weights to the start of RL."""
+    transcripts: TranscriptConfig = TranscriptConfig()
+    """The imperfect agent of mid-training."""
+    harness: HarnessConfig = HarnessConfig()
+    """Limits of a session."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """Concurrency and staleness."""
+    engine: EngineConfig = EngineConfig()
+    """Inference."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The door to it."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The RL optimiser."""
+    eval: EvalConfig = EvalConfig()
+    """The measurement."""
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
+
+    Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
+    """
+    file = path / "run.toml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it")
+    try:
+        tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, source=str(file))
+
+
+def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Check a tree of plain values. Raises :class:`~etude.errors.ConfigError` with every fault found."""
+    try:
+        return RunConfig.model_validate(_tuples(dict(tree)))
+    except ValidationError as error:
+        faults = "\n  ".join(_explain(fault["loc"], fault["type"], fault["msg"], fault["input"])
+                             for fault in error.errors())  # fmt: skip
+        raise ConfigError(f"{source}:\n  {faults}") from error
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r}: expected section.key=value")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+    node[leaf] = value
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has arrays, frozen sections hold tuples."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(str(part) for part in location)
+    if kind != "extra_forbidden":
+        message = message.removeprefix("Value error, ")
+        return message if kind == "value_error" else f"{key} = {value!r}: {message}"
+    known = _known_keys(location[:-1])
+    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)
+    where = ".".join(str(part) for part in (*location[:-1], *nearest))
+    return f"unknown key {key!r}: did you mean {where!r}?"
+
+
+def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for parent in parents:
+        annotation = section.model_fields[str(parent)].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    return list(section.model_fields)

@@ -1,0 +1,61 @@
+"""The errors étude raises on purpose, and who is to blame for each.
+
+    EtudeError
+    ├── UserError               the caller can fix it: exit code 2, one line, never a traceback
+    │   ├── ConfigError         a recipe or a ``--set`` names a wrong key, type or value
+    │   ├── RunFolderError      the run folder is missing, unwritable or belongs to something else
+    │   └── PortInUseError      a configured port is taken
+    ├── DamagedError            bytes on disk are not what their digest says: exit code 2, nothing is overwritten
+    ├── FencedError             another writer committed this weight version first
+    └── InfrastructureError     a machine, process or connection failed: retried, never a reward
+        ├── EngineUnavailable   no engine answered before the deadline
+        ├── SessionLost         the gateway no longer knows a session (it restarted)
+        └── SandboxError        a sandbox could not start or died under a command
+
+Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
+in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what becomes of a rollout).
+"""
+
+
+class EtudeError(Exception):
+    """Any error that étude raises on purpose."""
+
+
+class UserError(EtudeError):
+    """The caller can fix this; the message says how."""
+
+
+class ConfigError(UserError):
+    """A configuration key, type or value is wrong."""
+
+
+class RunFolderError(UserError):
+    """A run folder cannot be used for what was asked."""
+
+
+class PortInUseError(UserError):
+    """A configured port is already taken."""
+
+
+class DamagedError(EtudeError):
+    """Stored bytes do not match their digest; the message names the object."""
+
+
+class FencedError(EtudeError):
+    """A second writer holds this weight version; the loser must stop."""
+
+
+class InfrastructureError(EtudeError):
+    """Something outside the model's control failed; the work is retried, never scored."""
+
+
+class EngineUnavailable(InfrastructureError):
+    """No engine answered before the deadline."""
+
+
+class SessionLost(InfrastructureError):
+    """The gateway no longer knows this session."""
+
+
+class SandboxError(InfrastructureError):
+    """A sandbox could not be started or died under a command."""

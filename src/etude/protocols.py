@@ -1,0 +1,173 @@
+"""The seams of étude on one screen: what each replaceable part must do.
+
+Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from etude.types import Finish, Floats, Ids, Split, Task
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Give way to others for ``seconds``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one completion."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 means greedy."""
+    stop_ids: tuple[int, ...] = ()
+    """Sampling any of these ends the completion; the token is kept."""
+    seed: int | None = None
+    """``None``: the engine's own stream of randomness."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled. All arrays have one entry per sampled token, [C]."""
+
+    token_ids: Ids
+    logprobs: Floats
+    """Natural log of the probability each token was really sampled with."""
+    versions: Ids
+    """The weight version that sampled each token; it may change inside one completion."""
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineHealth:
+    """What an engine says of itself."""
+
+    version: int
+    """The weight version it samples with now."""
+    digest: str
+    """The state digest of those weights."""
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """Samples tokens. Token ids in, token ids out; text never passes this seam."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion; calls of one ``session`` may share a prefix cache.
+
+        Raises :class:`~etude.errors.EngineUnavailable` when no answer can be had.
+        """
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Say which weights are being served."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """How one command in a sandbox ended."""
+
+    exit_code: int
+    """The process's exit status; 128 + signal number when a signal ended it."""
+    stdout: str
+    stderr: str
+    timed_out: bool
+    truncated: bool
+    """True when output beyond the cap was thrown away."""
+    seconds: float
+
+
+class Sandbox(Protocol):
+    """A place where an agent's files live and its commands run."""
+
+    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
+        """Run one command in the sandbox's root. A failing command is a result; a failing sandbox raises
+        :class:`~etude.errors.SandboxError`.
+        """
+        ...
+
+    async def read_file(self, path: str) -> str | None:
+        """The text of a file, or ``None`` if there is none. Paths cannot leave the sandbox (``ValueError``)."""
+        ...
+
+    async def write_file(self, path: str, text: str) -> None:
+        """Create or replace a file. Paths cannot leave the sandbox (``ValueError``)."""
+        ...
+
+    async def close(self) -> None:
+        """Kill what still runs and remove everything; calling it twice is harmless."""
+        ...
+
+
+class SandboxProvider(Protocol):
+    """Makes sandboxes."""
+
+    async def create(self, files: Mapping[str, str]) -> Sandbox:
+        """A fresh sandbox that holds ``files``."""
+        ...
+
+    async def close(self) -> None:
+        """Close every sandbox and helper process."""
+        ...
+
+
+class TaskFamily(Protocol):
+    """An endless, reproducible stream of tasks."""
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; the same arguments always give the same task."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A harness's way to the model: an OpenAI-compatible base URL and a key that is good for one rollout."""
+
+    session_id: str
+    base_url: str
+    api_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessResult:
+    """What a harness says when its session is over."""
+
+    reason: str
+    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``."""
+    counts: Mapping[str, int]
+    """What the agent did: tool name → calls; ``malformed`` counts the unreadable ones."""
+
+
+class Harness(Protocol):
+    """Drives the model through one task in one sandbox."""
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
+        """Work until the agent submits or a limit is reached. Infrastructure trouble raises."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """The verdict on one rollout and what it was combined from."""
+
+    value: float
+    parts: Mapping[str, float]
+
+
+class Grader(Protocol):
+    """Judges the world an agent left behind, from outside of it."""
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """Grade a finished rollout. Infrastructure trouble raises; bad work is a low reward."""
+        ...

@@ -1,0 +1,156 @@
+"""What happens in a run, typed: this file is the log schema.
+
+Each event is one JSON line in ``events/<process>.jsonl``, written by :mod:`etude.telemetry.log`. Events are facts for
+people and reports; no process ever acts on one (state that matters lives in the ledger). ``_s`` is seconds, ``_ms``
+milliseconds.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """``etude run`` began, or began again after an interruption."""
+
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStarted:
+    """The run entered a phase: ``midtrain``, ``eval-before``, ``rl``, ``eval-after`` or ``done``."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStarted:
+    """The supervisor started a process; ``restarts`` counts how often it had died before."""
+
+    process: str
+    pid: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MidtrainProgress:
+    """Mid-training after some steps; losses are nats per token since the previous event."""
+
+    step: int
+    steps: int
+    tokens: int
+    loss: float
+    action_loss: float
+    """Loss on the tokens that the agent writes in transcripts."""
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """One optimiser step is committed."""
+
+    step: int
+    busy_s: float
+    """Time the trainer computed for this step, publishing included."""
+    wait_s: float
+    """Time it waited for the batch."""
+    reward_mean: float
+    degenerate_groups: int
+    loss_tokens: int
+    trained_tokens: int
+    """Tokens that went through forward and backward, prompts included, padding not."""
+    grad_norm: float
+    entropy: float
+    """Mean nats per trained token."""
+    truncated_share: float
+    """Share of loss tokens whose importance weight hit the cap."""
+    staleness_sum: int
+    staleness_tokens: int
+    staleness_max: int
+    mismatch_tokens: int
+    """Tokens compared under the very weights that sampled them."""
+    mismatch_k1: float
+    mismatch_k3: float
+    mismatch_p99: float
+    """99th percentile of |trainer logprob − engine logprob|."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPublished:
+    """A weight version became visible in the store."""
+
+    version: int
+    kind: str
+    size_bytes: int
+    state_bytes: int
+    """Size of the whole state, uncompressed."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSwapped:
+    """An engine samples with a new weight version."""
+
+    version: int
+    stage_ms: float
+    """Fetch, decode and verify, while serving."""
+    pause_ms: float
+    """No token could be sampled for this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """What an engine did since its previous event."""
+
+    busy_s: float
+    window_s: float
+    generated_tokens: int
+    prefill_tokens: int
+    reused_tokens: int
+    """Prompt tokens taken from the prefix cache."""
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutClosed:
+    """A rollout ended; ``purpose`` is ``train`` or the label of an evaluation."""
+
+    rollout_id: str
+    purpose: str
+    group_index: int
+    status: str
+    reason: str
+    reward: float | None
+    turns: int
+    sampled_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDone:
+    """A held-out evaluation is complete."""
+
+    label: str
+    """``before`` or ``after``."""
+    version: int
+    tasks: int
+    sampled_pass: float
+    sampled_stderr: float
+    greedy_pass: float
+    greedy_stderr: float
+
+
+Event: TypeAlias = (
+    RunStarted
+    | PhaseStarted
+    | ProcessStarted
+    | MidtrainProgress
+    | StepDone
+    | WeightsPublished
+    | WeightsSwapped
+    | EngineStats
+    | RolloutClosed
+    | EvalDone
+)
+"""Everything that can stand in a log."""

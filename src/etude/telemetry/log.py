@@ -1,0 +1,88 @@
+"""Append-only event files: one writer per process, any number of readers.
+
+A line is written whole with one ``write`` call, so a reader sees complete lines or, at worst, one unfinished last line,
+which it leaves for later. A damaged line in the middle of a file is an error, never skipped.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, get_args
+
+import orjson
+
+from etude.errors import DamagedError
+from etude.telemetry.events import Event
+
+EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
+"""Event name in the log → its class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """An event with when and where it happened."""
+
+    at_s: float
+    """Unix time."""
+    process: str
+    event: Event
+
+
+class EventLog:
+    """Writes this process's events."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process = process
+        self._descriptor = os.open(folder / f"{process}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        line = {"at_s": time.time(), "process": self._process, "event": type(event).__name__, **asdict(event)}
+        os.write(self._descriptor, orjson.dumps(line) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EventReader:
+    """Reads every event of a run once, across all its processes, and then whatever is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def new(self) -> list[Logged]:
+        """Events written since the previous call, in order of time."""
+        events = [event for file in sorted(self._folder.glob("*.jsonl")) for event in self._tail(file)]
+        return sorted(events, key=lambda logged: logged.at_s)
+
+    def _tail(self, file: Path) -> Iterator[Logged]:
+        with file.open("rb") as stream:
+            stream.seek(self._offsets.get(file, 0))
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    return
+                yield _parse(line, file)
+                self._offsets[file] = self._offsets.get(file, 0) + len(line)
+
+
+def _parse(line: bytes, file: Path) -> Logged:
+    try:
+        fields = orjson.loads(line)
+        at_s, process, kind = fields.pop("at_s"), fields.pop("process"), EVENT_TYPES[fields.pop("event")]
+        return Logged(at_s=at_s, process=process, event=kind(**fields))
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file}: unreadable event {line[:120]!r}: {error}") from error

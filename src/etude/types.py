@@ -1,0 +1,247 @@
+"""The nouns of étude: what travels between stages.
+
+Every noun is frozen and checks its own invariants once, at birth; everyone after that trusts them. Nothing here does
+I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens of a turn, L tokens of a trajectory.
+
+    Task ──▶ Rollout (Turns) ──▶ Trajectory ──▶ Batch ──▶ WeightVersion
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+"""Token ids."""
+Floats: TypeAlias = npt.NDArray[np.float32]
+"""One real number per token."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""One truth value per token."""
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""Any value that JSON can carry."""
+
+UNSAMPLED = -1
+"""The weight version of a token that no model sampled (prompts, tool output)."""
+
+
+class Split(StrEnum):
+    """Which side of the hold-out a task is on; nothing held out is ever trained on."""
+
+    TRAIN = "train"
+    HELDOUT = "heldout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of the function under test and what a right program returns.
+
+    Example: ``Case(arguments=([3, 1], 2), expected=6)``.
+    """
+
+    arguments: tuple[Json, ...]
+    expected: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionChecks:
+    """How a task is graded: calls of one function in one file.
+
+    ``visible`` cases may be shown to the agent; ``hidden`` ones never enter its world, only their arguments do, after
+    the agent is gone.
+    """
+
+    path: str
+    function: str
+    visible: tuple[Case, ...]
+    hidden: tuple[Case, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hidden:
+            raise ValueError(f"task for {self.function!r} has no hidden case: it could not be graded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One thing to be done, and how it will be graded."""
+
+    task_id: str
+    """Digest of what the agent sees and of the checks: the same task always has the same id."""
+    family: str
+    """Which environment made it, e.g. ``bugfix``."""
+    template: str
+    """The abstract problem behind the instance; whole templates are held out."""
+    split: Split
+    prompt: str
+    """What the agent is asked to do."""
+    files: Mapping[str, str]
+    """The agent's world at the start: relative path → text."""
+    checks: FunctionChecks
+
+
+class Finish(StrEnum):
+    """Why the model stopped sampling a turn."""
+
+    STOP = "stop"
+    """It sampled its end-of-turn token, which is the last of ``completion_ids``."""
+    LENGTH = "length"
+    """It ran out of its token allowance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call inside a rollout, exactly as the engine saw and sampled it."""
+
+    prompt_ids: Ids
+    """[P] everything the model was conditioned on."""
+    completion_ids: Ids
+    """[C] what it sampled."""
+    logprobs: Floats
+    """[C] natural log of the probability with which each token was sampled."""
+    versions: Ids
+    """[C] the weight version that sampled each token."""
+    finish: Finish
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"a turn needs one logprob and one version per sampled token, got lengths {lengths}")
+        if len(self.versions) and int(self.versions.min()) < 0:
+            raise ValueError(f"a sampled token has no weight version: {self.versions!r}")
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended; there is no fourth way."""
+
+    GRADED = "graded"
+    """It has a reward, be the model's output good, bad or malformed."""
+    FAILED_INFRA = "failed_infra"
+    """A machine failed; masked and retried, never a reward of zero."""
+    DROPPED = "dropped"
+    """Given up for the counted reason in ``reason``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One attempt at a task, whole and readable."""
+
+    rollout_id: str
+    group_index: int
+    slot: int
+    """Position in its group, 0 … group size − 1."""
+    attempt: int
+    """0 for the first try of this slot; infrastructure failures raise it."""
+    status: RolloutStatus
+    reward: float | None
+    """Present exactly when graded."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """The named parts that ``reward`` was combined from."""
+    reason: str = ""
+    """Why the agent stopped (graded) or what failed."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What the agent did: tool name → calls."""
+    turns: tuple[Turn, ...] = ()
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.reward is None) == (self.status is RolloutStatus.GRADED):
+            raise ValueError(f"rollout {self.rollout_id}: status {self.status} with reward {self.reward!r}")
+        if self.status is RolloutStatus.GRADED and not self.turns:
+            raise ValueError(f"rollout {self.rollout_id} is graded but has no turn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rollouts of one task whose rewards are compared with each other."""
+
+    index: int
+    """Admission order over the whole run; batches are formed in this order."""
+    task: Task
+    admitted_version: int
+    """The newest published weight version when the group was admitted."""
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One append-only trainable token sequence from a rollout (one per branch of its conversation).
+
+    Example: prompt of 3, two sampled tokens → ``loss_mask = [0, 0, 0, 1, 1]``, ``versions = [-1, -1, -1, 7, 7]``.
+    """
+
+    rollout_id: str
+    token_ids: Ids
+    """[L]"""
+    loss_mask: Mask
+    """[L] true where a model sampled the token."""
+    logprobs: Floats
+    """[L] the engine's logprob of each sampled token; 0 elsewhere."""
+    versions: Ids
+    """[L] the sampling weight version; ``UNSAMPLED`` elsewhere."""
+    turn_starts: tuple[int, ...]
+    """Index of the first sampled token of each turn, ascending."""
+    advantages: Floats
+    """[L] 0 where not sampled."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        for name in ("loss_mask", "logprobs", "versions", "advantages"):
+            if len(getattr(self, name)) != length:
+                raise ValueError(f"trajectory of {self.rollout_id}: {name} is not [{length}]")
+        if bool((self.versions == UNSAMPLED)[self.loss_mask].any()):
+            raise ValueError(f"trajectory of {self.rollout_id}: a trained token has no weight version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The input of one optimiser step."""
+
+    step: int
+    """The step this batch belongs to; it turns weight version ``step - 1`` into ``step``."""
+    trajectories: tuple[Trajectory, ...]
+    """Those with a signal: groups whose rewards are all equal have none and are left out."""
+    num_loss_tokens: int
+    """Σ loss_mask over ``trajectories``: the loss normaliser."""
+    num_groups: int
+    num_degenerate_groups: int
+    """Groups left out because all their rewards are equal."""
+    rewards: Floats
+    """[rollouts] of all groups, degenerate ones included."""
+    staleness: Ids
+    """[sampled tokens of all groups] trainer's version − the token's version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """The name, type and shape of one tensor, as checkpoints spell them (e.g. ``F32``, ``[96, 288]``)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightVersion:
+    """One published set of weights: a link of the chain, not the bytes."""
+
+    version: int
+    base: int | None
+    """The version that a delta applies to; ``None`` for a full one."""
+    digest: str
+    """SHA-256 over names, types, shapes and bytes of the whole state after this version."""
+    object_key: str
+    """Where the payload lies in the store."""
+    object_digest: str
+    """SHA-256 of the payload."""
+    size_bytes: int
+    """Size of the payload."""
+    step: int
+    created: str
+    """UTC, ISO 8601."""
+
+    @property
+    def kind(self) -> Literal["full", "delta"]:
+        """Whether the payload holds whole tensors or changes against ``base``."""
+        return "full" if self.base is None else "delta"
