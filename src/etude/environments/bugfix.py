@@ -1,0 +1,164 @@
+"""The planted-bug family: short Python files with one wrong line, hidden tests, and an exact hold-out.
+
+Per kind, every n-th template is held out, chosen by hash and so the same for every seed. The answer line of a held-out
+template, under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip
+in a transcript. What training shows is each part of an answer, never the combination.
+
+Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does not write transcripts
+(:mod:`etude.environments.transcripts`).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+import orjson
+
+from etude.config import TaskConfig
+from etude.environments.programs import FUNCTION_NAMES, KINDS, Kind, Lines, Naming, Parts
+from etude.types import Case, FunctionChecks, Json, Split, Task
+
+FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
+HELDOUT_SEED = "heldout"
+"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
+VISIBLE_CASES = 2
+"""Cases that the agent's ``test`` runs; one of them fails at the start."""
+TELLING_CASES = 3
+"""Cases, at least, on which the planted bug must show; else the instance is drawn again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One instance: a right program, where it was broken, and the slips one could make instead."""
+
+    kind: Kind
+    template: Parts
+    naming: Naming
+    function: str
+    path: str
+    right: Lines
+    bug: str
+    """The wrong answer line that was planted."""
+    slips: tuple[str, ...]
+    """Wrong answer lines that may be shown on this side of the hold-out."""
+
+    @property
+    def broken(self) -> Lines:
+        """The program with the bug in it."""
+        return self.with_answer(self.bug)
+
+    def with_answer(self, line: str) -> Lines:
+        """The program with another answer line."""
+        return (*self.right[: self.kind.answer], line, *self.right[self.kind.answer + 1 :])
+
+
+class BugfixFamily:
+    """An endless stream of planted-bug tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
+        self._templates = {
+            (kind.name, split): templates
+            for kind in self.kinds
+            for split, templates in _split(kind, config.heldout_one_in).items()
+        }
+
+    @cached_property
+    def forbidden(self) -> frozenset[str]:
+        """Every answer line of every held-out template under every naming, stripped."""
+        return frozenset(
+            kind.answer_line(template, naming).strip()
+            for kind in self.kinds
+            for template in self._templates[kind.name, Split.HELDOUT]
+            for naming in kind.namings
+        )
+
+    def templates(self, kind: Kind, split: Split) -> Sequence[Parts]:
+        """The templates of one kind on one side of the hold-out."""
+        return self._templates[kind.name, split]
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
+        seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
+        rng = Random(f"task|{seed}|{split}|{index}")
+        while True:
+            problem = self.problem(split, rng)
+            checks = self._checks(problem, rng)
+            if checks is not None:
+                return _task(problem, checks, split)
+
+    def problem(self, split: Split, rng: Random) -> Problem:
+        """Draw a program and break it; on the training side nothing forbidden is used."""
+        while True:
+            kind = rng.choice(self.kinds)
+            template = rng.choice(self._templates[kind.name, split])
+            naming = rng.choice(kind.namings)
+            function = rng.choice(FUNCTION_NAMES)
+            slips = tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
+            if slips:
+                return Problem(
+                    kind=kind,
+                    template=template,
+                    naming=naming,
+                    function=function,
+                    path=rng.choice(FILE_NAMES),
+                    right=tuple(line.format(f=function) for line in kind.write(template, naming)),
+                    bug=rng.choice(slips),
+                    slips=slips,
+                )
+
+    def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
+        """Cases on which the bug shows often enough, or ``None``."""
+        calls = [problem.kind.arguments(rng) for _ in range(self._config.hidden_cases + VISIBLE_CASES)]
+        right = [run_program(problem.right, problem.function, arguments) for arguments in calls]
+        wrong = [run_program(problem.broken, problem.function, arguments) for arguments in calls]
+        telling = [i for i, (good, bad) in enumerate(zip(right, wrong, strict=True)) if good != bad]
+        if len(telling) < TELLING_CASES:
+            return None
+        shown = rng.choice(telling)
+        quiet = rng.choice([i for i in range(len(calls)) if i != shown])
+        cases = [Case(arguments=arguments, expected=value) for arguments, value in zip(calls, right, strict=True)]
+        return FunctionChecks(
+            path=problem.path,
+            function=problem.function,
+            visible=(cases[shown], cases[quiet]),
+            hidden=tuple(case for i, case in enumerate(cases) if i not in (shown, quiet)),
+        )
+
+
+def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
+    """Call a function of our own templates, in this process; an exception counts as the value ``!Name``.
+
+    Only text from :mod:`etude.environments.programs` may come here; what a model wrote runs in a sandbox.
+    """
+    names: dict[str, object] = {}
+    try:
+        exec("\n".join(lines), names)
+        value: Json = names[function](*orjson.loads(orjson.dumps(list(arguments))))  # type: ignore[operator]  # a function
+    except (ArithmeticError, TypeError, ValueError, NameError, IndexError) as error:
+        return f"!{type(error).__name__}"
+    return value
+
+
+def _split(kind: Kind, one_in: int) -> Mapping[Split, tuple[Parts, ...]]:
+    by_hash = sorted(kind.templates, key=lambda parts: hashlib.sha256(kind.title(parts).encode()).digest())
+    count = max(1, len(by_hash) // one_in)
+    return {Split.HELDOUT: tuple(by_hash[:count]), Split.TRAIN: tuple(by_hash[count:])}
+
+
+def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:
+    text = "\n".join(problem.broken)
+    identity = orjson.dumps([problem.path, text, problem.right])
+    return Task(
+        task_id=hashlib.sha256(identity).hexdigest()[:16],
+        family="bugfix",
+        template=problem.kind.title(problem.template),
+        split=split,
+        prompt=f"fix {problem.function} in {problem.path}",
+        files={problem.path: text},
+        checks=checks,
+    )
