@@ -214,6 +214,8 @@ class TrainerConfig(Section):
 class EvalConfig(Section):
     """``[eval]``: the held-out measurement before and after."""
 
+    enabled: bool = True
+    """Whether a run measures at all; benches of throughput switch it off."""
     tasks: int = Field(default=256, ge=1)
     """Held-out tasks; each is tried once sampled at temperature 1 and once greedily."""
 

@@ -81,6 +81,20 @@ class Task:
     checks: FunctionChecks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A token sequence to learn by heart: the unit of mid-training."""
+
+    token_ids: Ids
+    """[L]"""
+    weights: Floats
+    """[L] how much the prediction of each token counts; the first token is never predicted."""
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.weights):
+            raise ValueError(f"document has {len(self.token_ids)} tokens but {len(self.weights)} weights")
+
+
 class Finish(StrEnum):
     """Why the model stopped sampling a turn."""
 

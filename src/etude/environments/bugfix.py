@@ -85,11 +85,15 @@ class BugfixFamily:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
         rng = Random(f"task|{seed}|{split}|{index}")
+        return _task(*self.graded_problem(split, rng), split)
+
+    def graded_problem(self, split: Split, rng: Random) -> tuple[Problem, FunctionChecks]:
+        """Draw a problem together with cases on which its bug shows."""
         while True:
             problem = self.problem(split, rng)
             checks = self._checks(problem, rng)
             if checks is not None:
-                return _task(problem, checks, split)
+                return problem, checks
 
     def problem(self, split: Split, rng: Random) -> Problem:
         """Draw a program and break it; on the training side nothing forbidden is used."""

@@ -116,7 +116,8 @@ class Block(nn.Module):
         q, k, v = heads.split(self._split, dim=1)
         attended = attend(layer, rotate(self.query_norm(q), rotation), rotate(self.key_norm(k), rotation), v)
         x_NH = x_NH + functional.linear(attended.flatten(1), self.output)
-        return x_NH + self.experts(self.experts_norm(x_NH))
+        update_NH: Tensor = self.experts(self.experts_norm(x_NH))
+        return x_NH + update_NH
 
 
 class Qwen3Moe(nn.Module):

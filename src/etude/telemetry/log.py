@@ -41,7 +41,7 @@ class EventLog:
 
     def write(self, event: Event) -> None:
         """Append one event."""
-        line = {"at_s": time.time(), "process": self._process, "event": type(event).__name__, **asdict(event)}
+        line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
         os.write(self._descriptor, orjson.dumps(line) + b"\n")
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class EventReader:
 def _parse(line: bytes, file: Path) -> Logged:
     try:
         fields = orjson.loads(line)
-        at_s, process, kind = fields.pop("at_s"), fields.pop("process"), EVENT_TYPES[fields.pop("event")]
+        at_s, process, kind = fields.pop("at_s"), fields.pop("writer"), EVENT_TYPES[fields.pop("event")]
         return Logged(at_s=at_s, process=process, event=kind(**fields))
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: unreadable event {line[:120]!r}: {error}") from error

@@ -70,7 +70,7 @@ class ChatTemplate:
         file = folder / "tokenizer.json"
         try:
             return cls(Tokenizer.from_str(file.read_text(encoding="utf-8")))
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for any fault in the file
+        except Exception as error:
             raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
 
     def save(self, folder: Path) -> None:

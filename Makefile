@@ -1,0 +1,90 @@
+# One command each; every target sets up what it needs in .venv and does so once.
+
+PYTHON ?= python3
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test check lint format types layers shape bench-setup bench clean
+
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check -qq
+PIP_INSTALL := $(PIP) install -c constraints.txt
+# Versions come from constraints.txt alone, torch's and the build backend's too; hence no isolated build.
+INSTALL_ETUDE := $(PIP_INSTALL) --no-build-isolation -e
+TORCH := $(shell grep '^torch==' constraints.txt)
+SOURCES := $(wildcard src tests tools examples)
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
+	@$(BIN)/etude run recipes/quickstart $(ARGS)
+
+test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
+	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
+
+bench-setup: .venv/bench.stamp ## prepare the contestants: étude alone today, so only the bench extra in .venv
+
+bench: bench-setup ## measure the loop, print one JSON object
+	@$(BIN)/etude bench loop --json $(ARGS)
+
+clean: ## remove .venv, caches and build output; runs/ is yours and stays
+	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
+
+gate = @printf '  %-8s' $@; if out=$$($(1) 2>&1); then printf '%s\n' "$${out\#\#*$$'\n'}"; \
+	else printf 'failed\n%s\n' "$$out"; exit 1; fi
+
+lint:
+	$(call gate,$(BIN)/ruff check)
+format:
+	$(call gate,$(BIN)/ruff format --check)
+types:
+	$(call gate,$(BIN)/mypy $(SOURCES))
+layers:
+	$(call gate,$(BIN)/lint-imports)
+shape:
+	$(call gate,$(BIN)/python tools/shape.py)
+
+# --- set-up: a stamp is as new as what it was installed from ----------------------------------------------------------
+
+.venv/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing $(TORCH) (the largest part; minutes on a slow line)"
+	@$(PIP_INSTALL) "$(TORCH)"
+	@echo "installing étude and its dependencies"
+	@$(INSTALL_ETUDE) .
+	@touch $@
+
+.venv/dev.stamp: .venv/demo.stamp
+	@echo "installing the tools of test and check"
+	@$(INSTALL_ETUDE) '.[test,check]'
+	@touch $@
+
+.venv/bench.stamp: .venv/demo.stamp
+	@echo "installing the tools of bench"
+	@$(INSTALL_ETUDE) '.[bench]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "étude needs Python 3.11 or newer, and '$(PYTHON)' is absent or older. Try: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing python3-venv, which Debian ships apart from Python"; \
+	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y python3-venv; } >/dev/null; \
+	  else \
+	    echo "$(PYTHON) cannot make virtual environments. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; \
+	    exit 1; \
+	  fi; }
+	@echo "creating .venv with $$($(PYTHON) -V)"
+	@$(PYTHON) -m venv --clear .venv

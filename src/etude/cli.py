@@ -1,0 +1,217 @@
+"""The command line: arguments in, one module of ``run/`` out, exit codes.
+
+    0  done          1  a process of the run failed          2  the user can fix it          130  interrupted
+
+Every subcommand imports its own composition when it is called, so that ``etude --help`` needs no torch.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from etude.config import dump_toml, load_recipe
+from etude.errors import ConfigError, DamagedError, EtudeError, InfrastructureError
+
+USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; errors of the user are one line, never a traceback."""
+    options = build_parser().parse_args(arguments)
+    command: Command = options.command
+    try:
+        return command(options)
+    except InfrastructureError as error:
+        print(f"etude: {error}", file=sys.stderr)
+        return FAILED
+    except EtudeError as error:
+        print(f"etude: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="etude", description="Train a coding model inside the product that uses it.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_processes(commands)
+    _add_eval(commands)
+    _add_weights(commands)
+    _add_tasks(commands)
+    _add_show(commands)
+    _add_bench(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # the only name argparse has for it
+
+
+def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
+    run = commands.add_parser("run", help="the whole loop of a recipe on this machine")
+    run.add_argument("recipe", nargs="?", type=Path, help="a TOML file, or a folder with run.toml")
+    run.add_argument("--seed", type=int, help="seed of weights, data, tasks and sampling")
+    run.add_argument("--out", type=Path, help="run folder to create (default: runs/NAME-sSEED)")
+    run.add_argument("--resume", type=Path, metavar="DIR", help="continue an interrupted run")
+    run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
+    run.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+    run.set_defaults(command=_run)
+
+
+def _add_processes(commands: "Commands[argparse.ArgumentParser]") -> None:
+    for name, text in (
+        ("midtrain", "one process: mid-training, then weight version 0"),
+        ("serve", "one process: the engine"),
+        ("gateway", "one process: the gateway"),
+        ("rollouts", "one process: rollouts and evaluations"),
+        ("train", "one process: the trainer"),
+    ):
+        process = commands.add_parser(name, help=text)
+        process.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run folder")
+        process.set_defaults(command=_process, process=name)
+
+
+def _add_eval(commands: "Commands[argparse.ArgumentParser]") -> None:
+    evaluate = commands.add_parser("eval", help="measure a weight version of a finished run on the held-out tasks")
+    evaluate.add_argument("run", type=Path, help="the run folder")
+    evaluate.add_argument("--version", type=int, help="weight version (default: the newest)")
+    evaluate.add_argument("--tasks", type=int, help="number of held-out tasks (default: the recipe's)")
+    evaluate.set_defaults(command=_eval)
+
+
+def _add_weights(commands: "Commands[argparse.ArgumentParser]") -> None:
+    weights = commands.add_parser("weights", help="look into a run's weight store")
+    actions = weights.add_subparsers(required=True, metavar="ACTION")
+    for action, text in (
+        ("ls", "list the versions"),
+        ("verify", "check every object and digest"),
+        ("export", "write a version as a Hugging Face checkpoint"),
+    ):
+        parser = actions.add_parser(action, help=text)
+        parser.add_argument("run", type=Path, help="the run folder")
+        parser.set_defaults(command=_weights, action=action)
+        if action == "export":
+            parser.add_argument("out", type=Path, help="folder to write")
+            parser.add_argument("--version", type=int, help="weight version (default: the newest)")
+
+
+def _add_tasks(commands: "Commands[argparse.ArgumentParser]") -> None:
+    tasks = commands.add_parser("tasks", help="look at the tasks of a recipe")
+    actions = tasks.add_subparsers(required=True, metavar="ACTION")
+    listing = actions.add_parser("ls", help="print some tasks")
+    listing.add_argument("recipe", type=Path)
+    listing.add_argument("--split", choices=("train", "heldout"), default="train")
+    listing.add_argument("--count", type=int, default=3)
+    listing.set_defaults(command=_tasks)
+
+
+def _add_show(commands: "Commands[argparse.ArgumentParser]") -> None:
+    show = commands.add_parser("show", help="read the rollouts of a run")
+    show.add_argument("run", type=Path, help="the run folder")
+    show.add_argument("--group", type=int, help="group to show (default: the last complete one)")
+    show.add_argument("--purpose", default="train", help="train, or before-sampled, after-greedy, …")
+    show.set_defaults(command=_show)
+
+
+def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
+    bench = commands.add_parser("bench", help="measure a claim on this machine")
+    bench.add_argument("name", choices=("loop",), help="loop: asynchronous against synchronous RL")
+    bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    bench.add_argument("--steps", type=int, default=8, help="optimiser steps per contestant")
+    bench.set_defaults(command=_bench)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from etude.run.folder import RunFolder
+
+    if options.resume is not None:
+        ignored = [name for name in ("recipe", "seed", "out") if getattr(options, name) is not None]
+        ignored += ["--set"] * bool(options.set) + ["--dry-run"] * options.dry_run
+        if ignored:
+            raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
+        folder = RunFolder.open(options.resume)
+    else:
+        if options.recipe is None:
+            raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
+        seed = [] if options.seed is None else [f"seed={options.seed}"]
+        config = load_recipe(options.recipe, [*options.set, *seed])
+        if options.dry_run:
+            print(dump_toml(config), end="")
+            return 0
+        from etude.run.local import default_out
+
+        folder = RunFolder.create(options.out or default_out(config), config)
+    from etude.dashboard.terminal import final_table
+    from etude.run.local import run_local
+
+    try:
+        report = run_local(folder, resumed=options.resume is not None)
+    except (KeyboardInterrupt, InfrastructureError):
+        print(f"\nstopped; nothing is lost. Continue with: etude run --resume {folder.path}", file=sys.stderr)
+        raise
+    Console().print(final_table(report))
+    print(f"report: {folder.report_html}")
+    return 0
+
+
+def _process(options: argparse.Namespace) -> int:
+    from etude.run.folder import RunFolder
+    from etude.run.processes import run_process
+
+    run_process(options.process, RunFolder.open(options.run))
+    return 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from etude.run.evaluate import evaluate_version
+    from etude.run.folder import RunFolder
+
+    result = evaluate_version(RunFolder.open(options.run), version=options.version, tasks=options.tasks)
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+def _weights(options: argparse.Namespace) -> int:
+    from etude.run import weights
+    from etude.run.folder import RunFolder
+
+    folder = RunFolder.open(options.run)
+    if options.action == "export":
+        version = weights.export(folder, options.out, options.version)
+        print(f"weight version {version} → {options.out}")
+        return 0
+    lines, sound = weights.verify_lines(folder) if options.action == "verify" else (weights.list_lines(folder), True)
+    print("\n".join(lines))
+    if not sound:
+        raise DamagedError("the weight store is damaged: see the lines above")
+    return 0
+
+
+def _tasks(options: argparse.Namespace) -> int:
+    from etude.run.reading import task_lines
+
+    print("\n".join(task_lines(load_recipe(options.recipe), options.split, options.count)))
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from etude.run.folder import RunFolder
+    from etude.run.reading import group_lines
+
+    print("\n".join(group_lines(RunFolder.open(options.run), options.purpose, options.group)))
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from etude.run.bench import bench_loop, table
+
+    result = bench_loop(steps=options.steps)
+    print(json.dumps(result, indent=2) if options.json else table(result))
+    return 0

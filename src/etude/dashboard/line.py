@@ -1,0 +1,24 @@
+"""Progress as one line, for logs and pipes."""
+
+from etude.config import RunConfig
+from etude.dashboard.story import RunStory
+
+
+def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
+    """Where a run is, in a line of text."""
+    start = f"[{story.total_s(now_s):6.0f} s] {story.phase or 'starting'}"
+    if story.phase == "midtrain" and story.midtrain:
+        progress = story.midtrain[-1].event
+        return (
+            f"{start}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
+            f"{progress.tokens_per_s:,.0f} tokens/s"
+        )
+    if story.phase == "rl" and story.steps:
+        recent = [timed.event for timed in story.steps[-4:]]
+        reward = sum(step.reward_mean for step in recent) / len(recent)
+        last = recent[-1]
+        return (
+            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, "
+            f"entropy {last.entropy:.3f}, staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}"
+        )
+    return start

@@ -1,0 +1,239 @@
+"""A run's report as one page of HTML that needs nothing else: no script, no font, no network.
+
+Owns the order of the page and its style sheet. Every figure comes from the report; every text is escaped.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from etude.dashboard import units
+from etude.dashboard.plots import Estimate, Line, Points, estimate_plot, line_plot, share_bars, smooth
+from etude.dashboard.report import figure
+from etude.dashboard.summary import summary
+from etude.types import Json
+
+NO_BREAK_HYPHEN = "\u2011"
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fcfbf8; --ink: #22211f; --soft: #77736c; --hair: #e5e1d9; --main: #1f6f8b;
+  --side: #b0a99c; --warn: #b4552d; }
+@media (prefers-color-scheme: dark) { :root { --paper: #17181a; --ink: #e8e5de; --soft: #98948b; --hair: #303236;
+  --main: #6cb6cf; --side: #6f6b64; --warn: #e08a5f; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
+  font-variant-numeric: tabular-nums; -webkit-text-size-adjust: 100%; }
+main { max-width: 900px; margin: 0 auto; padding: 56px 28px 40px; }
+header p { margin: 0; color: var(--soft); }
+h1 { margin: 6px 0 8px; max-width: 26ch; font: 500 34px/1.2 Charter, Georgia, "Noto Serif", "DejaVu Serif", serif;
+  letter-spacing: -.01em; text-wrap: balance; }
+h2 { margin: 48px 0 20px; padding-top: 10px; border-top: 1px solid var(--hair); color: var(--soft);
+  font: 600 13px/1.4 system-ui, sans-serif; }
+.below { margin-top: 24px; }
+section.pair { margin-top: 44px; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(290px, 1fr)); gap: 36px 56px; }
+.gain { font: 500 44px/1.1 Charter, Georgia, "Noto Serif", "DejaVu Serif", serif; }
+.gain small { font-size: 20px; color: var(--soft); }
+.card h3, figcaption { margin: 0 0 6px; font: 600 14px/1.4 system-ui, sans-serif; }
+.card p { margin: 2px 0 16px; color: var(--soft); }
+figure { margin: 0; min-width: 0; }
+figure > svg { display: block; overflow: visible; }
+.plot { padding: 0 72px 28px 38px; }
+.plot figcaption { margin: 0 -72px 12px -38px; }
+.plot .empty { margin: 0 0 0 -38px; }
+.estimate { padding: 0 16px 24px 52px; }
+.bars figcaption { margin-bottom: 10px; }
+.empty { color: var(--soft); }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+svg .name, svg .value { fill: var(--ink); font-size: 13px; }
+.grid { stroke: var(--hair); }
+.bound { stroke: var(--warn); stroke-dasharray: 3 4; }
+svg text.end.main { fill: var(--main); font-weight: 600; }
+svg text.end.bound { fill: var(--warn); stroke: none; }
+.curve { overflow: visible; }
+.curve * { fill: none; stroke-linecap: round; stroke-linejoin: round; vector-effect: non-scaling-stroke; }
+polyline.main { stroke: var(--main); stroke-width: 2.25; }
+polyline.side { stroke: var(--side); stroke-width: 1.25; }
+path.dots { stroke: var(--side); stroke-width: 4; }
+path.dots.main { stroke: var(--main); stroke-width: 6; }
+.error { stroke-width: 2; } .error.main { stroke: var(--main); } .error.side { stroke: var(--side); }
+.dot.main { fill: var(--main); } .dot.side { fill: var(--side); }
+.track { fill: var(--hair); } .fill { fill: var(--main); }
+table { width: 100%; border-collapse: collapse; }
+th, td { padding: 6px 0; border-bottom: 1px solid var(--hair); text-align: left; vertical-align: top; }
+th { width: 9.5em; padding-right: 16px; font-weight: 400; color: var(--soft); }
+details { margin-top: 40px; } summary { cursor: pointer; font-weight: 600; font-size: 14px; }
+details h3 { margin: 20px 0 4px; font: 600 13px/1.4 ui-monospace, monospace; }
+details td, details th { padding: 2px 0; border: 0; font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
+details th { width: 15em; }
+footer { margin-top: 48px; padding-top: 12px; border-top: 1px solid var(--hair); color: var(--soft); font-size: 13px; }
+@media (max-width: 480px) { main { padding: 28px 18px; } h1 { font-size: 27px; } th { width: 7em; }
+  details th { width: 11em; } }
+@media print { main { padding: 0; } figure, .card { break-inside: avoid; } }
+"""
+
+
+def render_page(report: Mapping[str, Json]) -> str:
+    """The whole page, for ``report.html``."""
+    name = escape(str(report["name"]))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} · étude</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{_header(report)}
+<section class="pair" aria-label="Held-out result">
+{_card(report, "Sampled, temperature 1", "pass", "stderr")}
+{_card(report, "Greedy", "greedy", "greedy_stderr")}
+</section>
+<h2>Learning</h2>
+{_reward(report)}
+<div class="pair below">
+{_midtrain(report)}
+{_entropy(report)}
+</div>
+<h2>Health</h2>
+<div class="pair">
+{_staleness(report)}
+{_mismatch(report)}
+</div>
+<h2>Machine</h2>
+<div class="pair">
+{_busy(report)}
+{_time(report)}
+</div>
+<h2>Everything</h2>
+{_table(summary(report))}
+<details><summary>Configuration</summary>{_config(report)}</details>
+{_footer(report)}
+</main>
+</body>
+</html>
+"""
+
+
+def _header(report: Mapping[str, Json]) -> str:
+    before, after = figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")
+    tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
+    if before is not None and after is not None:
+        headline = f"From {units.percent(before)} to {units.percent(after)} of {tasks} solved"
+    elif before is not None:
+        headline = f"{units.percent(before)} of {tasks} solved before RL"
+    else:
+        headline = "Not evaluated"
+    steps, seconds = units.count(figure(report, "steps")), units.duration(figure(report, "seconds.total"))
+    extent = "from random weights to the last evaluation" if report["finished"] else "so far, not finished"
+    return (
+        f"<header><p>étude · {escape(str(report['name']))} · seed {escape(str(report['seed']))}</p>"
+        f"<h1>{headline}</h1><p>{steps} RL steps, {seconds} {extent}</p></header>"
+    )
+
+
+def _card(report: Mapping[str, Json], title: str, key: str, stderr: str) -> str:
+    before, after = figure(report, f"heldout.{key}_before"), figure(report, f"heldout.{key}_after")
+    error = figure(report, f"heldout.{stderr}")
+    gain = units.points(after - before) if before is not None and after is not None else units.MISSING
+    spread = f" <small>± {100 * error:.1f} points</small>" if error is not None else ""
+    estimates = [
+        Estimate(label="before", share=before, stderr=figure(report, f"heldout.{stderr}_before"), style="side"),
+        Estimate(label="after", share=after, stderr=figure(report, f"heldout.{stderr}_after"), style="main"),
+    ]
+    return (
+        f'<div class="card"><h3>{title}</h3><div class="gain">{gain}{spread}</div>'
+        f"<p>{units.percent(before)} → {units.percent(after)}</p>{estimate_plot(title, estimates)}</div>"
+    )
+
+
+def _reward(report: Mapping[str, Json]) -> str:
+    points = _points(report, "reward_mean")
+    curve = smooth(points)
+    label = f"{curve[-1][1]:.2f}" if curve else ""
+    lines = [Line(points=points, label="", style="dots"), Line(points=curve, label=label, style="main")]
+    return line_plot("Mean reward of each step’s rollouts", lines, height=220)
+
+
+def _midtrain(report: Mapping[str, Json]) -> str:
+    lines = [
+        Line(points=_points(report, "loss", curve="midtrain_curve"), label="all text", style="side"),
+        Line(points=_points(report, "action_loss", curve="midtrain_curve"), label="actions", style="main"),
+    ]
+    return line_plot("Mid-training loss, nats per token", lines)
+
+
+def _entropy(report: Mapping[str, Json]) -> str:
+    points = _points(report, "entropy")
+    label = f"{points[-1][1]:.2f}" if points else ""
+    return line_plot("Entropy, nats per token", [Line(points=points, label=label, style="main")])
+
+
+def _staleness(report: Mapping[str, Json]) -> str:
+    bound = figure(report, "staleness.bound")
+    lines = [
+        Line(points=_points(report, "staleness_max"), label="oldest", style="side"),
+        Line(points=_points(report, "staleness_mean"), label="mean", style="main"),
+    ]
+    return line_plot("Staleness, weight versions", lines, bound=None if bound is None else (bound, "bound"))
+
+
+def _mismatch(report: Mapping[str, Json]) -> str:
+    points = _points(report, "k3")
+    label = units.small(points[-1][1]) if points else ""
+    title = "Mismatch k3, trainer against engine"
+    return line_plot(title, [Line(points=points, label=label, style="main")], log=True)
+
+
+def _busy(report: Mapping[str, Json]) -> str:
+    shares = ((name, figure(report, f"busy.{name}")) for name in ("trainer", "engine"))
+    return share_bars("Busy during RL", [(name, share, units.percent(share, 0)) for name, share in shares])
+
+
+def _time(report: Mapping[str, Json]) -> str:
+    """Phases as shares of the whole; the rest is starting and stopping."""
+    total_s = figure(report, "seconds.total")
+    bars: list[tuple[str, float | None, str]] = []
+    for label, key in (("midtrain", "midtrain"), ("RL", "rl"), ("evaluation", "eval")):
+        seconds = figure(report, f"seconds.{key}")
+        bars.append((label, seconds / total_s if seconds and total_s else None, units.duration(seconds)))
+    return share_bars("Time", bars)
+
+
+def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Points:
+    """The course of ``key`` over steps, without the steps at which it is unknown."""
+    rows = report[curve]
+    assert isinstance(rows, list)
+    found = [(figure(point, "step"), figure(point, key)) for point in rows if isinstance(point, dict)]
+    return [(step, value) for step, value in found if step is not None and value is not None]
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    lines = (f'<tr><th scope="row">{escape(label)}</th><td>{escape(text)}</td></tr>' for label, text in rows)
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _config(report: Mapping[str, Json]) -> str:
+    """The resolved configuration, one table per section."""
+    config = report["config"]
+    assert isinstance(config, dict)
+    loose = [(key, _value(value)) for key, value in config.items() if not isinstance(value, dict)]
+    tables = [_table(loose)]
+    for section, values in config.items():
+        if isinstance(values, dict):
+            rows = [(key, _value(value)) for key, value in values.items()]
+            tables.append(f"<h3>[{escape(section)}]</h3>{_table(rows)}")
+    return "".join(tables)
+
+
+def _value(value: Json) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _footer(report: Mapping[str, Json]) -> str:
+    machine = report["machine"]
+    assert isinstance(machine, dict)
+    parts = [f"{key} {value}" for key, value in machine.items()]
+    parts += [f"commit {report['commit']}" if report["commit"] else "commit unknown", str(report["date"])]
+    return f"<footer>{escape(' · '.join(parts))}</footer>"

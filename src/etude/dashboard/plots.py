@@ -1,0 +1,226 @@
+"""Small plots as inline SVG: lines over steps, shares as bars, measurements with their error.
+
+Owns geometry, not colour: every shape has a class that the page's style sheet paints, so light and dark come for free.
+Across, everything is placed in percent and stretches with the page; down, in pixels; so text keeps its size on a
+phone. Curves lie in a nested ``<svg>`` that stretches, with strokes that do not.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TypeAlias
+
+from etude.dashboard import units
+
+Points: TypeAlias = Sequence[tuple[float, float]]
+"""(x, y) in data units, x ascending; only known values."""
+
+ACROSS = 1000
+"""Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
+LABEL_GAP = 13
+"""Least distance of two labels at the end of lines, in pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve and the words at its end."""
+
+    points: Points
+    label: str
+    style: str
+    """``main`` (the curve to look at), ``side`` (its companion) or ``dots`` (raw values behind a smooth curve)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Data → pixels down, with round ticks."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    height: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Pixels from the top."""
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return self.height * (1 - (value - low) / (high - low))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A measured share, its standard error and its name."""
+
+    label: str
+    share: float | None
+    stderr: float | None
+    style: str
+
+
+def line_plot(
+    title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
+) -> str:
+    """Curves over steps. ``bound`` is a level that must not be passed, with its name."""
+    known = [line for line in lines if line.points]
+    if not known:
+        return f'<figure class="plot"><figcaption>{escape(title)}</figcaption><p class="empty">No data.</p></figure>'
+    values = [y for line in known for _, y in line.points] + ([bound[0]] if bound else [])
+    steps = [x for line in known for x, _ in line.points]
+    scale = _log_scale(values, height) if log else _linear_scale(values, height)
+    first, last = min(steps), max(steps)
+
+    def across(step: float) -> float:
+        return (step - first) / (last - first) if last > first else 0.5
+
+    shapes = [_tick(scale(tick), _tick_text(tick, log)) for tick in scale.ticks]
+    shapes += [_step_mark(across(step), step, height) for step in _step_ticks(first, last)]
+    shapes += [_curve(line, across, scale) for line in known]
+    named = [(scale(line.points[-1][1]), line.label, line.style) for line in known if line.label]
+    if bound:
+        y = scale(bound[0])
+        shapes.append(f'<line class="bound" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        named.append((y, bound[1], "bound"))
+    shapes += _end_labels(named, height)
+    spoken = "; ".join(
+        f"{line.label or title} from {line.points[0][1]:.3g} to {line.points[-1][1]:.3g}" for line in known
+    )
+    return _figure(title, f"{title} over steps {first:g} to {last:g}: {spoken}", shapes, height, "plot")
+
+
+def estimate_plot(title: str, estimates: Sequence[Estimate]) -> str:
+    """Shares as dots on a line from 0 to 100 %, with a bar of one standard error to each side."""
+    row, height = 26, 26 * len(estimates) + 4
+    shapes = []
+    for tick in (0, 25, 50, 75, 100):
+        shapes.append(f'<line class="grid" x1="{tick}%" x2="{tick}%" y1="0" y2="{height}"/>')
+        shapes.append(f'<text class="tick" x="{tick}%" y="{height + 15}" text-anchor="middle">{tick}%</text>')
+    spoken = []
+    for index, one in enumerate(estimates):
+        y = row * index + row / 2 + 2
+        shapes.append(f'<text class="name" x="-10" y="{y + 4}" text-anchor="end">{escape(one.label)}</text>')
+        if one.share is None:
+            continue
+        error = one.stderr or 0.0
+        low, high = 100 * max(0.0, one.share - error), 100 * min(1.0, one.share + error)
+        shapes.append(f'<line class="error {one.style}" x1="{low:.2f}%" x2="{high:.2f}%" y1="{y}" y2="{y}"/>')
+        shapes.append(f'<circle class="dot {one.style}" cx="{100 * one.share:.2f}%" cy="{y}" r="5"/>')
+        spoken.append(f"{one.label} {units.percent(one.share)} ± {100 * error:.1f}")
+    return _figure("", f"{title}: {', '.join(spoken) or 'not measured'}", shapes, height, "estimate")
+
+
+def share_bars(title: str, shares: Sequence[tuple[str, float | None, str]]) -> str:
+    """One bar per name and share, full width meaning all of it, with the words above its right end."""
+    row, height = 40, 40 * len(shares)
+    shapes = []
+    for index, (label, share, words) in enumerate(shares):
+        y, width = row * index, 100 * min(1.0, share or 0.0)
+        shapes += [
+            f'<text class="name" x="0" y="{y + 14}">{escape(label)}</text>',
+            f'<text class="value" x="100%" y="{y + 14}" text-anchor="end">{escape(words)}</text>',
+            f'<rect class="track" x="0" y="{y + 21}" width="100%" height="5" rx="2.5"/>',
+            f'<rect class="fill" x="0" y="{y + 21}" width="{width:.2f}%" height="5" rx="2.5"/>',
+        ]
+    spoken = ", ".join(f"{label} {words}" for label, _, words in shares)
+    return _figure(title, f"{title}: {spoken}", shapes, height, "bars")
+
+
+def smooth(points: Points, radius: int = 3) -> list[tuple[float, float]]:
+    """Mean of each value and its ``radius`` neighbours on both sides, fewer at the ends."""
+    windows = (points[max(0, index - radius) : index + radius + 1] for index in range(len(points)))
+    return [(x, sum(y for _, y in near) / len(near)) for (x, _), near in zip(points, windows, strict=True)]
+
+
+def _figure(title: str, spoken: str, shapes: Sequence[str], height: int, style: str) -> str:
+    caption = f"<figcaption>{escape(title)}</figcaption>" if title else ""
+    return (
+        f'<figure class="{style}">{caption}<svg role="img" aria-label="{escape(spoken)}" width="100%" '
+        f'height="{height}">{"".join(shapes)}</svg></figure>'
+    )
+
+
+def _tick(y: float, text: str) -> str:
+    return (
+        f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="tick" x="-8" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
+    )
+
+
+def _step_mark(share: float, step: float, height: int) -> str:
+    return f'<text class="tick" x="{100 * share:.2f}%" y="{height + 18}" text-anchor="middle">{step:g}</text>'
+
+
+def _curve(line: Line, across: Callable[[float], float], scale: Scale) -> str:
+    """A polyline, or for dots a path of zero-length strokes, whose round caps stay round when stretched."""
+    placed = [(round(ACROSS * across(x)), scale(y)) for x, y in line.points]
+    if line.style == "dots" or len(placed) == 1:
+        path = " ".join(f"M{x} {y:.1f}h0" for x, y in placed)
+        shape = f'<path class="dots {line.style}" d="{path}"/>'
+    else:
+        shape = f'<polyline class="{line.style}" points="{" ".join(f"{x},{y:.1f}" for x, y in placed)}"/>'
+    height = f"{scale.height:g}"
+    return (
+        f'<svg class="curve" viewBox="0 0 {ACROSS} {height}" width="100%" height="{height}" '
+        f'preserveAspectRatio="none">{shape}</svg>'
+    )
+
+
+def _end_labels(labels: Sequence[tuple[float, str, str]], height: float) -> list[str]:
+    """Words right of the lines' ends, moved apart where they would overlap and kept above the step marks."""
+    ordered = sorted(labels)
+    places = [y for y, _, _ in ordered]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + LABEL_GAP)
+    limit = height - 2.0
+    for index in reversed(range(len(places))):
+        places[index] = limit = min(places[index], limit)
+        limit -= LABEL_GAP
+    return [
+        f'<text class="end {style}" x="100%" dx="8" y="{y + 4:.1f}">{escape(text)}</text>'
+        for y, (_, text, style) in zip(places, ordered, strict=True)
+    ]
+
+
+def _linear_scale(values: Sequence[float], height: float) -> Scale:
+    """Round ticks around the data, and 0 at the bottom where the data nearly reach it."""
+    low, high = min(values), max(values)
+    if 0 < low < 0.5 * high:
+        low = 0.0
+    if high == low:
+        high = low + (abs(low) or 1.0)
+    unit = _round_step((high - low) / 3)
+    first, last = math.floor(low / unit + 1e-9), math.ceil(high / unit - 1e-9)
+    ticks = tuple(round(index * unit, 12) for index in range(first, last + 1))
+    return Scale(low=ticks[0], high=ticks[-1], ticks=ticks, height=height)
+
+
+def _log_scale(values: Sequence[float], height: float) -> Scale:
+    """Whole decades around the data; what is not positive lies at the bottom."""
+    positive = [value for value in values if value > 0] or [1.0]
+    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    last = max(last, first + 1)
+    every = math.ceil((last - first) / 4)
+    ticks = tuple(10.0**decade for decade in range(first, last + 1, every))
+    return Scale(low=10.0**first, high=10.0**last, ticks=ticks, height=height, log=True)
+
+
+def _round_step(width: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is at least ``width``."""
+    power = 10.0 ** math.floor(math.log10(width))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= width * (1 - 1e-9))
+
+
+def _step_ticks(first: float, last: float) -> list[float]:
+    if last <= first:
+        return [first]
+    unit = max(1.0, _round_step((last - first) / 5))
+    inner = [index * unit for index in range(math.ceil(first / unit), math.floor(last / unit) + 1)]
+    return [first, *(tick for tick in inner if tick - first > unit / 2 and last - tick > unit / 2), last]
+
+
+def _tick_text(tick: float, log: bool) -> str:
+    if log:
+        return f"10{units.superscript(round(math.log10(tick)))}"
+    return f"{tick:g}".replace("-", "−")

@@ -1,0 +1,218 @@
+"""What a run came to, as one JSON object: ``report.json`` and the source of every figure on the page.
+
+Owns the arithmetic from facts to figures. What is not known (a run that stopped early) is ``None``, never 0.
+Everything that is averaged over tokens is weighted by tokens.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from etude.config import RunConfig
+from etude.dashboard.story import TRAIN, RunStory, Tally
+from etude.telemetry.events import EvalDone, StepDone
+from etude.types import Json, RolloutStatus
+
+Figures: TypeAlias = dict[str, Json]
+"""One section of the report."""
+
+
+def build_report(
+    story: RunStory, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
+) -> dict[str, Json]:
+    """Every figure of a run. ``machine`` names the processor, its cores and the versions of Python and torch."""
+    steps = [timed.event for timed in story.steps]
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "date": date,
+        "commit": commit,
+        "machine": dict(machine),
+        "finished": story.phase == "done",
+        "steps": len(steps),
+        "heldout": _heldout(story),
+        "seconds": _seconds(story),
+        "tokens": _tokens(story, steps),
+        **_load(story, steps),
+        "staleness": _staleness(steps, config.rollouts.max_staleness),
+        "mismatch": _mismatch(steps),
+        "weights": _weights(story),
+        "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
+        "restarts": story.restarts,
+        "interruptions": max(0, len(story.segments) - 1),
+        "midtrain_curve": _midtrain_curve(story),
+        "curve": _curve(story),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def figure(report: Mapping[str, Json], path: str) -> float | None:
+    """The number at a dotted path such as ``heldout.pass_after``; ``None`` where it is unknown."""
+    value: object = report
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int | float) else None
+
+
+def _heldout(story: RunStory) -> Figures:
+    """Pass rates; ``stderr`` is that of the difference, the two evaluations taken as independent (tasks not paired)."""
+    before, after = story.evals.get("before"), story.evals.get("after")
+    newest = after or before
+    pass_before, stderr_before, greedy_before, greedy_stderr_before = _scores(before)
+    pass_after, stderr_after, greedy_after, greedy_stderr_after = _scores(after)
+    return {
+        "n": newest.tasks if newest else None,
+        "pass_before": pass_before,
+        "pass_after": pass_after,
+        "stderr": _joint(stderr_before, stderr_after),
+        "stderr_before": stderr_before,
+        "stderr_after": stderr_after,
+        "greedy_before": greedy_before,
+        "greedy_after": greedy_after,
+        "greedy_stderr": _joint(greedy_stderr_before, greedy_stderr_after),
+        "greedy_stderr_before": greedy_stderr_before,
+        "greedy_stderr_after": greedy_stderr_after,
+    }
+
+
+def _scores(result: EvalDone | None) -> tuple[float | None, float | None, float | None, float | None]:
+    if result is None:
+        return None, None, None, None
+    sampled, greedy = _ratio(result.sampled_pass), _ratio(result.greedy_pass)
+    return sampled, _ratio(result.sampled_stderr), greedy, _ratio(result.greedy_stderr)
+
+
+def _joint(before: float | None, after: float | None) -> float | None:
+    """The standard error of a difference of two independent measurements."""
+    return None if before is None or after is None else _ratio(math.hypot(before, after))
+
+
+def _seconds(story: RunStory) -> Figures:
+    evals = [seconds for phase in ("eval-before", "eval-after") if (seconds := story.phase_s(phase)) is not None]
+    return {
+        "total": _tenth(story.total_s() if story.segments else None),
+        "midtrain": _tenth(story.phase_s("midtrain")),
+        "rl": _tenth(story.phase_s("rl")),
+        "eval": _tenth(sum(evals) if evals else None),
+    }
+
+
+def _tokens(story: RunStory, steps: list[StepDone]) -> Figures:
+    training = story.rollouts.get(TRAIN)
+    engine = story.engine_in("rl")
+    reused = sum(stats.reused_tokens for stats in engine)
+    return {
+        "generated": training.sampled_tokens if training else None,
+        "trained": sum(step.trained_tokens for step in steps) if steps else None,
+        "loss": sum(step.loss_tokens for step in steps) if steps else None,
+        "midtrain": story.midtrain[-1].event.tokens if story.midtrain else None,
+        "reused_share": _ratio(_divide(reused, reused + sum(stats.prefill_tokens for stats in engine))),
+    }
+
+
+def _load(story: RunStory, steps: list[StepDone]) -> Figures:
+    engine = story.engine_in("rl")
+    engine_s = sum(stats.busy_s for stats in engine)
+    trainer_s = sum(step.busy_s for step in steps)
+    trainer = _divide(trainer_s, story.phase_s("rl") or 0.0) if steps else None
+    return {
+        "busy": {
+            "trainer": _ratio(trainer),
+            "engine": _ratio(_divide(engine_s, sum(stats.window_s for stats in engine))),
+        },
+        "compute_ratio_inference_to_training": _ratio(_divide(engine_s, trainer_s) if engine else None),
+    }
+
+
+def _staleness(steps: list[StepDone], bound: int) -> Figures:
+    tokens = sum(step.staleness_tokens for step in steps)
+    return {
+        "mean": _ratio(_divide(sum(step.staleness_sum for step in steps), tokens)),
+        "max": max((step.staleness_max for step in steps), default=None),
+        "bound": bound,
+    }
+
+
+def _mismatch(steps: list[StepDone]) -> Figures:
+    compared = [step for step in steps if step.mismatch_tokens]
+    tokens = sum(step.mismatch_tokens for step in compared)
+    return {
+        "k1": _significant(_mean((step.mismatch_k1, step.mismatch_tokens) for step in compared)),
+        "k3": _significant(_mean((step.mismatch_k3, step.mismatch_tokens) for step in compared)),
+        "p99": _significant(_mean((step.mismatch_p99, step.mismatch_tokens) for step in compared)),
+        "p99_worst": _significant(max((step.mismatch_p99 for step in compared), default=None)),
+        "coverage": _ratio(_divide(tokens, sum(step.loss_tokens for step in steps))),
+    }
+
+
+def _weights(story: RunStory) -> Figures:
+    published = [timed.event for timed in story.published]
+    full = [weights.size_bytes for weights in published if weights.kind == "full"]
+    deltas = [weights.size_bytes for weights in published if weights.kind == "delta"]
+    pauses = [timed.event.pause_ms for timed in story.swapped]
+    stages = [timed.event.stage_ms for timed in story.swapped]
+    return {
+        "versions": len({weights.version for weights in published}) if published else None,
+        "full_bytes": full[-1] if full else None,
+        "mean_delta_bytes": round(sum(deltas) / len(deltas)) if deltas else None,
+        "state_bytes": published[-1].state_bytes if published else None,
+        "swap_pause_ms": _significant(_mean((pause, 1) for pause in pauses)),
+        "swap_pause_ms_max": _significant(max(pauses, default=None)),
+        "stage_ms": _significant(_mean((stage, 1) for stage in stages)),
+        "stage_ms_max": _significant(max(stages, default=None)),
+    }
+
+
+def _rollouts(tally: Tally) -> Figures:
+    """Counts of training rollouts; zero is a fact here once any of them has closed."""
+    return {str(status): tally.statuses[status] if tally.closed else None for status in RolloutStatus}
+
+
+def _midtrain_curve(story: RunStory) -> list[Json]:
+    return [
+        {
+            "step": timed.event.step,
+            "tokens": timed.event.tokens,
+            "loss": _ratio(timed.event.loss),
+            "action_loss": _ratio(timed.event.action_loss),
+        }
+        for timed in story.midtrain
+    ]
+
+
+def _curve(story: RunStory) -> list[Json]:
+    return [
+        {
+            "step": timed.event.step,
+            "seconds": _tenth(story.phase_s("rl", until_s=timed.at_s)),
+            "reward_mean": _ratio(timed.event.reward_mean),
+            "staleness_mean": _ratio(_divide(timed.event.staleness_sum, timed.event.staleness_tokens)),
+            "staleness_max": timed.event.staleness_max if timed.event.staleness_tokens else None,
+            "entropy": _ratio(timed.event.entropy if timed.event.loss_tokens else None),
+            "k3": _significant(timed.event.mismatch_k3 if timed.event.mismatch_tokens else None),
+        }
+        for timed in story.steps
+    ]
+
+
+def _divide(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:
+    """Mean of values by weight; ``None`` of nothing."""
+    pairs = list(weighted)
+    return _divide(sum(value * weight for value, weight in pairs), sum(weight for _, weight in pairs))
+
+
+def _ratio(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _tenth(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
+
+
+def _significant(value: float | None) -> float | None:
+    """Four significant digits, for values of unknown magnitude."""
+    return None if value is None else float(f"{value:.4g}")

@@ -1,0 +1,201 @@
+"""What has happened in a run so far, folded from its events.
+
+Owns the facts that people ask about: which phase, how long, how well, how stale. Does not read files (that is
+:class:`~etude.telemetry.log.EventReader`) and does not draw (:mod:`~etude.dashboard.terminal`,
+:mod:`~etude.dashboard.page`).
+
+    events ──▶ RunStory.add ──▶ timelines, tallies ──▶ build_report, render
+
+Processes write separate files, so events may arrive slightly out of order; every timeline is kept sorted by the time
+of the event, and time is measured between events, never between arrivals.
+"""
+
+import math
+from bisect import bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
+
+from etude.telemetry.events import (
+    EngineStats,
+    EvalDone,
+    MidtrainProgress,
+    PhaseStarted,
+    ProcessStarted,
+    RolloutClosed,
+    RunStarted,
+    StepDone,
+    WeightsPublished,
+    WeightsSwapped,
+)
+from etude.telemetry.log import Logged
+
+PHASES = ("midtrain", "eval-before", "rl", "eval-after")
+"""The phases that take time, in order; ``done`` follows."""
+
+TRAIN = "train"
+"""Purpose of the rollouts that are trained on; those of evaluations are ``before-sampled``, ``after-greedy``, …"""
+
+E = TypeVar("E")
+Numbered = TypeVar("Numbered", MidtrainProgress, StepDone)
+Span: TypeAlias = tuple[float, float]
+"""Start and end in Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[E]):
+    """An event and when it happened, in Unix seconds."""
+
+    at_s: float
+    event: E
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rollouts of one purpose."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    """Status → rollouts."""
+    reasons: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Status and reason → rollouts."""
+    sampled_tokens: int = 0
+
+    def add(self, closed: RolloutClosed) -> None:
+        """Count one rollout."""
+        self.statuses[closed.status] += 1
+        self.reasons[closed.status, closed.reason] += 1
+        self.sampled_tokens += closed.sampled_tokens
+
+    @property
+    def closed(self) -> int:
+        """All rollouts, however they ended."""
+        return self.statuses.total()
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch in which the run was alive, from its first event to its last."""
+
+    start_s: float
+    end_s: float
+
+
+class RunStory:
+    """The facts of one run, up to the last event added."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.midtrain: list[Timed[MidtrainProgress]] = []
+        self.steps: list[Timed[StepDone]] = []
+        self.published: list[Timed[WeightsPublished]] = []
+        self.swapped: list[Timed[WeightsSwapped]] = []
+        self.engine: list[Timed[EngineStats]] = []
+        self.rollouts: dict[str, Tally] = {}
+        """Purpose → tally; see :data:`TRAIN`."""
+        self.evals: dict[str, EvalDone] = {}
+        """``before`` or ``after`` → the newest result."""
+        self.processes: dict[str, ProcessStarted] = {}
+        """Process → its newest start."""
+        self.restarts = 0
+        """Processes that died and were started again, over the whole run."""
+        self._phases: list[Timed[str]] = []
+
+    def add(self, logged: Logged) -> None:
+        """Fold in one event."""
+        at_s, event = logged.at_s, logged.event
+        self._live(at_s, resumed=isinstance(event, RunStarted) and event.resumed)
+        match event:
+            case RunStarted():
+                pass
+            case PhaseStarted():
+                _insert(self._phases, Timed(at_s, event.phase))
+            case ProcessStarted():
+                self.processes[event.process] = event
+                self.restarts += event.restarts > 0
+            case MidtrainProgress():
+                _supersede(self.midtrain, Timed(at_s, event))
+            case StepDone():
+                _supersede(self.steps, Timed(at_s, event))
+            case WeightsPublished():
+                _insert(self.published, Timed(at_s, event))
+            case WeightsSwapped():
+                _insert(self.swapped, Timed(at_s, event))
+            case EngineStats():
+                _insert(self.engine, Timed(at_s, event))
+            case RolloutClosed():
+                self.rollouts.setdefault(event.purpose, Tally()).add(event)
+            case EvalDone():
+                self.evals[event.label] = event
+
+    @property
+    def phase(self) -> str | None:
+        """The phase the run is in; ``None`` before the first."""
+        return self._phases[-1].event if self._phases else None
+
+    def entered(self, phase: str) -> bool:
+        """Whether the run ever was in ``phase``."""
+        return any(mark.event == phase for mark in self._phases)
+
+    def in_phase(self, at_s: float, phase: str) -> bool:
+        """Whether the run was in ``phase`` at ``at_s``."""
+        index = bisect_right(self._phases, at_s, key=lambda mark: mark.at_s) - 1
+        return index >= 0 and self._phases[index].event == phase
+
+    def total_s(self, until_s: float | None = None) -> float:
+        """Seconds the run was alive and not yet done; time while it was stopped does not count.
+
+        ``until_s`` measures up to that moment instead of the last event, as if the newest segment were still going.
+        """
+        finished = self._phase_s("done", until_s) if self.entered("done") else 0.0
+        return _overlap_s([(-math.inf, math.inf)], self._alive(until_s)) - finished
+
+    def phase_s(self, phase: str, until_s: float | None = None) -> float | None:
+        """Seconds alive in ``phase``, over all segments; ``None`` if it never began.
+
+        ``until_s`` is as in :meth:`total_s`.
+        """
+        return self._phase_s(phase, until_s) if self.entered(phase) else None
+
+    def engine_in(self, phase: str) -> list[EngineStats]:
+        """What engines reported during ``phase``."""
+        return [stats.event for stats in self.engine if self.in_phase(stats.at_s, phase)]
+
+    def _phase_s(self, phase: str, until_s: float | None) -> float:
+        ends = [mark.at_s for mark in self._phases[1:]] + [math.inf]
+        spans = [(mark.at_s, end) for mark, end in zip(self._phases, ends, strict=True) if mark.event == phase]
+        return _overlap_s(spans, self._alive(until_s))
+
+    def _alive(self, until_s: float | None) -> Iterator[Span]:
+        for segment in self.segments[:-1]:
+            yield segment.start_s, segment.end_s if until_s is None else min(segment.end_s, until_s)
+        for segment in self.segments[-1:]:
+            yield segment.start_s, segment.end_s if until_s is None else until_s
+
+    def _live(self, at_s: float, *, resumed: bool) -> None:
+        """Stretch the segment that ``at_s`` falls into; a resumption begins a new one."""
+        if resumed or not self.segments:
+            insort(self.segments, Segment(at_s, at_s), key=lambda segment: segment.start_s)
+        index = max(0, bisect_right(self.segments, at_s, key=lambda segment: segment.start_s) - 1)
+        segment = self.segments[index]
+        segment.start_s = min(segment.start_s, at_s)
+        segment.end_s = max(segment.end_s, at_s)
+
+
+def _insert(timeline: list[Timed[E]], timed: Timed[E]) -> None:
+    insort(timeline, timed, key=lambda earlier: earlier.at_s)
+
+
+def _supersede(timeline: list[Timed[Numbered]], timed: Timed[Numbered]) -> None:
+    """Append a step; one that is done again after a resumption replaces what had followed it."""
+    while timeline and timeline[-1].event.step >= timed.event.step:
+        timeline.pop()
+    timeline.append(timed)
+
+
+def _overlap_s(spans: list[Span], alive: Iterator[Span]) -> float:
+    return sum(
+        max(0.0, min(end, alive_end) - max(start, alive_start))
+        for alive_start, alive_end in alive
+        for start, end in spans
+    )

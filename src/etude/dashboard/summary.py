@@ -1,0 +1,58 @@
+"""The report in words: the labelled lines that the terminal and the page both show.
+
+Owns the wording, not the layout and not the figures (:mod:`~etude.dashboard.report`).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from etude.dashboard.report import figure
+from etude.dashboard.units import brief, count, decimal, duration, milliseconds, percent, size, small
+from etude.types import Json
+
+
+def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """Label and text of every line but the held-out result; unknown figures are dashes."""
+    of = partial(figure, report)
+    return [
+        (
+            "time",
+            f"{duration(of('seconds.total'))} in all; midtrain {duration(of('seconds.midtrain'))}, RL "
+            f"{duration(of('seconds.rl'))}, evaluation {duration(of('seconds.eval'))}",
+        ),
+        ("steps", count(of("steps"))),
+        (
+            "tokens",
+            f"{brief(of('tokens.midtrain'))} in midtrain, {brief(of('tokens.generated'))} generated, "
+            f"{brief(of('tokens.trained'))} trained",
+        ),
+        ("busy in RL", f"trainer {percent(of('busy.trainer'), 0)}, engine {percent(of('busy.engine'), 0)}"),
+        ("inference", f"{decimal(of('compute_ratio_inference_to_training'))} s per second of training"),
+        ("prefix cache", f"{percent(of('tokens.reused_share'), 0)} of prompt tokens reused"),
+        (
+            "staleness",
+            f"mean {decimal(of('staleness.mean'))}, max {count(of('staleness.max'))} of "
+            f"{count(of('staleness.bound'))} allowed",
+        ),
+        (
+            "mismatch",
+            f"k3 {small(of('mismatch.k3'))}, p99 {small(of('mismatch.p99'))}, "
+            f"{percent(of('mismatch.coverage'))} of tokens compared",
+        ),
+        (
+            "weights",
+            f"{count(of('weights.versions'))} versions, deltas {size(of('weights.mean_delta_bytes'))} of "
+            f"{size(of('weights.state_bytes'))}",
+        ),
+        (
+            "swap",
+            f"pause {milliseconds(of('weights.swap_pause_ms'))}, worst "
+            f"{milliseconds(of('weights.swap_pause_ms_max'))}; staged in {milliseconds(of('weights.stage_ms'))}",
+        ),
+        (
+            "rollouts",
+            f"{count(of('rollouts.graded'))} graded, {count(of('rollouts.failed_infra'))} failed, "
+            f"{count(of('rollouts.dropped'))} dropped",
+        ),
+        ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
+    ]

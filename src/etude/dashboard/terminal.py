@@ -1,0 +1,319 @@
+"""A run in the terminal: one panel while it lives, one table when it is done.
+
+Owns the layout for people at a terminal; 100 columns by 30 lines, still whole at 80 columns. Every figure comes from
+:class:`~etude.dashboard.story.RunStory` or from the report; nothing is measured here. A row keeps its place from the
+first second to the last, with a dash until it has something to say.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import TypeAlias
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from etude.config import RunConfig
+from etude.dashboard import units
+from etude.dashboard.report import figure
+from etude.dashboard.story import PHASES, TRAIN, RunStory, Tally
+from etude.dashboard.summary import summary
+from etude.types import Json, RolloutStatus
+
+RECENT_STEPS = 6
+"""Steps over which pace and the trainer's load are averaged: long enough to be calm, short enough to follow."""
+RECENT_S = 30.0
+"""Window of the engine's load."""
+SILENCE_S = 30.0
+"""Without any event for this long, the panel says so: processes report every few seconds."""
+
+ACCENT, DIM, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
+_PHASE_NAMES = {"midtrain": "midtrain", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
+Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
+"""Label, graph, words."""
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
+    """The run at Unix time ``now_s``, as one panel."""
+    rows = Table.grid(padding=(0, 2), expand=True)
+    rows.add_column(style=DIM, width=9, no_wrap=True)
+    rows.add_column(ratio=1, no_wrap=True)
+    rows.add_column(ratio=2)
+    for row in _course_rows(story, config):
+        rows.add_row(*row)
+    rows.add_row()
+    for row in (
+        _trainer_row(story),
+        _engine_row(story),
+        _staleness_row(story, config),
+        _mismatch_row(story),
+        _weights_row(story),
+        _rollouts_row(story),
+        _processes_row(story),
+    ):
+        rows.add_row(*row)
+    return Panel(
+        Group(_track(story, config, now_s), Text(), rows),
+        title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
+        title_align="left",
+        subtitle=_clock(story, config, now_s),
+        subtitle_align="right",
+        box=box.ROUNDED,
+        border_style=DIM,
+        padding=(1, 2),
+    )
+
+
+def final_table(report: Mapping[str, Json]) -> RenderableType:
+    """What a finished run came to: the held-out gain, then how it was come by."""
+    gains = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
+    gains.add_column(f"{units.count(figure(report, 'heldout.n'))} held-out tasks")
+    for name in ("before", "after", "points gained"):
+        gains.add_column(name, justify="right")
+    for name, key, stderr in (("sampled", "pass", "stderr"), ("greedy", "greedy", "greedy_stderr")):
+        gains.add_row(name, *_gain_cells(report, key, stderr))
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style=DIM, no_wrap=True)
+    facts.add_column()
+    for label, text in summary(report):
+        facts.add_row(label, text)
+    return Panel(
+        Group(gains, Text(), facts),
+        title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{report['name']} · seed {report['seed']}", "default")),
+        title_align="left",
+        box=box.ROUNDED,
+        border_style=DIM,
+        padding=(1, 2),
+        expand=False,
+    )
+
+
+class Bar:
+    """A horizontal bar as wide as its column, filled to ``share``."""
+
+    def __init__(self, share: float) -> None:
+        self._share = max(0.0, min(1.0, share))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        filled = round(self._share * options.max_width)
+        yield Text.assemble(("━" * filled, ACCENT), ("━" * (options.max_width - filled), DIM))
+
+
+class Sparkline:
+    """The course of some values, as wide as its column."""
+
+    def __init__(self, values: Sequence[float], style: str) -> None:
+        self._values, self._style = values, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(sparkline(self._values, options.max_width), self._style)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of ``values`` in at most ``width`` characters, lowest ``▁`` to highest ``█``."""
+    if len(values) > width:
+        edges = [index * len(values) // width for index in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
+    """``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    planned = [phase for phase in PHASES if config.eval.enabled or not phase.startswith("eval")]
+    for index, phase in enumerate(planned):
+        seconds = story.phase_s(phase, until_s=None if story.phase == "done" else now_s)
+        if index:
+            text.append("  ▸  ", DIM)
+        if story.phase == phase:
+            text.append(f"● {_PHASE_NAMES[phase]} ", f"bold {ACCENT}").append(units.duration(seconds), ACCENT)
+        elif seconds is not None:
+            text.append("✓ ", GOOD).append(f"{_PHASE_NAMES[phase]} ").append(units.duration(seconds), DIM)
+        else:
+            text.append(f"○ {_PHASE_NAMES[phase]}", DIM)
+    return text
+
+
+def _clock(story: RunStory, config: RunConfig, now_s: float) -> Text:
+    done = story.phase == "done"
+    text = Text(f"elapsed {units.duration(story.total_s(None if done else now_s) if story.segments else 0.0)}")
+    left_s = _left_s(story, config, now_s)
+    if left_s is not None:
+        text.append(" · about ", DIM).append(units.duration(left_s)).append(" left", DIM)
+    silent_s = now_s - story.segments[-1].end_s if story.segments and not done else 0.0
+    if silent_s > SILENCE_S:
+        text.append(f" · no event for {units.duration(silent_s)}", WARN)
+    return text
+
+
+def _left_s(story: RunStory, config: RunConfig, now_s: float) -> float | None:
+    """Seconds until the run is done, known once RL has a pace: the last evaluation will take as long as the first."""
+    eval_s = story.phase_s("eval-before") if config.eval.enabled else 0.0
+    if eval_s is None:
+        return None
+    if story.phase == "eval-after":
+        return max(0.0, eval_s - (story.phase_s("eval-after", now_s) or 0.0))
+    recent = story.steps[-RECENT_STEPS:]
+    if story.phase != "rl" or len(recent) < 2:
+        return None
+    first_s, last_s = (story.phase_s("rl", recent[end].at_s) or 0.0 for end in (0, -1))
+    pace_s = (last_s - first_s) / (len(recent) - 1)
+    since_s = (story.phase_s("rl", now_s) or 0.0) - last_s
+    return max(0.0, (config.trainer.steps - recent[-1].event.step) * pace_s - since_s) + eval_s
+
+
+def _course_rows(story: RunStory, config: RunConfig) -> list[Row]:
+    """What the run goes through, in order."""
+    rl = [_step_row(story, config), _reward_row(story)]
+    if config.eval.enabled:
+        rl = [_heldout_row(story, config, "before"), *rl, _heldout_row(story, config, "after")]
+    return [_midtrain_row(story), *rl]
+
+
+def _midtrain_row(story: RunStory) -> Row:
+    if not story.midtrain:
+        return "midtrain", Bar(0.0), _missing()
+    now = story.midtrain[-1].event
+    words = _words(f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{units.brief(now.tokens_per_s)} tokens/s")
+    if story.phase == "midtrain" and now.tokens_per_s > 0:
+        left_s = (now.steps - now.step) * now.tokens / max(now.step, 1) / now.tokens_per_s
+        words.append(" · ", DIM).append(f"{units.duration(left_s)} left", DIM)
+    return "midtrain", Bar(now.step / now.steps), words
+
+
+def _heldout_row(story: RunStory, config: RunConfig, label: str) -> Row:
+    tallies = [story.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
+    graded = [tally.statuses[RolloutStatus.GRADED] for tally in tallies]
+    result = story.evals.get(label)
+    if result is not None:
+        words = Text.assemble(
+            ("sampled ", DIM), (units.percent(result.sampled_pass), "bold"), f" ± {100 * result.sampled_stderr:.1f}",
+            (" · greedy ", DIM), (units.percent(result.greedy_pass), "bold"), f" ± {100 * result.greedy_stderr:.1f}",
+        )  # fmt: skip
+        return f"{label} RL", Bar(1.0), words
+    if not any(tally.closed for tally in tallies):
+        return f"{label} RL", Bar(0.0), _missing()
+    words = _words(f"{graded[0]} sampled", f"{graded[1]} greedy, of {config.eval.tasks} each")
+    failed = sum(tally.statuses[RolloutStatus.FAILED_INFRA] for tally in tallies)
+    if failed:
+        words.append(f" · {failed} failed", WARN)
+    return f"{label} RL", Bar(sum(graded) / (2 * config.eval.tasks)), words
+
+
+def _step_row(story: RunStory, config: RunConfig) -> Row:
+    step = story.steps[-1].event.step if story.steps else 0
+    words = Text.assemble(("step ", DIM), (f"{step}", "bold"), (f" of {config.trainer.steps}", DIM))
+    if story.steps:
+        entropy = story.steps[-1].event.entropy
+        words.append(" · ", DIM).append(f"entropy {entropy:.3f}")
+    return "RL", Bar(step / config.trainer.steps), words
+
+
+def _reward_row(story: RunStory) -> Row:
+    if not story.steps:
+        return "reward", "", _missing()
+    rewards = [timed.event.reward_mean for timed in story.steps]
+    words = Text.assemble(("mean ", DIM), (f"{rewards[-1]:.3f}", "bold"))
+    if len(rewards) > 1:
+        words.append(f" · {units.decimal(rewards[0], 3)} at first", DIM)
+    return "reward", Sparkline(rewards, ACCENT), words
+
+
+def _trainer_row(story: RunStory) -> Row:
+    recent = [timed.event for timed in story.steps[-RECENT_STEPS:]]
+    busy_s, wait_s = sum(step.busy_s for step in recent), sum(step.wait_s for step in recent)
+    if busy_s + wait_s <= 0:
+        return "trainer", Bar(0.0), _missing()
+    share, tokens = busy_s / (busy_s + wait_s), sum(step.trained_tokens for step in recent)
+    rate = tokens / (busy_s + wait_s)
+    return "trainer", Bar(share), _words(f"{units.percent(share, 0)} busy", f"{units.brief(rate)} tokens/s trained")
+
+
+def _engine_row(story: RunStory) -> Row:
+    newest_s = story.engine[-1].at_s if story.engine else 0.0
+    newest_first = takewhile(lambda timed: timed.at_s > newest_s - RECENT_S, reversed(story.engine))
+    recent = [timed.event for timed in newest_first]
+    window_s = sum(stats.window_s for stats in recent)
+    if window_s <= 0:
+        return "engine", Bar(0.0), _missing()
+    share = sum(stats.busy_s for stats in recent) / window_s
+    rate = sum(stats.generated_tokens for stats in recent) / window_s
+    words = _words(f"{units.percent(share, 0)} busy", f"{units.brief(rate)} tokens/s", f"{recent[0].running} running")
+    if recent[0].waiting:
+        words.append(f" · {recent[0].waiting} waiting", WARN)
+    return "engine", Bar(share), words
+
+
+def _staleness_row(story: RunStory, config: RunConfig) -> Row:
+    bound = config.rollouts.max_staleness
+    recent = [timed.event for timed in story.steps[-RECENT_STEPS:]]
+    tokens = sum(step.staleness_tokens for step in recent)
+    if not tokens:
+        return "staleness", "", _missing()
+    mean, highest = sum(step.staleness_sum for step in recent) / tokens, max(step.staleness_max for step in recent)
+    words = _words(f"mean {mean:.2f}", f"max {highest} of {bound} allowed")
+    return "staleness", Bar(mean / bound if bound else 0.0), words
+
+
+def _mismatch_row(story: RunStory) -> Row:
+    compared = [timed.event for timed in story.steps if timed.event.mismatch_tokens]
+    if not compared:
+        return "mismatch", "", _missing()
+    now = compared[-1]
+    words = _words(f"k3 {units.small(now.mismatch_k3)}", f"p99 {units.small(now.mismatch_p99)}")
+    return "mismatch", Sparkline([step.mismatch_k3 for step in compared], DIM), words
+
+
+def _weights_row(story: RunStory) -> Row:
+    if not story.published:
+        return "weights", "", _missing()
+    newest = story.published[-1].event
+    version = f"v{newest.version}"
+    parts = [f"{newest.kind} {units.size(newest.size_bytes)} of {units.size(newest.state_bytes)}"]
+    if story.swapped:
+        swap = story.swapped[-1].event
+        version += f", engine at v{swap.version}"
+        parts.append(f"pause {units.milliseconds(swap.pause_ms)}")
+    return "weights", version, _words(*parts)
+
+
+def _rollouts_row(story: RunStory) -> Row:
+    tally = story.rollouts.get(TRAIN, Tally())
+    failed, dropped = (tally.statuses[status] for status in (RolloutStatus.FAILED_INFRA, RolloutStatus.DROPPED))
+    words = Text.assemble(
+        (f"{failed} failed", WARN if failed else DIM), (" · ", DIM), (f"{dropped} dropped", WARN if dropped else DIM)
+    )
+    return "rollouts", f"{units.count(tally.statuses[RolloutStatus.GRADED])} graded", words
+
+
+def _processes_row(story: RunStory) -> Row:
+    if not story.processes:
+        return "processes", "", _missing()
+    again = [name for name, started in story.processes.items() if started.restarts]
+    words = Text(f"{story.restarts} restarted", WARN if story.restarts else DIM)
+    words.append(f" ({', '.join(again)})" if again else "", DIM)
+    if len(story.segments) > 1:
+        words.append(f" · run resumed {len(story.segments) - 1}×", DIM)
+    return "processes", f"{len(story.processes)} started", words
+
+
+def _words(*parts: str) -> Text:
+    return Text(" · ", DIM).join(Text(part, "default") for part in parts)
+
+
+def _missing() -> Text:
+    return Text(units.MISSING, DIM)
+
+
+def _gain_cells(report: Mapping[str, Json], key: str, stderr: str) -> tuple[Text, Text, Text]:
+    before, after, error = (figure(report, f"heldout.{name}") for name in (f"{key}_before", f"{key}_after", stderr))
+    if before is None or after is None or error is None:
+        return Text(units.percent(before)), Text(units.percent(after)), _missing()
+    style = f"bold {GOOD if after > before + 2 * error else 'default' if after >= before else WARN}"
+    gain = Text.assemble((units.points(after - before), style), (f" ± {100 * error:.1f}", DIM))
+    return Text(units.percent(before)), Text(units.percent(after), "bold"), gain

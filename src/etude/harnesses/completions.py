@@ -1,0 +1,116 @@
+"""One model call over HTTP: an OpenAI chat completion, repeated until it is answered or time is up.
+
+Owns retries and the meaning of the gateway's answers. Repeating a call is safe: the gateway takes it for another sample
+of the same prompt, and only the one whose answer arrives is continued. Does not know tools or tasks.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import aiohttp
+import orjson
+
+from etude.errors import EngineUnavailable, SessionLost
+from etude.protocols import Session
+
+MODEL = "policy"
+"""The name under which a gateway serves the model that is being trained."""
+BUSY = (429, 502, 503, 504)
+"""Statuses that mean: later. The middle ones come from proxies on the way."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+"""Between attempts; doubled each time, then halved at random so that callers do not come back together."""
+
+Message: TypeAlias = Mapping[Literal["role", "content"], str]
+"""One message of a conversation, as the API has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model said."""
+
+    text: str
+    finish: Literal["stop", "length", "context"]
+    """It ended its turn · was cut at ``max_tokens`` · could not be asked, the conversation being too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why an attempt must be repeated."""
+
+    reason: str
+    pause_s: float | None = None
+    """How long the gateway asks to wait, if it does."""
+
+
+class CompletionClient:
+    """Asks for completions; each call has ``timeout_s``, repetitions and pauses included."""
+
+    def __init__(self, http: aiohttp.ClientSession, *, max_tokens: int, timeout_s: float) -> None:
+        self._http = http
+        self._max_tokens = max_tokens
+        self._timeout_s = timeout_s
+
+    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Reply:
+        """Sample the next assistant message.
+
+        Raises :class:`~etude.errors.SessionLost` if the gateway does not know the session (any more), and
+        :class:`~etude.errors.EngineUnavailable` if it refuses the call or does not answer in time.
+        """
+        body = orjson.dumps(
+            {"model": MODEL, "messages": messages, "temperature": temperature, "max_tokens": self._max_tokens}
+        )
+        trouble = Trouble("no answer to the first attempt")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                for attempt in itertools.count():
+                    answer = await self._attempt(session, body)
+                    if isinstance(answer, Reply):
+                        return answer
+                    trouble = answer
+                    await asyncio.sleep(_pause_s(attempt, trouble))
+        raise EngineUnavailable(f"{session.base_url}: no completion within {self._timeout_s} s; last: {trouble.reason}")
+
+    async def _attempt(self, session: Session, body: bytes) -> Reply | Trouble:
+        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
+        url = session.base_url + "/chat/completions"
+        try:
+            async with self._http.post(url, data=body, headers=headers) as response:
+                return judge_answer(response.status, response.headers.get("Retry-After"), await response.read())
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            return Trouble(f"{type(error).__name__}: {error}")
+
+
+def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | Trouble:
+    """What an HTTP answer means. Raises ``SessionLost`` and ``EngineUnavailable`` for what repeating cannot cure."""
+    if status in BUSY:
+        return Trouble(f"HTTP {status}", _seconds(retry_after))
+    try:
+        answer = orjson.loads(body)
+        if status == 200:
+            choice = answer["choices"][0]
+            return Reply(
+                choice["message"]["content"] or "", "length" if choice["finish_reason"] == "length" else "stop"
+            )
+        code, reason = answer["error"]["code"], answer["error"]["message"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        raise EngineUnavailable(f"HTTP {status} without a completion or an error: {body[:200]!r}") from None
+    if (status, code) == (400, "context_length_exceeded"):
+        return Reply("", "context")
+    if (status, code) == (404, "session_not_found"):
+        raise SessionLost(f"the gateway knows no such session: {reason}")
+    raise EngineUnavailable(f"HTTP {status}, {code}: {reason}")
+
+
+def _pause_s(attempt: int, trouble: Trouble) -> float:
+    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10))
+    return max(trouble.pause_s or 0.0, longest_s * random.uniform(0.5, 1.0))
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """The header's value if it is a number; dates are left to the back-off."""
+    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None

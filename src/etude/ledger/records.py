@@ -1,0 +1,138 @@
+"""Tasks and rollouts as bytes, and back, without pickle.
+
+A task is JSON. A rollout is a JSON header and the raw arrays of all its turns, end to end, little-endian:
+
+    ┌─────────────┬────────┬─────────────────┬─────────────────┬───────────────┬───────────────┐
+    │ header size │ header │ prompt ids      │ completion ids  │ logprobs      │ versions      │
+    │ uint32      │ JSON   │ int32 [ΣP]      │ int32 [ΣC]      │ float32 [ΣC]  │ int32 [ΣC]    │
+    └─────────────┴────────┴─────────────────┴─────────────────┴───────────────┴───────────────┘
+
+Array legend: P prompt tokens of a turn, C sampled tokens of a turn. The JSON is Python's own, not orjson's: the cases
+of a task may hold integers beyond 64 bits and infinities, which must come back as they were.
+"""
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import DamagedError
+from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+
+HEADER_SIZE = struct.Struct("<I")
+INT32 = np.dtype("<i4")
+FLOAT32 = np.dtype("<f4")
+
+
+def encode_task(task: Task) -> bytes:
+    """A task as JSON."""
+    checks = task.checks
+    fields = {
+        "task_id": task.task_id,
+        "family": task.family,
+        "template": task.template,
+        "split": task.split,
+        "prompt": task.prompt,
+        "files": dict(task.files),
+        "checks": {
+            "path": checks.path,
+            "function": checks.function,
+            "visible": [[case.arguments, case.expected] for case in checks.visible],
+            "hidden": [[case.arguments, case.expected] for case in checks.hidden],
+        },
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_task(data: bytes) -> Task:
+    """The task that :func:`encode_task` was given. Raises :class:`~etude.errors.DamagedError`."""
+    try:
+        fields = json.loads(data)
+        checks = fields.pop("checks")
+        return Task(
+            split=Split(fields.pop("split")),
+            checks=FunctionChecks(visible=_cases(checks.pop("visible")), hidden=_cases(checks.pop("hidden")), **checks),
+            **fields,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"unreadable task record {data[:80]!r}: {error}") from error
+
+
+def encode_rollout(rollout: Rollout) -> bytes:
+    """A rollout with all its turns; the size is the arrays' plus a few hundred bytes."""
+    header = {
+        "rollout_id": rollout.rollout_id,
+        "group_index": rollout.group_index,
+        "slot": rollout.slot,
+        "attempt": rollout.attempt,
+        "status": rollout.status,
+        "reward": rollout.reward,
+        "reward_parts": dict(rollout.reward_parts),
+        "reason": rollout.reason,
+        "counts": dict(rollout.counts),
+        "seconds": rollout.seconds,
+        "turns": [[len(turn.prompt_ids), len(turn.completion_ids), turn.finish] for turn in rollout.turns],
+    }
+    text = json.dumps(header).encode()
+    return b"".join(
+        (
+            HEADER_SIZE.pack(len(text)),
+            text,
+            *(turn.prompt_ids.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
+            *(turn.completion_ids.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
+            *(turn.logprobs.astype(FLOAT32, copy=False).tobytes() for turn in rollout.turns),
+            *(turn.versions.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
+        )
+    )
+
+
+def decode_rollout(data: bytes) -> Rollout:
+    """The rollout that :func:`encode_rollout` was given; its arrays are read-only views of ``data``.
+
+    Raises :class:`~etude.errors.DamagedError`.
+    """
+    try:
+        (size,) = HEADER_SIZE.unpack_from(data)
+        body = HEADER_SIZE.size + size
+        header = json.loads(data[HEADER_SIZE.size : body])
+        turns = _decode_turns(header.pop("turns"), data, body)
+        return Rollout(status=RolloutStatus(header.pop("status")), turns=turns, **header)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
+
+
+def _cases(pairs: list[Any]) -> tuple[Case, ...]:
+    return tuple(Case(arguments=tuple(arguments), expected=expected) for arguments, expected in pairs)
+
+
+def _decode_turns(shapes: Sequence[tuple[int, int, str]], data: bytes, offset: int) -> tuple[Turn, ...]:
+    prompts = [prompt for prompt, _, _ in shapes]
+    completions = [completion for _, completion, _ in shapes]
+    if len(data) != (expected := offset + 4 * (sum(prompts) + 3 * sum(completions))):
+        raise ValueError(f"expected {expected} bytes")
+    prompt_ids = _split(data, INT32, offset, prompts)
+    offset += 4 * sum(prompts)
+    token_ids, logprobs, versions = (
+        _split(data, dtype, offset + 4 * i * sum(completions), completions)
+        for i, dtype in enumerate((INT32, FLOAT32, INT32))
+    )
+    return tuple(
+        Turn(
+            prompt_ids=prompt_ids[i],
+            completion_ids=token_ids[i],
+            logprobs=logprobs[i],
+            versions=versions[i],
+            finish=Finish(finish),
+        )
+        for i, (_, _, finish) in enumerate(shapes)
+    )
+
+
+def _split(data: bytes, dtype: np.dtype[Any], offset: int, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:
+    """Cut the array at ``offset`` into pieces of ``lengths``."""
+    whole = np.frombuffer(data, dtype, count=sum(lengths), offset=offset)
+    ends = np.cumsum(lengths)
+    return np.split(whole, ends[:-1]) if lengths else []

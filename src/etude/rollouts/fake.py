@@ -1,0 +1,137 @@
+"""A world for rollouts with no model, no network and no processes: for tests and simulation.
+
+What happens in it is a function that the caller supplies: how a session goes, and how its result is judged.
+"""
+
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from etude.clock import VirtualClock
+from etude.errors import SandboxError, SessionLost
+from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
+from etude.rollouts.worker import Rig
+from etude.types import Task, Turn
+
+
+class FakeSessions:
+    """Sessions that remember the turns they are told of."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._turns: dict[str, list[Turn]] = {}
+
+    def __len__(self) -> int:
+        """Sessions that are open."""
+        return len(self._turns)
+
+    async def open(self) -> Session:
+        """Start a session."""
+        session_id = f"session-{next(self._numbers)}"
+        self._turns[session_id] = []
+        return Session(session_id=session_id, base_url="http://gateway.invalid/v1", api_key=f"key of {session_id}")
+
+    def capture(self, session: Session, turn: Turn) -> None:
+        """Pretend that an engine sampled ``turn``."""
+        self._turns[session.session_id].append(turn)
+
+    def forget(self) -> None:
+        """Lose every session, as a gateway does that is killed."""
+        self._turns.clear()
+
+    async def close(self, session_id: str) -> tuple[Turn, ...]:
+        """End a session. Raises :class:`~etude.errors.SessionLost` when it is not open."""
+        if session_id not in self._turns:
+            raise SessionLost(f"no session {session_id!r}")
+        return tuple(self._turns.pop(session_id))
+
+
+class FakeSandbox:
+    """Files in a dict; every command succeeds and says nothing."""
+
+    def __init__(self, files: Mapping[str, str], on_close: Callable[["FakeSandbox"], None]) -> None:
+        self._files = dict(files)
+        self._on_close = on_close
+
+    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
+        """Pretend to run a command."""
+        return ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
+
+    async def read_file(self, path: str) -> str | None:
+        """The text of a file."""
+        return self._files.get(path)
+
+    async def write_file(self, path: str, text: str) -> None:
+        """Replace a file."""
+        self._files[path] = text
+
+    async def close(self) -> None:
+        """Forget the sandbox."""
+        self._on_close(self)
+
+
+class FakeSandboxes:
+    """Makes fake sandboxes, or refuses to while ``broken`` says why."""
+
+    def __init__(self) -> None:
+        self._open: set[FakeSandbox] = set()
+        self.broken = ""
+
+    def __len__(self) -> int:
+        """Sandboxes that are open."""
+        return len(self._open)
+
+    async def create(self, files: Mapping[str, str]) -> FakeSandbox:
+        """A sandbox that holds ``files``. Raises :class:`~etude.errors.SandboxError` when broken."""
+        if self.broken:
+            raise SandboxError(self.broken)
+        sandbox = FakeSandbox(files, self._open.discard)
+        self._open.add(sandbox)
+        return sandbox
+
+    async def close(self) -> None:
+        """Close every sandbox."""
+        self._open.clear()
+
+
+class FakeHarness:
+    """A harness whose sessions go as ``play`` says; what ``play`` returns is why the agent stopped."""
+
+    def __init__(self, play: Callable[[Task, Session], Awaitable[str]]) -> None:
+        self._play = play
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
+        """Play one session."""
+        return HarnessResult(reason=await self._play(task, session), counts={})
+
+
+class FakeGrader:
+    """A grader that asks ``judge``."""
+
+    def __init__(self, judge: Callable[[Task], float]) -> None:
+        self._judge = judge
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """Judge one task."""
+        value = self._judge(task)
+        return Reward(value=value, parts={"judge": value})
+
+
+class FakeWorld:
+    """All the parts of a rig, each in reach, under a virtual clock."""
+
+    def __init__(self, play: Callable[[Task, Session], Awaitable[str]], judge: Callable[[Task], float]) -> None:
+        self.sessions = FakeSessions()
+        self.sandboxes = FakeSandboxes()
+        self.clock = VirtualClock()
+        self.rig = Rig(
+            sessions=self.sessions,
+            sandboxes=self.sandboxes,
+            harness=FakeHarness(play),
+            grader=FakeGrader(judge),
+            clock=self.clock,
+        )
+
+    @property
+    def is_tidy(self) -> bool:
+        """Whether every session and every sandbox was closed."""
+        return len(self.sessions) == len(self.sandboxes) == 0

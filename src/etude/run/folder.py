@@ -1,0 +1,148 @@
+"""A run on disk: one folder that every process of the run opens.
+
+    run.toml          the resolved recipe          ledger.db     durable state (etude.ledger)
+    model/            mid-trained checkpoint       store/        weight versions (etude.weights)
+    checkpoints/      training state               events/       telemetry, one file per process
+    endpoints.json    who listens where            logs/         what processes printed
+    admin.key         opens gateway sessions       report.json, report.html
+
+Owns names and the first checks; what is inside each file belongs to its own module.
+"""
+
+import json
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.config import RunConfig, dump_toml, load_recipe
+from etude.errors import PortInUseError, RunFolderError
+
+HOST = "127.0.0.1"
+"""A run on one machine talks over loopback only."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> "RunFolder":
+        """Make a new run. Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write."""
+        folder = cls(path)
+        if folder.config_file.exists():
+            raise RunFolderError(
+                f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for part in (folder.events, folder.logs):
+                part.mkdir(exist_ok=True)
+            folder._write_secret()
+            folder.config_file.write_text(dump_toml(config), encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write the run folder {path}: {error.strerror}; choose another --out"
+            ) from error
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """Open an existing run. Raises :class:`~etude.errors.RunFolderError`."""
+        folder = cls(path)
+        if not folder.config_file.is_file():
+            raise RunFolderError(f"{path} is not a run folder: it has no run.toml")
+        if not os.access(path, os.W_OK):
+            raise RunFolderError(f"the run folder {path} is not writable")
+        return folder
+
+    def config(self) -> RunConfig:
+        """The resolved recipe."""
+        return load_recipe(self.config_file)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved recipe, as TOML."""
+        return self.path / "run.toml"
+
+    @property
+    def ledger(self) -> Path:
+        """The durable state of the run."""
+        return self.path / "ledger.db"
+
+    @property
+    def store(self) -> str:
+        """URL of the weight store."""
+        return str((self.path / "store").absolute())
+
+    @property
+    def model(self) -> Path:
+        """The mid-trained checkpoint: configuration, tokenizer, weights."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Training state, per step."""
+        return self.path / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        """Telemetry."""
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        """What the processes printed."""
+        return self.path / "logs"
+
+    @property
+    def report_json(self) -> Path:
+        """The measured result."""
+        return self.path / "report.json"
+
+    @property
+    def report_html(self) -> Path:
+        """The measured result, to look at."""
+        return self.path / "report.html"
+
+    def admin_key(self) -> str:
+        """The secret that opens and closes gateway sessions."""
+        return (self.path / "admin.key").read_text(encoding="utf-8").strip()
+
+    def reserve_ports(self, config: RunConfig) -> None:
+        """Decide where engine and gateway listen, for this start of the run and all restarts within it.
+
+        Raises :class:`~etude.errors.PortInUseError` when a configured port is taken.
+        """
+        ports = {"engine": free_port(config.engine.port), "gateway": free_port(config.gateway.port)}
+        (self.path / "endpoints.json").write_text(json.dumps(ports), encoding="utf-8")
+
+    def port(self, process: str) -> int:
+        """The port that a process listens on."""
+        file = self.path / "endpoints.json"
+        if not file.exists():
+            raise RunFolderError(f"{file} is missing: start the run with `etude run --resume {self.path}`")
+        return int(json.loads(file.read_text(encoding="utf-8"))[process])
+
+    def url(self, process: str) -> str:
+        """Base URL of a process."""
+        return f"http://{HOST}:{self.port(process)}"
+
+    def _write_secret(self) -> None:
+        descriptor = os.open(self.path / "admin.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+
+
+def free_port(wanted: int) -> int:
+    """``wanted`` if it can be listened on, or any free port for 0. Raises :class:`~etude.errors.PortInUseError`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, wanted))
+        except OSError as error:
+            raise PortInUseError(f"port {wanted} on {HOST} is in use: free it, or set port = 0 to pick one") from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,95 @@
+"""The whole loop on one machine: `etude run`.
+
+    mid-train ──▶ engine + gateway + trainer + rollouts, all at once ──▶ report
+
+This process computes nothing: it starts the others, restarts what dies, shows the progress and writes the report.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import orjson
+
+from etude.clock import date_utc
+from etude.config import RunConfig
+from etude.dashboard.page import render_page
+from etude.dashboard.report import build_report
+from etude.dashboard.story import RunStory
+from etude.run.folder import RunFolder
+from etude.run.machine import describe_machine, source_commit
+from etude.run.progress import Progress
+from etude.run.supervision import Child, stop_all
+from etude.telemetry.events import PhaseStarted, RunStarted
+from etude.telemetry.log import EventLog, EventReader
+from etude.types import Json
+from etude.weights.log import read_commit
+from etude.weights.store import ObjectStore
+
+POLL_S = 0.1
+"""How often the processes are looked after."""
+LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
+"""The processes of the asynchronous phase, by their command."""
+
+
+def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> dict[str, Json]:
+    """Run what is left of a recipe, showing progress on ``out``; returns the report, also written to the run folder.
+
+    Raises ``KeyboardInterrupt`` on Ctrl-C, after every process has stopped; the folder can then be resumed.
+    """
+    config = folder.config()
+    folder.reserve_ports(config)
+    with EventLog(folder.events, "supervisor") as events, Progress(folder.events, config, out) as progress:
+        events.write(RunStarted(resumed=resumed))
+        if read_commit(ObjectStore(folder.store), 0) is None:
+            events.write(PhaseStarted(phase="midtrain"))
+            _run_to_end("midtrain", folder, events, progress)
+        _run_loop(folder, events, progress)
+    return write_report(folder, config)
+
+
+def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
+    """Fold the run's events into ``report.json`` and ``report.html``."""
+    story = RunStory()
+    for logged in EventReader(folder.events).new():
+        story.add(logged)
+    report = build_report(story, config, machine=describe_machine(), date=date_utc(), commit=source_commit())
+    folder.report_json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
+    folder.report_html.write_text(render_page(report), encoding="utf-8")
+    return report
+
+
+def _run_to_end(name: str, folder: RunFolder, events: EventLog, progress: Progress) -> None:
+    child = Child(name, folder, events)
+    try:
+        while not child.check():
+            progress.update()
+            time.sleep(POLL_S)
+    finally:
+        stop_all([child])
+
+
+def _run_loop(folder: RunFolder, events: EventLog, progress: Progress) -> None:
+    """Keep all processes of the loop alive until the rollouts process has finished the last evaluation."""
+    children: list[Child] = []
+    try:
+        children.extend(Child(name, folder, events) for name in LOOP_PROCESSES)
+        while not _finished(children):
+            progress.update()
+            time.sleep(POLL_S)
+    finally:
+        stop_all(children)
+
+
+def _finished(children: list[Child]) -> bool:
+    """Look after every process; true once those that have an end have reached it."""
+    done = {child.name for child in children if child.check()}
+    return {"train", "rollouts"} <= done
+
+
+def default_out(config: RunConfig) -> Path:
+    """``runs/<name>-s<seed>``, with a number behind it while that is taken."""
+    first = Path("runs") / f"{config.name}-s{config.seed}"
+    candidates = (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
+    return next(path for path in candidates if not path.exists())

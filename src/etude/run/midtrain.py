@@ -1,0 +1,42 @@
+"""The mid-training process: a tokenizer, a model from random weights, weight version 0.
+
+Safe to kill and start again: nothing counts until version 0 is committed, and then there is nothing left to do.
+"""
+
+import torch
+
+from etude.environments.bugfix import BugfixFamily
+from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
+from etude.models.qwen3_moe import Qwen3Moe
+from etude.run.folder import RunFolder
+from etude.run.publishing import publish_and_log
+from etude.run.states import resolve_device
+from etude.telemetry.log import EventLog
+from etude.tokens.chat import ChatTemplate
+from etude.trainer.midtrain import midtrain
+from etude.weights.log import read_commit
+from etude.weights.publish import Publisher
+from etude.weights.store import ObjectStore
+
+
+def run_midtraining(folder: RunFolder) -> None:
+    """Train from scratch and publish version 0, unless that has been done."""
+    store = ObjectStore(folder.store)
+    if read_commit(store, 0) is not None:
+        return
+    config = folder.config()
+    torch.set_num_threads(config.midtrain.threads)
+    family = BugfixFamily(config.tasks, seed=config.seed)
+    texts = tokenizer_texts(family, config.transcripts, config.seed)
+    chat = ChatTemplate.train(texts, config.model.vocab_size)
+    spec = spec_from_config(config.model, chat.vocab_size)
+    model = Qwen3Moe(spec)
+    model.initialise(config.seed)
+    model.to(resolve_device(config.trainer.device))
+    corpus = Corpus(family, chat, config.midtrain, config.transcripts)
+    with EventLog(folder.events, "midtrain") as events:
+        midtrain(model, corpus.batches(config.seed), config.midtrain, events.write)
+        save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)
+        chat.save(folder.model)
+        publish_and_log(Publisher(store), state_of(model), 0, events)

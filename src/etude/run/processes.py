@@ -1,0 +1,32 @@
+"""Which command runs which process of a run."""
+
+from etude.run.folder import RunFolder
+from etude.run.serving import die_with_parent
+
+
+def run_process(name: str, folder: RunFolder) -> None:
+    """Become one of the processes of a run, until it has done its work or is told to stop."""
+    die_with_parent()
+    match name:
+        case "midtrain":
+            from etude.run.midtrain import run_midtraining
+
+            run_midtraining(folder)
+        case "serve":
+            from etude.run.engine import run_engine
+
+            run_engine(folder)
+        case "gateway":
+            from etude.run.gateway import run_gateway
+
+            run_gateway(folder)
+        case "rollouts":
+            from etude.run.rollouts import run_rollouts
+
+            run_rollouts(folder)
+        case "train":
+            from etude.run.trainer import run_trainer
+
+            run_trainer(folder)
+        case _:
+            raise AssertionError(f"no process {name!r}")

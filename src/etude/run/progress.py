@@ -1,0 +1,58 @@
+"""Live progress of a run: a panel on a terminal, plain lines everywhere else."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+
+from etude.config import RunConfig
+from etude.dashboard.line import render_line
+from etude.dashboard.story import RunStory
+from etude.dashboard.terminal import render
+from etude.telemetry.log import EventReader
+
+PANEL_S = 0.5
+"""How often the panel is drawn anew."""
+LINE_S = 10.0
+"""How often a line is printed where there is no terminal."""
+
+
+class Progress:
+    """Reads a run's events and shows them; writes nothing."""
+
+    def __init__(self, events: Path, config: RunConfig, out: TextIO) -> None:
+        self._reader = EventReader(events)
+        self._config = config
+        self._story = RunStory()
+        self._console = Console(file=out)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._shown_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._show()
+        if self._live:
+            self._live.stop()
+
+    def update(self) -> None:
+        """Show what is new, not more often than anyone can read."""
+        if time.monotonic() - self._shown_s >= (PANEL_S if self._live else LINE_S):
+            self._show()
+
+    def _show(self) -> None:
+        self._shown_s = time.monotonic()
+        for logged in self._reader.new():
+            self._story.add(logged)
+        if self._live:
+            self._live.update(render(self._story, self._config, time.time()), refresh=True)
+        else:
+            self._console.print(render_line(self._story, self._config, time.time()), soft_wrap=True)

@@ -1,0 +1,172 @@
+"""The rollouts process: measures the start, fills the trainer's batches, measures the end.
+
+    eval before ──▶ rollouts for every step ──▶ trainer has finished ──▶ eval after
+
+Each part remembers in the ledger how far it got, so a restarted process goes straight to where its predecessor died.
+"""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from etude.clock import SystemClock
+from etude.config import RunConfig
+from etude.environments.bugfix import BugfixFamily
+from etude.harnesses.coding import CodingHarness
+from etude.ledger.ledger import Ledger
+from etude.rewards.tests import HiddenTests
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.worker import Rig
+from etude.run.folder import RunFolder
+from etude.run.serving import run_until_signal
+from etude.sandboxes.local import LocalSandboxes
+from etude.telemetry.events import EvalDone, PhaseStarted
+from etude.telemetry.log import EventLog
+from etude.types import Split, Task
+
+POLL_S = 0.05
+"""How often the gateway is asked which weights are served."""
+TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
+"""The two ways of every evaluation."""
+
+
+class ServedVersion:
+    """The weight version that the engines serve at least; −1 before the first answer."""
+
+    def __init__(self, gateway_url: str, http: aiohttp.ClientSession) -> None:
+        self._url = f"{gateway_url}/healthz"
+        self._http = http
+        self._version = -1
+
+    def __call__(self) -> int:
+        """The last version heard of: never ahead of the engines, which only move forward."""
+        return self._version
+
+    async def watch(self) -> None:
+        """Ask the gateway, for ever; while it is down, the last answer stands."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(self._url) as answer:
+                    if answer.status == 200:
+                        self._version = (await answer.json())["engine"]["version"]
+            await asyncio.sleep(POLL_S)
+
+    async def reach(self, version: int) -> None:
+        """Wait until ``version`` is served."""
+        while self._version < version:
+            await asyncio.sleep(POLL_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParts:
+    """Everything that runs rollouts, opened from a run folder."""
+
+    config: RunConfig
+    ledger: Ledger
+    events: EventLog
+    family: BugfixFamily
+    dispatcher: Dispatcher
+    served: ServedVersion
+
+    async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int) -> EvalDone:
+        """Try every task once sampled and once greedily; resumable under the same ``label``."""
+        ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
+        sampled, greedy = await asyncio.gather(*ways)
+        done = EvalDone(
+            label=label,
+            version=version,
+            tasks=len(tasks),
+            sampled_pass=_mean(sampled),
+            sampled_stderr=_stderr(sampled),
+            greedy_pass=_mean(greedy),
+            greedy_stderr=_stderr(greedy),
+        )
+        self.events.write(done)
+        return done
+
+    def heldout_tasks(self, count: int) -> list[Task]:
+        """The evaluation set: the same for every run of a recipe."""
+        return [self.family.task(Split.HELDOUT, index) for index in range(count)]
+
+
+@contextlib.asynccontextmanager
+async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
+    """Connect to a run's gateway and ledger and start its sandboxes, for as long as the context is open."""
+    config = folder.config()
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        sandboxes = LocalSandboxes(workers=config.rollouts.sandbox_workers)
+        stack.push_async_callback(sandboxes.close)
+        ledger = stack.enter_context(Ledger.open(folder.ledger))
+        events = stack.enter_context(EventLog(folder.events, "rollouts"))
+        family = BugfixFamily(config.tasks, seed=config.seed)
+        served = ServedVersion(folder.url("gateway"), http)
+        watching = asyncio.create_task(served.watch())
+        stack.callback(watching.cancel)
+        dispatcher = Dispatcher(
+            config.rollouts,
+            ledger=ledger,
+            family=family,
+            rig=_rig(folder, config, http, sandboxes),
+            events=events,
+            serving_version=served,
+        )
+        yield RolloutParts(
+            config=config, ledger=ledger, events=events, family=family, dispatcher=dispatcher, served=served
+        )
+
+
+def run_rollouts(folder: RunFolder) -> None:
+    """Run the whole schedule, or what is left of it."""
+    run_until_signal(_run(folder))
+
+
+async def _run(folder: RunFolder) -> None:
+    """From weight version 0 to the last."""
+    async with open_parts(folder) as parts:
+        steps, ledger = parts.config.trainer.steps, parts.ledger
+        await parts.served.reach(0)
+        await _evaluate_once(parts, "before", version=0)
+        if ledger.progress().steps_done < steps:
+            parts.events.write(PhaseStarted(phase="rl"))
+            await parts.dispatcher.train(steps)
+            while ledger.progress().steps_done < steps:
+                await asyncio.sleep(POLL_S)
+        await parts.served.reach(steps)
+        await _evaluate_once(parts, "after", version=steps)
+        parts.events.write(PhaseStarted(phase="done"))
+
+
+async def _evaluate_once(parts: RolloutParts, label: str, *, version: int) -> None:
+    """Measure, unless the recipe does not want it or a previous process did it."""
+    fact = f"eval-{label}"
+    if parts.config.eval.enabled and parts.ledger.get_fact(fact) is None:
+        parts.events.write(PhaseStarted(phase=fact))
+        await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version)
+        parts.ledger.set_fact(fact, "done")
+
+
+def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes) -> Rig:
+    return Rig(
+        sessions=GatewaySessions(folder.url("gateway"), folder.admin_key(), http),
+        sandboxes=sandboxes,
+        harness=CodingHarness(config.harness, http),
+        grader=HiddenTests(),
+        clock=SystemClock(),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _stderr(values: Sequence[float]) -> float:
+    """Standard error of the mean."""
+    mean = _mean(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+    return math.sqrt(variance / len(values))

@@ -1,0 +1,95 @@
+"""Child processes of a run: started, watched, restarted, stopped.
+
+Owns what happens when one dies. A process that ends with 0 has done its work. One that ends with ``USER_ERROR`` met
+something that no restart repairs, and ends the run. Anything else (a crash, ``kill -9``) is restarted, a bounded number
+of times; the ledger, the weight store and the checkpoints make that safe for each of them.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from etude.errors import EtudeError, InfrastructureError
+from etude.run.folder import RunFolder
+from etude.telemetry.events import ProcessStarted
+from etude.telemetry.log import EventLog
+
+USER_ERROR = 2
+"""Exit status of a process that only its user can help."""
+MAX_RESTARTS = 20
+"""Deaths of one process after which the cause is not bad luck."""
+STOP_S = 10.0
+"""How long a process may take to clean up before it is killed."""
+
+
+class Child:
+    """One process of the run, across its restarts."""
+
+    def __init__(self, name: str, folder: RunFolder, events: EventLog) -> None:
+        self.name = name
+        self._folder = folder
+        self._events = events
+        self._restarts = 0
+        self._process = self._start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present incarnation."""
+        return self._process.pid
+
+    @property
+    def log(self) -> Path:
+        """Where the process prints."""
+        return self._folder.logs / f"{self.name}.log"
+
+    def check(self) -> bool:
+        """Whether the process has done its work; restarts it if it died. Raises when a restart would not help."""
+        status = self._process.poll()
+        if status is None or status == 0:
+            return status == 0
+        if status == USER_ERROR:
+            raise EtudeError(f"{self.name} gave up: {self._last_line()}")
+        if self._restarts == MAX_RESTARTS:
+            raise InfrastructureError(f"{self.name} died {MAX_RESTARTS + 1} times, last with {status}: see {self.log}")
+        self._restarts += 1
+        self._process = self._start()
+        return False
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def make_sure(self, deadline_s: float) -> None:
+        """Wait for the end until ``deadline_s`` (monotonic), then kill the whole process group."""
+        try:
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "etude", self.name, "--run", str(self._folder.path)]
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C reaches the supervisor alone, which stops the others in order.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._events.write(ProcessStarted(process=self.name, pid=process.pid, restarts=self._restarts))
+        return process
+
+    def _last_line(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1].removeprefix("etude: ") if lines else f"see {self.log}"
+
+
+def stop_all(children: list[Child]) -> None:
+    """End every process: politely, all at once, and for certain."""
+    for child in children:
+        child.ask_to_stop()
+    deadline_s = time.monotonic() + STOP_S
+    for child in children:
+        child.make_sure(deadline_s)

@@ -1,0 +1,129 @@
+"""The trainer process: batches from the ledger in, weight versions out.
+
+    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint ──▶ publish ──▶ commit step
+         ▲                                                                             │
+         └─────────────────────────────── next step ◀──────────────────────────────────┘
+
+Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
+starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
+digest, a published one is committed. No batch is lost and none is trained on twice.
+"""
+
+import time
+
+import torch
+
+from etude.config import RunConfig
+from etude.errors import DamagedError
+from etude.ledger.ledger import Ledger
+from etude.models.checkpoint import load_spec, state_of
+from etude.run.folder import RunFolder
+from etude.run.publishing import publish_and_log
+from etude.run.states import build_model, resolve_device
+from etude.telemetry.events import StepDone
+from etude.telemetry.log import EventLog
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.mismatch import Mismatch, MismatchProbe
+from etude.trainer.policy import PolicyTrainer, StepStats, sample_share
+from etude.trajectories.batch import build_batch
+from etude.trajectories.microbatches import microbatches
+from etude.types import Batch, Group
+from etude.weights.publish import Publisher
+from etude.weights.pull import pull
+from etude.weights.store import ObjectStore
+
+POLL_S = 0.02
+"""How often the ledger is asked for a batch: a fraction of the shortest step."""
+
+
+class TrainerProcess:
+    """Everything the loop needs, opened from a run folder."""
+
+    def __init__(self, folder: RunFolder, events: EventLog) -> None:
+        self.config: RunConfig = folder.config()
+        self.ledger = Ledger.open(folder.ledger)
+        self._events = events
+        self._checkpoints = Checkpoints(folder.checkpoints)
+        store = ObjectStore(folder.store)
+        self._publisher = Publisher(store)
+        torch.set_num_threads(self.config.trainer.threads)
+        device = resolve_device(self.config.trainer.device)
+        model = build_model(load_spec(folder.model), pull(store, 0).state, device)
+        self._policy = PolicyTrainer(model.train(), self.config.trainer)
+        self._probe = MismatchProbe(model, versions=self.config.rollouts.max_staleness + 1)
+        self._recover()
+
+    def run(self) -> None:
+        """Train until the recipe's last step is committed."""
+        for step in range(self.ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
+            groups, wait_s = self._wait_for_batch(step)
+            started_s = time.perf_counter()
+            batch = build_batch(step, groups)
+            mismatch = self._measure_mismatch(batch)
+            pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
+            stats = self._policy.step(step, pieces, batch.num_loss_tokens)
+            self._checkpoints.save(step, self._policy.tensors())
+            self._finish(step)
+            self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
+
+    def _recover(self) -> None:
+        """Go to where the previous process really got, and finish the step it had saved but not committed."""
+        done = self.ledger.progress().steps_done
+        saved = max(self._checkpoints.steps(), default=0)
+        if saved not in (done, done + 1):
+            raise DamagedError(
+                f"the ledger has committed step {done} but the newest checkpoint is of step {saved}: "
+                f"restore the missing checkpoint, or start a new run from the last published weights"
+            )
+        if saved:
+            self._policy.restore(self._checkpoints.load(saved))
+        self._probe.remember(saved, self._policy.model)
+        if saved == done + 1:
+            self._finish(saved)
+
+    def _finish(self, step: int) -> None:
+        """Publish the policy as version ``step`` and commit the step."""
+        publish_and_log(self._publisher, state_of(self._policy.model), step, self._events)
+        self._probe.remember(step, self._policy.model)
+        self.ledger.commit_step(step)
+
+    def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
+        started_s = time.perf_counter()
+        while (groups := self.ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
+            time.sleep(POLL_S)
+        return groups, time.perf_counter() - started_s
+
+    def _measure_mismatch(self, batch: Batch) -> Mismatch:
+        config = self.config.trainer
+        sample = sample_share(batch.trajectories, config.mismatch_share, batch.step)
+        return self._probe.measure(sample, max_tokens=config.microbatch_tokens)
+
+
+def run_trainer(folder: RunFolder) -> None:
+    """Run the trainer until the recipe's last step."""
+    with EventLog(folder.events, "trainer") as events:
+        process = TrainerProcess(folder, events)
+        with process.ledger:
+            process.run()
+
+
+def _step_done(batch: Batch, stats: StepStats, mismatch: Mismatch, busy_s: float, wait_s: float) -> StepDone:
+    return StepDone(
+        step=batch.step,
+        busy_s=busy_s,
+        wait_s=wait_s,
+        reward_mean=float(batch.rewards.mean()),
+        degenerate_groups=batch.num_degenerate_groups,
+        loss_tokens=batch.num_loss_tokens,
+        trained_tokens=stats.trained_tokens,
+        grad_norm=stats.grad_norm,
+        entropy=stats.entropy,
+        truncated_share=stats.truncated_share,
+        staleness_sum=int(batch.staleness.sum()),
+        staleness_tokens=len(batch.staleness),
+        staleness_max=int(batch.staleness.max()),
+        mismatch_tokens=mismatch.tokens,
+        mismatch_k1=mismatch.k1,
+        mismatch_k3=mismatch.k3,
+        mismatch_p99=mismatch.p99,
+    )

@@ -1,0 +1,125 @@
+"""Calls one function of a file in a sandbox and tells the results from everything else the program does.
+
+Owns the driver that runs inside, and what counts as the same result. Only arguments enter the sandbox, never what
+they should give: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains
+nothing, since the only lines worth forging hold right answers, and those it would have to compute. The nonce keeps
+innocent output from being read as results. A value's own ``==`` is never asked: what comes out is plain JSON, compared
+out here.
+"""
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.protocols import ExecResult, Sandbox
+from etude.types import Json
+
+CALL_TIMEOUT_S = 2.0
+"""For all the calls of one function: hundreds of times what a right program of a task takes."""
+TIMED_OUT, NO_RESULT = "TimeoutError", "SystemExit"
+"""What a call ends with, in the words of exceptions, when time ran out or the process ended without an answer."""
+
+DRIVER = """
+def drive():
+    import json, os, sys
+    request = json.load(sys.stdin)
+    results = os.dup(1)
+    os.dup2(2, 1)
+    dumps, write, nonce = json.dumps, os.write, request["nonce"]
+    def plain(value):
+        kind = type(value)
+        if kind is list:
+            return all(plain(item) for item in value)
+        if kind is dict:
+            return all(type(key) is str and plain(item) for key, item in value.items())
+        return value is None or kind in (bool, int, float, str)
+    def attempt(action):
+        try:
+            value = action()
+            return dumps([True, value] if plain(value) else [False, type(value).__name__])
+        except BaseException as error:
+            return dumps([False, type(error).__name__])
+    def load():
+        with open(request["path"], encoding="utf-8") as file:
+            exec(compile(file.read(), request["path"], "exec"), names)
+        function.append(names[request["function"]])
+    names, function = {"__name__": "solution"}, []
+    loading = attempt(load)
+    for index, arguments in enumerate(request["calls"]):
+        outcome = attempt(lambda: function[0](*arguments)) if function else loading
+        write(results, f"{nonce} {index} {outcome}\\n".encode())
+drive()
+"""
+"""Prints a line per call: nonce, index, and JSON of whether it returned a plain value and the value or a class name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """How one call ended."""
+
+    ok: bool
+    """It returned something that JSON can carry as it is (no tuple, no subclass)."""
+    value: Json
+    """What it returned, if ``ok``."""
+    error: str
+    """The class of what it raised or returned, unless ``ok``."""
+
+    @property
+    def shown(self) -> str:
+        """The outcome in a word: ``repr`` of the value, or the class."""
+        try:
+            return repr(self.value) if self.ok else self.error
+        except RecursionError as error:  # lists in lists in lists …
+            return type(error).__name__
+
+
+async def call_function(
+    sandbox: Sandbox,
+    path: str,
+    function: str,
+    argument_lists: Sequence[Sequence[Json]],
+    timeout_s: float = CALL_TIMEOUT_S,
+) -> list[CallOutcome]:
+    """Call ``function`` of the file ``path`` once per argument list, in one fresh process, and say how each call ended.
+
+    A program that cannot even be loaded ends every call with the exception it raised.
+    Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the program.
+    """
+    nonce = secrets.token_hex(8)
+    request = {"nonce": nonce, "path": path, "function": function, "calls": [list(call) for call in argument_lists]}
+    result = await sandbox.exec(["python", "-c", DRIVER], stdin=json.dumps(request), timeout_s=timeout_s)
+    outcomes = _read_outcomes(result, nonce)
+    missing = CallOutcome(False, None, TIMED_OUT if result.timed_out else NO_RESULT)
+    return [outcomes.get(index, missing) for index in range(len(argument_lists))]
+
+
+def same_value(got: Json, expected: Json) -> bool:
+    """Whether two JSON values are equal and of the same types throughout: ``True`` is not 1, and 1.0 is not 1 either.
+
+    Stricter than ``==`` so that what the agent is shown (``= 3.0 want 3``) is all there is to see.
+    """
+    if isinstance(got, list) and isinstance(expected, list):
+        return len(got) == len(expected) and all(map(same_value, got, expected))
+    if isinstance(got, dict) and isinstance(expected, dict):
+        return got.keys() == expected.keys() and all(same_value(got[key], expected[key]) for key in got)
+    return type(got) is type(expected) and got == expected
+
+
+def _read_outcomes(result: ExecResult, nonce: str) -> dict[int, CallOutcome]:
+    """Outcome by index of the call; lines that are not the driver's are nothing."""
+    outcomes: dict[int, CallOutcome] = {}
+    for line in result.stdout.split("\n"):
+        if not line.startswith(nonce):
+            continue
+        try:
+            _, index, outcome = line.split(" ", 2)
+            ok, value = json.loads(outcome)
+            outcomes.setdefault(int(index), _outcome(ok is True, value))
+        except (ValueError, TypeError, RecursionError):
+            continue  # cut short by the cap on output, or forged
+    return outcomes
+
+
+def _outcome(ok: bool, value: Json) -> CallOutcome:
+    return CallOutcome(True, value, "") if ok else CallOutcome(False, None, str(value))

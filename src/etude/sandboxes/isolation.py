@@ -1,0 +1,127 @@
+"""What Linux offers to confine a process: identity, namespaces, capabilities, limits, and a sure end.
+
+Owns the system calls, reached through libc. Uses the standard library alone, because every process that runs a model's
+program imports it. Does not decide when to use what (:mod:`etude.sandboxes.zygote`).
+"""
+
+import ctypes
+import os
+import resource
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
+"""Version 3 of the structure, for the calling process."""
+NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
+"""Effective, permitted and inheritable sets, all empty."""
+
+MEMORY_LIMIT_BYTES = 512 << 20
+"""Address space of one process, interpreter included."""
+FILE_LIMIT_BYTES = 8 << 20
+"""Largest file a process may write."""
+DESCRIPTOR_LIMIT = 32
+PROCESS_LIMIT = 64
+"""Processes and threads of one worker at any time; only a user namespace makes this count private."""
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def become_user(user: int) -> None:
+    """Give up root for ``user`` and the group of the same number, for good. Raises ``PermissionError``."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def enter_namespaces() -> bool:
+    """Move into new user, network and IPC namespaces, and children into a new process namespace, or change nothing.
+
+    The user keeps its own number and is root nowhere. False when the machine does not permit it.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID) != 0:
+        return False
+    _prctl(PR_SET_DUMPABLE, 1)  # a process that changed user may not write its own maps otherwise
+    Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="utf-8")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
+    return True
+
+
+def die_with_parent() -> None:
+    """Be killed as soon as the parent is gone. A later change of user would undo this."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def limit_process(*, own_user_namespace: bool) -> None:
+    """Set the limits that this process and all its children keep, and adopt orphans among the latter."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _limit(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)
+    _limit(resource.RLIMIT_FSIZE, FILE_LIMIT_BYTES)
+    _limit(resource.RLIMIT_NOFILE, DESCRIPTOR_LIMIT)
+    _limit(resource.RLIMIT_CORE, 0)
+    if own_user_namespace:
+        _limit(resource.RLIMIT_NPROC, PROCESS_LIMIT)
+
+
+def limit_cpu(seconds: int) -> None:
+    """Kill this process after so many seconds of computing."""
+    _limit(resource.RLIMIT_CPU, seconds)
+
+
+def enter_root(directory: int, *, chroot: bool) -> None:
+    """Make an open directory the working directory, with ``chroot`` the root as well, and drop every capability.
+
+    Without capabilities a process can neither leave its root nor make another user namespace in it.
+    """
+    os.fchdir(directory)
+    if chroot:
+        os.chroot(".")
+    if LIBC.capset(CAPABILITY_HEADER, NO_CAPABILITIES) != 0:
+        raise OSError(ctypes.get_errno(), "capset: could not drop capabilities")
+
+
+def end_command(leader: int) -> int:
+    """Kill a command with everything it started, reap it all, and return the leader's exit code.
+
+    The code is that of the leader if it had already ended, 128 + signal number if a signal ended it.
+    """
+    code = 0
+    while True:
+        _kill_children()
+        try:
+            process, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+        if process == leader:
+            code = os.waitstatus_to_exitcode(status)
+            code = 128 - code if code < 0 else code
+
+
+def _kill_children() -> None:
+    """In a process namespace of our own, all others at once; else our children, whose orphans become ours next."""
+    if os.getpid() == 1:
+        _kill(-1)
+        return
+    for process in Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split():
+        _kill(int(process))
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):  # it ended by itself
+        os.kill(process, signal.SIGKILL)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _prctl(option: int, value: int) -> None:
+    if LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")

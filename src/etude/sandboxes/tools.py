@@ -1,0 +1,99 @@
+"""The text protocol of the built-in coding tools: pure.
+
+    read FILE              → the file, lines numbered from 1    or: no file
+    edit FILE N⏎TEXT       → TEXT replaces line N: ok           or: bad edit
+    test                   → PASS                               or: FAIL f(1, 2) = 3 want 4
+    submit                 → the session ends
+    anything else          → bad call
+
+Owns how calls are read and how observations are written, to the letter: models are mid-trained on transcripts made
+with these functions and then meet the same text from the real tools. Does not touch a sandbox.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from etude.types import Case
+
+READ, EDIT, TEST, SUBMIT = "read", "edit", "test", "submit"
+"""The words that open a call."""
+OK, PASS, NO_FILE, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "bad edit", "bad call"
+"""Observations that never vary."""
+SHOWN_CHARACTERS = 24
+"""Length to which a wrong result is cut: enough to recognise it, too little to fill the context."""
+
+READ_PATTERN = re.compile(rf"{READ} (\S+)\s*")
+EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """``read FILE``."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class EditFile:
+    """``edit FILE N`` and the text for line N, which may be several lines or an empty one."""
+
+    path: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunTests:
+    """``test``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """``submit``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Anything that is no call."""
+
+
+Call: TypeAlias = ReadFile | EditFile | RunTests | Submit | Malformed
+"""What an assistant's message asks for."""
+
+
+def parse_call(text: str) -> Call:
+    """Read one call. White space after it is ignored, nothing else is forgiven."""
+    if match := READ_PATTERN.fullmatch(text):
+        return ReadFile(match[1])
+    if match := EDIT_PATTERN.fullmatch(text):
+        return EditFile(match[1], int(match[2]), match[3].removesuffix("\n"))
+    word = text.rstrip()
+    if word == TEST:
+        return RunTests()
+    return Submit() if word == SUBMIT else Malformed()
+
+
+def number_lines(text: str) -> str:
+    """A file as ``read`` shows it: ``1 first line``, ``2 second line``, without a last line break."""
+    return "\n".join(f"{number} {line}" for number, line in enumerate(_lines(text), start=1))
+
+
+def apply_edit(text: str, edit: EditFile) -> str | None:
+    """The file after an edit, or ``None`` if it has no such line. A last line break stays if there was one."""
+    lines = _lines(text)
+    if not 1 <= edit.line <= len(lines):
+        return None
+    lines[edit.line - 1] = edit.text
+    return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
+
+
+def render_failure(function: str, case: Case, shown: str) -> str:
+    """What ``test`` says of the first case that fails; ``shown`` is the result's ``repr`` or the exception's name."""
+    arguments = ", ".join(map(repr, case.arguments))
+    return f"FAIL {function}({arguments}) = {shown[:SHOWN_CHARACTERS]} want {case.expected!r}"
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as an editor counts them; only ``\\n`` breaks one, as in Python source."""
+    return text.removesuffix("\n").split("\n") if text else []

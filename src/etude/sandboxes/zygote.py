@@ -1,0 +1,155 @@
+"""The warm process that commands are forked from: one ``fork`` instead of an interpreter's start.
+
+    worker ──(root, argv, cpu seconds) + stdin, stdout, stderr──▶ zygote ──fork──▶ command
+       ▲                                                            │
+       └─────────────── exit code, once all of it is dead ──────────┘
+
+The zygote never reads what a command is given or prints: it passes descriptors on, so nothing of one task can be found
+in the memory of the next one's process. Isolation is the kernel's: another user, namespaces, ``chroot``, no
+capabilities, limits. What the machine grants is reported, never assumed:
+
+    chroot             a command sees no file outside its root
+    network_off        it has no network, not even the machine's own
+    process_namespace  it sees and signals no process but its own, and all of those die with it
+    process_limit      it cannot use up the machine's processes
+
+Not isolated: the kernel itself, timing, and how many files a command creates. That is a guard for a model under
+training, not against a hostile tenant; use a virtual machine there.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from etude.sandboxes import isolation, program
+
+PRELOADED = (
+    *("bisect", "collections", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "heapq", "io", "itertools", "json", "math", "operator", "os", "random", "re", "statistics"),
+    *("string", "sys", "textwrap", "time", "types", "typing", "encodings.ascii", "encodings.latin_1"),
+)
+"""Standard modules that programs find loaded; behind ``chroot``, or as another user, there may be no others."""
+MESSAGE_LIMIT_BYTES = 128 << 10
+"""Longest request (the arguments of a command)."""
+KILL = b"kill"
+"""What the worker sends when time is up."""
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+"""Where the worker finds étude, and no program should."""
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
+
+
+def preload() -> None:
+    """Import what programs may import, while this process can still reach it."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+class Zygote:
+    """Serves one command at a time until the worker hangs up."""
+
+    def __init__(self, control: socket.socket, scratch: int, *, namespaces: bool) -> None:
+        self._control = control
+        self._scratch = scratch
+        self._namespaces = namespaces
+        self._chroot = False
+
+    def serve(self) -> NoReturn:
+        """Get ready, report the capabilities, then fork a command per request; never returns."""
+        self._prepare()
+        self._chroot = self._namespaces and self._can_chroot()
+        self._answer(
+            {
+                "chroot": self._chroot,
+                "network_off": self._namespaces,
+                "process_namespace": self._namespaces,
+                "process_limit": self._namespaces,
+            }
+        )
+        gc.collect()
+        gc.freeze()  # the collector of a fork would copy every page it marks
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 3)
+            if not message:
+                os._exit(0)
+            if message == KILL:
+                continue  # it crossed the last answer
+            try:
+                self._answer(self._run(message, descriptors))
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _prepare(self) -> None:
+        isolation.die_with_parent()
+        isolation.limit_process(own_user_namespace=self._namespaces)
+        sys.path[:] = [folder for folder in sys.path if folder != PACKAGE_ROOT]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:
+            del sys.modules[name]  # a program that has a module of this name must find its own
+        os.environ.clear()
+        os.environ.update(ENVIRONMENT)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+
+    def _can_chroot(self) -> bool:
+        """Try it in a child: a security module may forbid what a namespace permits."""
+        child = os.fork()
+        if child == 0:
+            try:
+                isolation.enter_root(self._scratch, chroot=True)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
+        request = json.loads(message)
+        root = -1
+        try:
+            root = os.open(request["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
+            child = os.fork()
+            if child == 0:
+                try:
+                    self._become_command(root, descriptors, request["cpu_s"])
+                    program.run(request["argv"])
+                finally:
+                    os._exit(1)
+            _wait_for(child, self._control)
+            return {"exit_code": isolation.end_command(child), "error": ""}
+        except OSError as error:
+            return {"exit_code": 0, "error": f"no process in sandbox {request['root']!r}: {error}"}
+        finally:
+            if root >= 0:
+                os.close(root)
+
+    def _answer(self, value: Mapping[str, bool | int | str]) -> None:
+        self._control.send(json.dumps(value).encode())
+
+    def _become_command(self, root: int, descriptors: list[int], cpu_s: int) -> None:
+        os.setsid()
+        isolation.die_with_parent()
+        isolation.limit_cpu(cpu_s)
+        isolation.enter_root(root, chroot=self._chroot)
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+        os.closerange(3, isolation.DESCRIPTOR_LIMIT)
+
+
+def _wait_for(child: int, control: socket.socket) -> None:
+    """Wait until a child has ended or the worker wants it ended. Reaps nothing."""
+    descriptor = os.pidfd_open(child)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    poller.register(control, select.POLLIN)
+    ready = [fd for fd, _ in poller.poll()]
+    os.close(descriptor)
+    if control.fileno() in ready and not control.recv(len(KILL)):
+        isolation.end_command(child)
+        os._exit(0)  # the worker is gone

@@ -1,0 +1,105 @@
+"""The page stands alone, is well formed, and writes no figure that the report does not have."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+
+from etude.config import RunConfig
+from etude.dashboard.page import render_page
+from etude.dashboard.plots import Line, line_plot, smooth
+from etude.dashboard.report import build_report
+from etude.dashboard.story import RunStory
+from etude.types import Json
+
+
+@pytest.fixture
+def empty(config: RunConfig) -> dict[str, Json]:
+    return build_report(RunStory(), config, machine={}, date="today", commit="")
+
+
+def test_the_page_needs_nothing_from_elsewhere(report: dict[str, Json]) -> None:
+    page = render_page(report)
+    assert "<script" not in page
+    assert not re.search(r"(?:src|href|url|@import)\s*[=(]", page)
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+
+
+def test_the_headline_is_the_held_out_result(report: dict[str, Json]) -> None:
+    page = render_page(report)
+    assert "From 31.8% to 67.2% of 64 held\u2011out tasks solved" in page
+    assert "+35.4" in page
+    assert "± 8.3 points" in page
+
+
+def test_every_plot_can_be_read_aloud(report: dict[str, Json]) -> None:
+    root = _parsed(render_page(report))
+    labels = [plot.get("aria-label") or "" for plot in root.iter("svg") if plot.get("role") == "img"]
+    assert len(labels) == 9
+    assert all(labels)
+    assert "Greedy: before 36.8% ± 6.0, after 72.2% ± 5.6" in labels
+
+
+def test_an_unfinished_run_has_dashes_and_no_curve(empty: dict[str, Json]) -> None:
+    page = render_page(empty)
+    _parsed(page)
+    assert "<h1>Not evaluated</h1>" in page
+    assert page.count("No data.") == 5
+    assert "polyline class" not in page
+
+
+def test_text_is_escaped(report: dict[str, Json]) -> None:
+    hostile = '<b onload="x">&'
+    page = render_page({**report, "name": hostile, "commit": hostile, "machine": {hostile: hostile}})
+    _parsed(page)
+    assert "<b " not in page
+
+
+def test_the_configuration_is_all_there(report: dict[str, Json], config: RunConfig) -> None:
+    page = render_page(report)
+    for section, values in config.model_dump().items():
+        for key in values if isinstance(values, dict) else [section]:
+            assert f">{key}</th>" in page
+
+
+def test_higher_values_are_drawn_higher() -> None:
+    plot = line_plot("x", [Line(points=[(0, 0.0), (1, 0.5), (2, 1.0)], label="", style="main")], height=100)
+    assert 'points="0,100.0 500,50.0 1000,0.0"' in plot
+
+
+def test_a_log_plot_gives_each_decade_the_same_height() -> None:
+    points = [(0, 1e-6), (1, 1e-5), (2, 1e-4)]
+    plot = line_plot("x", [Line(points=points, label="", style="main")], height=100, log=True)
+    assert 'points="0,100.0 500,50.0 1000,0.0"' in plot
+    assert ">10⁻⁵<" in plot
+
+
+@pytest.mark.parametrize("values", [[0.5], [2.0, 2.0], [0.0, 0.0], [-1.0, 1.0], [1e-9, 1e9]])
+@pytest.mark.parametrize("log", [False, True])
+def test_any_values_can_be_drawn(values: list[float], log: bool) -> None:
+    points = list(enumerate(values))
+    plot = line_plot("x", [Line(points=points, label="end", style="main")], height=100, log=log, bound=(2.0, "bound"))
+    heights = [float(y) for y in re.findall(r"[yM ,](-?\d+\.\d)\b", plot)]
+    assert "nan" not in plot
+    assert all(-1 <= y <= 120 for y in heights)
+
+
+def test_labels_at_the_end_do_not_overlap() -> None:
+    lines = [Line(points=[(0, 0.0), (1, level)], label=f"{level}", style="side") for level in (0.0, 0.01, 0.02, 1.0)]
+    places = [float(y) for y in re.findall(r'class="end side"[^>]* y="([-\d.]+)"', line_plot("x", lines, height=100))]
+    assert len(places) == 4
+    assert min(b - a for a, b in pairwise(places)) >= 13
+
+
+def test_smoothing_keeps_the_mean_of_a_line() -> None:
+    points = [(float(step), 2.0 * step) for step in range(9)]
+    assert smooth(points, radius=2)[4] == (4.0, 8.0)
+    assert smooth(points, radius=2)[0] == (0.0, 2.0)
+    assert smooth([]) == []
+
+
+def _parsed(page: str) -> ElementTree.Element:
+    """The page as XML: every element closed, every attribute quoted (void elements of the head aside)."""
+    return ElementTree.fromstring(re.sub(r"<!DOCTYPE html>|<meta[^>]*>", "", page))

@@ -1,0 +1,107 @@
+"""The arithmetic of the report, and what is unknown staying unknown."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from etude.config import RunConfig
+from etude.dashboard.report import build_report, figure
+from etude.dashboard.story import RunStory
+from etude.telemetry.events import StepDone
+from etude.telemetry.log import Logged
+from etude.types import Json
+
+STEP = StepDone(
+    step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, degenerate_groups=0, loss_tokens=100, trained_tokens=300,
+    grad_norm=1.0, entropy=0.3, truncated_share=0.0, staleness_sum=50, staleness_tokens=100, staleness_max=1,
+    mismatch_tokens=10, mismatch_k1=0.0, mismatch_k3=1e-6, mismatch_p99=0.001,
+)  # fmt: skip
+
+
+def test_the_held_out_gain_has_the_error_of_a_difference(report: dict[str, Json]) -> None:
+    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.318, 0.672)
+    expected = math.sqrt(0.318 * 0.682 / 64 + 0.672 * 0.328 / 64)
+    assert figure(report, "heldout.stderr") == pytest.approx(expected, abs=1e-4)
+    assert figure(report, "heldout.n") == 64
+
+
+def test_time_leaves_the_interruption_out(report: dict[str, Json]) -> None:
+    parts = [figure(report, f"seconds.{phase}") or 0 for phase in ("midtrain", "rl", "eval")]
+    assert figure(report, "seconds.total") == pytest.approx(sum(parts), abs=0.2)
+    assert parts == pytest.approx([180, 500, 84], abs=1)
+    assert (figure(report, "interruptions"), figure(report, "restarts")) == (1, 1)
+
+
+def test_rollouts_of_evaluations_are_not_training(report: dict[str, Json]) -> None:
+    assert report["rollouts"] == {"graded": 40 * 64 - 5, "failed_infra": 5, "dropped": 0}
+    assert figure(report, "tokens.generated") == 40 * 64 * 130
+
+
+def test_busy_shares_are_of_the_rl_phase(report: dict[str, Json]) -> None:
+    trainer, engine = figure(report, "busy.trainer"), figure(report, "busy.engine")
+    assert trainer == pytest.approx((9.4 + 0.5) / 12.5, abs=0.02)
+    assert engine == pytest.approx(2.25 / 2.5, abs=0.02)
+    ratio = figure(report, "compute_ratio_inference_to_training")
+    assert ratio == pytest.approx((engine or 0) / (trainer or 1), abs=0.01)
+
+
+def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
+    heavy = replace(
+        STEP, step=2, staleness_sum=600, staleness_tokens=300, staleness_max=2, mismatch_tokens=30, mismatch_k3=5e-6,
+        mismatch_p99=0.005,
+    )  # fmt: skip
+    report = _report_of([STEP, heavy], config)
+    assert figure(report, "staleness.mean") == 650 / 400
+    assert (figure(report, "staleness.max"), figure(report, "staleness.bound")) == (2, config.rollouts.max_staleness)
+    assert figure(report, "mismatch.k3") == pytest.approx(4e-6)
+    assert (figure(report, "mismatch.p99"), figure(report, "mismatch.p99_worst")) == (0.004, 0.005)
+    assert figure(report, "mismatch.coverage") == 40 / 200
+
+
+def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:
+    report = _report_of([replace(STEP, mismatch_tokens=0, mismatch_k3=math.nan)], config)
+    assert figure(report, "mismatch.k3") is None
+    assert figure(report, "mismatch.coverage") == 0
+    curve = report["curve"]
+    assert isinstance(curve, list)
+    assert isinstance(curve[0], dict)
+    assert curve[0]["k3"] is None
+
+
+def test_nothing_known_is_null_not_zero(config: RunConfig) -> None:
+    report = build_report(RunStory(), config, machine={}, date="today", commit="")
+    for section in ("heldout", "seconds", "tokens", "busy", "mismatch", "weights", "rollouts"):
+        values = report[section]
+        assert isinstance(values, dict)
+        assert set(values.values()) == {None}, section
+    assert (report["curve"], figure(report, "staleness.mean"), report["steps"]) == ([], None, 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.3, 0.5, 0.9])
+def test_a_run_cut_short_anywhere_still_reports(share: float, events: list[Logged], config: RunConfig) -> None:
+    story = RunStory()
+    for event in events[: 1 + int(share * len(events))]:
+        story.add(event)
+    report = build_report(story, config, machine={}, date="today", commit="")
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert report["finished"] is False
+    assert figure(report, "heldout.stderr") is None
+
+
+def test_the_curve_has_every_step_at_its_time_in_rl(report: dict[str, Json]) -> None:
+    curve = report["curve"]
+    assert isinstance(curve, list)
+    seconds = [figure(point, "seconds") or 0 for point in curve if isinstance(point, dict)]
+    assert len(seconds) == 40
+    assert seconds == sorted(seconds)
+    assert seconds[0] == 11.5
+    assert seconds[-1] <= (figure(report, "seconds.rl") or 0)
+
+
+def _report_of(steps: list[StepDone], config: RunConfig) -> dict[str, Json]:
+    story = RunStory()
+    for step in steps:
+        story.add(Logged(at_s=float(step.step), process="trainer", event=step))
+    return build_report(story, config, machine={}, date="today", commit="")

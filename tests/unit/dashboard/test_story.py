@@ -1,0 +1,103 @@
+"""Folding events: phases, time that counts, tallies, and events that arrive out of order."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.dashboard.story import PHASES, RunStory
+from etude.telemetry.events import Event, MidtrainProgress, PhaseStarted, ProcessStarted, RolloutClosed, RunStarted
+from etude.telemetry.log import Logged
+from etude.types import RolloutStatus
+
+
+def test_an_empty_story_knows_nothing() -> None:
+    story = RunStory()
+    assert (story.phase, story.steps, story.phase_s("rl"), story.total_s()) == (None, [], None, 0)
+
+
+def test_phases_share_out_the_time() -> None:
+    story = _told((0, RunStarted(resumed=False)), (2, _phase("midtrain")), (12, _phase("rl")), (42, _phase("done")))
+    assert (story.phase_s("midtrain"), story.phase_s("rl"), story.total_s()) == (10, 30, 42)
+    assert story.phase_s("eval-before") is None
+
+
+def test_time_while_the_run_was_stopped_does_not_count() -> None:
+    story = _told(
+        (0, RunStarted(resumed=False)), (0, _phase("rl")), (10, _process("trainer")),
+        (500, RunStarted(resumed=True)), (501, _phase("rl")), (507, _process("trainer")),
+    )  # fmt: skip
+    assert (story.phase_s("rl"), story.total_s(), len(story.segments)) == (17, 17, 2)
+    assert story.total_s(until_s=510) == 20
+    assert story.total_s(until_s=5) == 5
+
+
+def test_time_after_the_end_does_not_count() -> None:
+    story = _told((0, RunStarted(resumed=False)), (0, _phase("rl")), (9, _phase("done")), (30, _process("gateway")))
+    assert story.total_s() == 9
+
+
+def test_a_phase_without_an_end_lasts_until_now() -> None:
+    story = _told((100, RunStarted(resumed=False)), (100, _phase("midtrain")))
+    assert story.phase_s("midtrain", until_s=130) == 30
+
+
+def test_only_deaths_are_restarts() -> None:
+    story = _told((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
+    assert (story.restarts, story.processes["engine"].restarts) == (1, 1)
+
+
+def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
+    story = _told(
+        (0, _rollout("train", RolloutStatus.GRADED, "finished")),
+        (1, _rollout("train", RolloutStatus.FAILED_INFRA, "engine gone")),
+        (2, _rollout("before-greedy", RolloutStatus.GRADED, "finished")),
+    )
+    train = story.rollouts["train"]
+    assert (train.closed, train.statuses["graded"], train.reasons["failed_infra", "engine gone"]) == (2, 1, 1)
+    assert (train.sampled_tokens, story.rollouts["before-greedy"].closed) == (20, 1)
+
+
+def test_progress_made_again_replaces_what_was_lost() -> None:
+    story = _told((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
+    assert [timed.event.step for timed in story.midtrain] == [100, 150]
+
+
+def test_the_made_up_run_is_told_whole(story: RunStory) -> None:
+    assert (story.phase, len(story.steps), len(story.published), len(story.swapped)) == ("done", 40, 41, 40)
+    assert story.total_s() == sum(story.phase_s(phase) or 0 for phase in PHASES)
+
+
+@given(st.permutations(range(5)))
+def test_the_order_of_arrival_within_a_segment_does_not_matter(order: list[int]) -> None:
+    rest: list[tuple[float, Event]] = [
+        (1, _phase("midtrain")), (3, _process("trainer")), (7, _phase("rl")), (8, _process("engine")),
+        (20, _process("gateway")),
+    ]  # fmt: skip
+    story = _told((0, RunStarted(resumed=False)), *(rest[index] for index in order))
+    assert (story.phase, story.phase_s("midtrain"), story.phase_s("rl"), story.total_s()) == ("rl", 6, 13, 20)
+
+
+def _told(*events: tuple[float, Event]) -> RunStory:
+    story = RunStory()
+    for at_s, event in events:
+        story.add(Logged(at_s=at_s, process="run", event=event))
+    return story
+
+
+def _phase(name: str) -> PhaseStarted:
+    return PhaseStarted(phase=name)
+
+
+def _process(name: str, restarts: int = 0) -> ProcessStarted:
+    return ProcessStarted(process=name, pid=1, restarts=restarts)
+
+
+def _midtrain(step: int) -> MidtrainProgress:
+    return MidtrainProgress(step=step, steps=300, tokens=step * 100, loss=1.0, action_loss=1.0, tokens_per_s=100.0)
+
+
+def _rollout(purpose: str, status: RolloutStatus, reason: str) -> RolloutClosed:
+    reward = 1.0 if status is RolloutStatus.GRADED else None
+    return RolloutClosed(
+        rollout_id="r", purpose=purpose, group_index=0, status=status, reason=reason, reward=reward, turns=1,
+        sampled_tokens=10, seconds=1.0,
+    )  # fmt: skip

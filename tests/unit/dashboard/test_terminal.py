@@ -1,0 +1,94 @@
+"""The panel and the final table, as text on terminals of several widths."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+
+from etude.config import EvalConfig, RunConfig
+from etude.dashboard.report import build_report
+from etude.dashboard.story import RunStory
+from etude.dashboard.terminal import final_table, render, sparkline
+from etude.telemetry.log import Logged
+from etude.types import Json
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.02, 0.1, 0.5, 0.99, 1.0])
+def test_the_panel_fits_at_every_moment(width: int, share: float, events: list[Logged], config: RunConfig) -> None:
+    story = _story(events, share)
+    lines = _text(render(story, config, story.segments[-1].end_s + 5), width).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+
+
+def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig) -> None:
+    story = _story(events, 0.6)
+    text = _text(render(story, config, story.segments[-1].end_s), 100)
+    step = story.steps[-1].event
+    for words in (
+        "bugfix-tiny · seed 3", "● RL", "✓ midtrain 3:00", f"step {step.step} of 40", f"mean {step.reward_mean:.3f}",
+        "max 2 of 2 allowed", "sampled 31.8%", "run resumed 1×", " left",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_an_evaluation_shows_how_far_it_is(events: list[Logged], config: RunConfig) -> None:
+    during = [logged for logged in events if logged.at_s < events[0].at_s + 189.9]
+    assert "20 sampled · 20 greedy, of 64 each" in _text(render(_story(during, 1.0), config, during[-1].at_s), 100)
+
+
+def test_a_run_without_evaluation_does_not_speak_of_it(events: list[Logged], config: RunConfig) -> None:
+    bare = config.model_copy(update={"eval": EvalConfig(enabled=False)})
+    unmeasured = [logged for logged in events if getattr(logged.event, "phase", "") != "eval-before"]
+    story = _story(unmeasured, 0.6)
+    text = _text(render(story, bare, story.segments[-1].end_s), 100)
+    assert "eval" not in text
+    assert "before RL" not in text
+    assert " left" in text
+
+
+def test_silence_is_said(events: list[Logged], config: RunConfig) -> None:
+    story = _story(events, 0.6)
+    assert "no event for 1:30" in _text(render(story, config, story.segments[-1].end_s + 90), 100)
+    assert "no event" not in _text(render(story, config, story.segments[-1].end_s + 5), 100)
+
+
+def test_the_rest_of_the_run_is_foreseen(events: list[Logged], config: RunConfig) -> None:
+    """10 steps of 12.5 s and an evaluation of 41 s are left at the end of step 30."""
+    end_of_step = [logged for logged in events if type(logged.event).__name__ == "StepDone"][29].at_s
+    story = _story([logged for logged in events if logged.at_s <= end_of_step], 1.0)
+    assert "about 2:46 left" in _text(render(story, config, end_of_step), 100)
+
+
+def test_the_final_table_gives_the_gain_and_its_error(report: dict[str, Json]) -> None:
+    text = _text(final_table(report), 100)
+    for words in ("64 held-out tasks", "31.8%", "67.2%", "+35.4 ± 8.3", "5 failed", "trainer 79%", "max 2 of 2"):
+        assert words in text
+
+
+def test_the_final_table_of_an_unfinished_run_has_dashes(config: RunConfig) -> None:
+    report = build_report(RunStory(), config, machine={}, date="today", commit="")
+    assert "trainer –, engine –" in _text(final_table(report), 80)
+
+
+def test_a_sparkline_rises_from_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(list(range(800)), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0], 8) == "▁▁"
+    assert sparkline([], 8) == ""
+
+
+def _story(events: list[Logged], share: float) -> RunStory:
+    story = RunStory()
+    for event in events[: max(1, int(share * len(events)))]:
+        story.add(event)
+    return story
+
+
+def _text(renderable: RenderableType, width: int) -> str:
+    console = Console(width=width, height=30, file=StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(renderable)
+    return captured.get()

@@ -1,0 +1,100 @@
+"""What goes into a record comes out of it, and damage is noticed."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import DamagedError
+from etude.ledger.records import decode_rollout, decode_task, encode_rollout, encode_task
+from etude.types import Case, Finish, FunctionChecks, Json, Rollout, RolloutStatus, Split, Task, Turn
+
+JSON: st.SearchStrategy[Json] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+CASES = st.lists(st.builds(Case, arguments=st.lists(JSON, max_size=3).map(tuple), expected=JSON), max_size=3).map(tuple)
+TEXT = st.text(max_size=20)
+TASKS = st.builds(
+    Task,
+    task_id=TEXT,
+    family=TEXT,
+    template=TEXT,
+    split=st.sampled_from(Split),
+    prompt=TEXT,
+    files=st.dictionaries(TEXT, TEXT, max_size=3),
+    checks=st.builds(FunctionChecks, path=TEXT, function=TEXT, visible=CASES, hidden=CASES.filter(len)),
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> Turn:
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    prompt, completion = draw(st.integers(0, 20)), draw(st.integers(0, 10))
+    return Turn(
+        prompt_ids=random.integers(0, 2**31 - 1, prompt, np.int32),
+        completion_ids=random.integers(0, 2**31 - 1, completion, np.int32),
+        logprobs=-random.random(completion, np.float32),
+        versions=random.integers(0, 1000, completion, np.int32),
+        finish=draw(st.sampled_from(Finish)),
+    )
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> Rollout:
+    its_turns = tuple(draw(st.lists(turns(), max_size=4)))
+    status = draw(st.sampled_from(RolloutStatus)) if its_turns else RolloutStatus.FAILED_INFRA
+    numbers = st.floats(allow_nan=False)
+    return Rollout(
+        rollout_id=draw(TEXT),
+        group_index=draw(st.integers(0)),
+        slot=draw(st.integers(0, 127)),
+        attempt=draw(st.integers(0, 9)),
+        status=status,
+        reward=draw(numbers) if status is RolloutStatus.GRADED else None,
+        reward_parts=draw(st.dictionaries(TEXT, numbers, max_size=3)),
+        reason=draw(TEXT),
+        counts=draw(st.dictionaries(TEXT, st.integers(0), max_size=3)),
+        turns=its_turns,
+        seconds=draw(st.floats(0, 1e6)),
+    )
+
+
+def scalars(rollout: Rollout) -> tuple[object, ...]:
+    return tuple(getattr(rollout, name) for name in Rollout.__slots__ if name != "turns")
+
+
+@settings(deadline=None, max_examples=50)
+@given(TASKS)
+def test_a_task_survives_its_record(task: Task) -> None:
+    assert decode_task(encode_task(task)) == task
+
+
+@settings(deadline=None, max_examples=50)
+@given(rollouts())
+def test_a_rollout_survives_its_record_bit_for_bit(rollout: Rollout) -> None:
+    decoded = decode_rollout(encode_rollout(rollout))
+    assert scalars(decoded) == scalars(rollout)
+    assert len(decoded.turns) == len(rollout.turns)
+    for ours, theirs in zip(decoded.turns, rollout.turns, strict=True):
+        assert ours.finish is theirs.finish
+        for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
+            array, original = getattr(ours, name), getattr(theirs, name)
+            assert array.dtype == original.dtype
+            assert array.tobytes() == original.tobytes()
+
+
+@settings(deadline=None, max_examples=50)
+@given(rollouts(), st.data())
+def test_a_cut_or_lengthened_rollout_record_is_damaged(rollout: Rollout, data: st.DataObject) -> None:
+    record = encode_rollout(rollout)
+    cut = record[: data.draw(st.integers(0, len(record) - 1))]
+    for damaged in (cut, record + b"\0"):
+        with pytest.raises(DamagedError, match="unreadable rollout record"):
+            decode_rollout(damaged)
+
+
+def test_a_damaged_task_record_is_named() -> None:
+    with pytest.raises(DamagedError, match="unreadable task record"):
+        decode_task(b'{"task_id": "a"}')

@@ -1,0 +1,295 @@
+"""Rollouts, ledger and a pretended trainer together: what is trained, what is retried, what a restart finds."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import pytest
+
+from etude.config import RolloutConfig
+from etude.errors import ConfigError, InfrastructureError, SandboxError
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.protocols import Session
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.fake import FakeWorld
+from etude.rollouts.flight import MAX_DROPS_IN_A_ROW, backoff_s
+from etude.telemetry.events import RolloutClosed
+from etude.telemetry.log import EventLog, EventReader
+from etude.trajectories.batch import build_batch
+from etude.types import Case, Finish, FunctionChecks, RolloutStatus, Split, Task, Turn
+
+Play: TypeAlias = Callable[[Task], Awaitable[None]]
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A family whose tasks are numbers; every third one repeats the one before, up to a last one."""
+
+    different: int = 10**9
+
+    def task(self, split: Split, index: int) -> Task:
+        number = min(index - index // 3, self.different - 1)
+        return Task(
+            task_id=f"{split}-{number}",
+            family="numbers",
+            template="t",
+            split=split,
+            prompt=str(number),
+            files={},
+            checks=CHECKS,
+        )
+
+
+ALL_NUMBERS = Numbers()
+
+
+@dataclass
+class Bench:
+    """A dispatcher with everything it needs, in one folder."""
+
+    folder: Path
+    config: RolloutConfig
+    family: Numbers
+    play: Play | None
+    ledger: Ledger = field(init=False)
+    log: EventLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger.open(self.folder / "ledger.db")
+        self.log = EventLog(self.folder / "events", "rollouts")
+        self.random = Random(0)
+        self.most_in_flight = 0
+        self.world = FakeWorld(self._play, lambda task: self.random.choice([0.0, 1.0]))
+        self.dispatcher = Dispatcher(
+            self.config,
+            ledger=self.ledger,
+            family=self.family,
+            rig=self.world.rig,
+            events=self.log,
+            serving_version=self.version,
+        )
+
+    def version(self) -> int:
+        return self.ledger.progress().steps_done
+
+    async def _play(self, task: Task, session: Session) -> str:
+        for _ in range(self.random.randint(1, 3)):
+            self.world.sessions.capture(session, self.turn())
+            self.most_in_flight = max(self.most_in_flight, len(self.world.sessions))
+            await asyncio.sleep(self.random.random() * 0.004)
+        if self.play:
+            await self.play(task)
+        return "submit"
+
+    def turn(self) -> Turn:
+        ids = np.ones(2, np.int32)
+        versions = np.full(2, self.version(), np.int32)
+        return Turn(
+            prompt_ids=ids,
+            completion_ids=ids,
+            logprobs=-ids.astype(np.float32),
+            versions=versions,
+            finish=Finish.STOP,
+        )
+
+    async def trainer(self, steps: int) -> list[int]:
+        """Pretend to train; the highest staleness of each step."""
+        staleness = []
+        for step in range(1, steps + 1):
+            while (groups := self.ledger.claim_batch(step, self.config.groups_per_step)) is None:
+                await asyncio.sleep(0.001)
+            batch = build_batch(step, groups)
+            staleness.append(int(batch.staleness.max()))
+            await asyncio.sleep(0.005)
+            self.ledger.commit_step(step)
+        return staleness
+
+    def closed(self) -> list[RolloutClosed]:
+        events = [logged.event for logged in EventReader(self.folder / "events").new()]
+        return [event for event in events if isinstance(event, RolloutClosed)]
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.log.close()
+
+
+class MakeBench(Protocol):
+    """Makes benches in the test's folder and closes them after the test."""
+
+    def __call__(self, config: RolloutConfig, *, play: Play | None = None, family: Numbers = ...) -> Bench: ...
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[MakeBench]:
+    with ExitStack() as stack:
+
+        def make(config: RolloutConfig, *, play: Play | None = None, family: Numbers = ALL_NUMBERS) -> Bench:
+            made = Bench(tmp_path, config, family, play)
+            stack.callback(made.close)
+            return made
+
+        yield make
+
+
+def config(*, max_staleness: int = 1, concurrency: int = 8, max_attempts: int = 3) -> RolloutConfig:
+    return RolloutConfig(
+        groups_per_step=2,
+        group_size=2,
+        max_staleness=max_staleness,
+        concurrency=concurrency,
+        max_attempts=max_attempts,
+        timeout_s=5.0,
+    )
+
+
+@pytest.mark.parametrize(("max_staleness", "concurrency"), [(0, 4), (1, 8), (2, 5)])
+def test_training_gets_its_batches_and_no_token_is_too_stale(
+    bench: MakeBench, max_staleness: int, concurrency: int
+) -> None:
+    steps = 6
+    here = bench(config(max_staleness=max_staleness, concurrency=concurrency))
+
+    async def run() -> list[int]:
+        _, staleness = await asyncio.gather(here.dispatcher.train(steps), here.trainer(steps))
+        return staleness
+
+    staleness = asyncio.run(run())
+    assert max(staleness) <= max_staleness
+    assert here.most_in_flight <= concurrency
+    progress = here.ledger.progress()
+    assert (progress.consumed, progress.admitted, progress.steps_done) == (12, 12, 6)
+    assert [group.task.task_id for group in here.ledger.groups(TRAIN)] == [f"train-{n}" for n in range(12)]
+    assert len({event.rollout_id for event in here.closed()}) == 24
+    assert here.world.is_tidy
+
+
+def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
+    failures = iter([SandboxError("died"), SandboxError("died again")])
+
+    async def fail_twice(task: Task) -> None:
+        for error in failures:
+            raise error
+
+    here = bench(config(), play=fail_twice)
+    asyncio.run(here.dispatcher.train(1))
+    assert here.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 2, "dropped": 0}
+    assert here.ledger.progress().dropped == 0
+    assert here.world.clock.now() >= backoff_s(1)
+    assert sorted(event.reason for event in here.closed() if event.status == "failed_infra") == [
+        "SandboxError: died",
+        "SandboxError: died again",
+    ]
+
+
+def test_a_group_out_of_attempts_is_dropped_and_replaced(bench: MakeBench) -> None:
+    async def fail_for_first(task: Task) -> None:
+        if task.prompt == "0":
+            raise SandboxError("died")
+
+    here = bench(config(), play=fail_for_first)
+    asyncio.run(here.dispatcher.train(1))
+    progress = here.ledger.progress()
+    assert (progress.dropped, progress.ready, progress.admitted) == (1, 2, 3)
+    claimed = here.ledger.claim_batch(1, 2)
+    assert claimed
+    assert [group.task.prompt for group in claimed] == ["1", "2"]
+    assert here.world.is_tidy
+
+
+def test_a_dropped_group_cancels_its_other_rollouts(bench: MakeBench) -> None:
+    slots = iter(range(2))
+
+    async def one_fails_one_hangs(task: Task) -> None:
+        if task.prompt != "0":
+            return
+        if next(slots, 1) == 0:
+            await asyncio.sleep(60)
+        raise SandboxError("died")
+
+    here = bench(config(), play=one_fails_one_hangs)
+    asyncio.run(here.dispatcher.train(1))
+    counts = here.ledger.rollout_counts(TRAIN)
+    assert (counts[RolloutStatus.FAILED_INFRA], counts[RolloutStatus.DROPPED]) == (3, 1)
+    assert here.world.is_tidy
+
+
+def test_training_stops_when_nothing_but_drops_happens(bench: MakeBench) -> None:
+    here = bench(config())
+    here.world.sandboxes.broken = "no namespaces on this machine"
+    with pytest.raises(InfrastructureError, match="no namespaces on this machine"):
+        asyncio.run(here.dispatcher.train(1))
+    assert here.ledger.progress().dropped == MAX_DROPS_IN_A_ROW
+    assert here.world.is_tidy
+
+
+def test_a_family_with_too_few_tasks_is_named(bench: MakeBench) -> None:
+    here = bench(config(), family=Numbers(different=3))
+    with pytest.raises(ConfigError, match="too few different tasks"):
+        asyncio.run(here.dispatcher.train(2))
+
+
+def test_a_bug_in_a_rollout_stops_training_at_once(bench: MakeBench) -> None:
+    async def fail(task: Task) -> None:
+        raise KeyError("a bug")
+
+    here = bench(config(), play=fail)
+    with pytest.raises(KeyError, match="a bug"):
+        asyncio.run(here.dispatcher.train(1))
+    assert here.world.is_tidy
+
+
+def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
+    async def hang_on_second(task: Task) -> None:
+        if task.prompt == "1":
+            await asyncio.sleep(60)
+
+    first = bench(config(max_staleness=0, concurrency=4), play=hang_on_second)
+
+    async def interrupted() -> None:
+        training = asyncio.create_task(first.dispatcher.train(1))
+        while not first.ledger.progress().ready:
+            await asyncio.sleep(0.001)
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+    asyncio.run(interrupted())
+    assert first.world.is_tidy
+    assert [(slot.group_index, slot.attempt) for slot in first.ledger.open_slots(TRAIN)] == [(1, 0), (1, 0)]
+    second = bench(config(max_staleness=0, concurrency=4))
+    asyncio.run(second.dispatcher.train(1))
+    assert second.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 0, "dropped": 0}
+    assert second.ledger.progress().admitted == 2
+
+
+def test_an_evaluation_goes_on_where_it_was_interrupted(bench: MakeBench) -> None:
+    tasks = [ALL_NUMBERS.task(Split.HELDOUT, index) for index in range(9)]
+    played: list[str] = []
+
+    async def stop_at_fifth(task: Task) -> None:
+        played.append(task.prompt)
+        if len(played) == 5:
+            raise KeyError("killed")
+
+    here = bench(config(concurrency=2), play=stop_at_fifth)
+    with pytest.raises(KeyError):
+        asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0))
+    done = here.ledger.rollout_counts("before")
+    rewards = asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0))
+    assert len(rewards) == 9
+    assert rewards == [group.rollouts[0].reward for group in here.ledger.groups("before")]
+    assert [group.task for group in here.ledger.groups("before")] == tasks
+    assert len(here.closed()) == 9
+    assert 3 <= sum(done.values()) <= 5
+    assert asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0)) == rewards
+    assert here.ledger.progress().admitted == 0
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    assert [backoff_s(attempt) for attempt in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]

@@ -1,0 +1,166 @@
+"""How a rollout ends, and that it always cleans up."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import numpy as np
+import pytest
+
+from etude.errors import EngineUnavailable, SandboxError
+from etude.ledger.ledger import OpenSlot
+from etude.protocols import Session
+from etude.rollouts.fake import FakeWorld
+from etude.rollouts.worker import run_rollout
+from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+
+ONE = np.ones(1, np.int32)
+TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
+SLOT = OpenSlot(task=TASK, group_index=3, slot=1, attempt=2)
+
+
+class World(FakeWorld):
+    """A world in which a session has one turn and then goes as the test says."""
+
+    def __init__(
+        self, after: Callable[["World"], Awaitable[str]], judge: Callable[[Task], float] = lambda task: 1.0
+    ) -> None:
+        async def play(task: Task, session: Session) -> str:
+            self.sessions.capture(session, TURN)
+            return await after(self)
+
+        super().__init__(play, judge)
+
+    async def attempt(self, timeout_s: float = 5.0) -> Rollout:
+        return await run_rollout(SLOT, self.rig, rollout_id="r", temperature=1.0, timeout_s=timeout_s)
+
+
+async def submit(world: World) -> str:
+    world.clock.advance(2.5)
+    return "submit"
+
+
+def test_a_played_and_judged_rollout_is_graded() -> None:
+    world = World(submit, judge=lambda task: 0.25)
+    rollout = asyncio.run(world.attempt())
+    assert rollout == Rollout(
+        rollout_id="r",
+        group_index=3,
+        slot=1,
+        attempt=2,
+        status=RolloutStatus.GRADED,
+        reward=0.25,
+        reward_parts={"judge": 0.25},
+        reason="submit",
+        turns=(TURN,),
+        seconds=2.5,
+    )
+    assert world.is_tidy
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineUnavailable("no engine"), "EngineUnavailable: no engine"),
+        (SandboxError("died"), "SandboxError: died"),
+        (aiohttp.ServerDisconnectedError(), "ServerDisconnectedError: Server disconnected"),
+        (ConnectionResetError("reset"), "ConnectionResetError: reset"),
+        (TimeoutError("a call took too long"), "TimeoutError: a call took too long"),
+    ],
+)
+def test_trouble_with_machines_is_no_reward(error: Exception, reason: str) -> None:
+    async def fail(world: World) -> str:
+        raise error
+
+    world = World(fail)
+    rollout = asyncio.run(world.attempt())
+    assert (rollout.status, rollout.reward, rollout.reason) == (RolloutStatus.FAILED_INFRA, None, reason)
+    assert world.is_tidy
+
+
+def test_the_deadline_of_the_whole_rollout_is_infrastructure() -> None:
+    async def hang(world: World) -> str:
+        await asyncio.sleep(60)
+        return "submit"
+
+    world = World(hang)
+    rollout = asyncio.run(world.attempt(timeout_s=0.02))
+    assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "TimeoutError: no end within 0.02 s")
+    assert world.is_tidy
+
+
+def test_a_sandbox_that_does_not_start_closes_the_session() -> None:
+    world = World(submit)
+    world.sandboxes.broken = "no namespaces"
+    rollout = asyncio.run(world.attempt())
+    assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "SandboxError: no namespaces")
+    assert world.is_tidy
+
+
+def test_trouble_while_grading_is_infrastructure() -> None:
+    def judge(task: Task) -> float:
+        raise SandboxError("died under the grader")
+
+    world = World(submit, judge)
+    assert asyncio.run(world.attempt()).reason == "SandboxError: died under the grader"
+    assert world.is_tidy
+
+
+def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
+    async def restart(world: World) -> str:
+        world.sessions.forget()
+        return "submit"
+
+    world = World(restart)
+    rollout = asyncio.run(world.attempt())
+    assert (rollout.status, rollout.turns) == (RolloutStatus.FAILED_INFRA, ())
+    assert rollout.reason.startswith("SessionLost: ")
+
+
+def test_the_first_failure_is_reported_not_what_it_broke() -> None:
+    async def fail(world: World) -> str:
+        world.sessions.forget()
+        raise EngineUnavailable("no engine")
+
+    assert asyncio.run(World(fail).attempt()).reason == "EngineUnavailable: no engine"
+
+
+def test_a_session_without_a_turn_is_infrastructure() -> None:
+    async def play(task: Task, session: Session) -> str:
+        return "submit"
+
+    world = FakeWorld(play, lambda task: 1.0)
+    rollout = asyncio.run(run_rollout(SLOT, world.rig, rollout_id="r", temperature=1.0, timeout_s=5.0))
+    assert rollout.status is RolloutStatus.FAILED_INFRA
+    assert "no turn" in rollout.reason
+    assert world.is_tidy
+
+
+def test_a_bug_is_raised_and_cleans_up() -> None:
+    async def fail(world: World) -> str:
+        raise KeyError("a bug")
+
+    world = World(fail)
+    with pytest.raises(KeyError, match="a bug"):
+        asyncio.run(world.attempt())
+    assert world.is_tidy
+
+
+def test_a_cancelled_rollout_cleans_up() -> None:
+    async def hang(world: World) -> str:
+        await asyncio.sleep(60)
+        return "submit"
+
+    async def cancel(world: World) -> None:
+        rollout = asyncio.create_task(world.attempt())
+        await asyncio.sleep(0.01)
+        assert not world.is_tidy
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+
+    world = World(hang)
+    asyncio.run(cancel(world))
+    assert world.is_tidy

@@ -1,0 +1,100 @@
+"""The text protocol, to the letter."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.sandboxes.tools import (
+    Call,
+    EditFile,
+    Malformed,
+    ReadFile,
+    RunTests,
+    Submit,
+    apply_edit,
+    number_lines,
+    parse_call,
+    render_failure,
+)
+from etude.types import Case
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("read util.py", ReadFile("util.py")),
+        ("read a/b.py\n", ReadFile("a/b.py")),
+        ("edit util.py 3\n    return x", EditFile("util.py", 3, "    return x")),
+        ("edit util.py 12\na\n  b\n", EditFile("util.py", 12, "a\n  b")),
+        ("edit util.py 1\n", EditFile("util.py", 1, "")),
+        ("edit util.py 0\nx", EditFile("util.py", 0, "x")),
+        ("test", RunTests()),
+        ("test \n", RunTests()),
+        ("submit", Submit()),
+    ],
+)
+def test_calls_are_read(text: str, call: Call) -> None:
+    assert parse_call(text) == call
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " test", "Test", "tests", "test it", "test\nsubmit", "submit it", "read", "read ", "read a b"),
+        *("read  a", "edit", "edit a 1", "edit a b\nx", "edit a -1\nx", "edit a 1.0\nx", "edit a ٣\nx", "edit 1\nx"),
+        "edit a 9999999\nx",
+    ],
+)
+def test_nothing_else_is_forgiven(text: str) -> None:
+    assert parse_call(text) == Malformed()
+
+
+@given(st.text())
+def test_any_text_is_some_call(text: str) -> None:
+    assert isinstance(parse_call(text), ReadFile | EditFile | RunTests | Submit | Malformed)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nb\n", "1 a\n2 b"),
+        ("a\nb", "1 a\n2 b"),
+        ("", ""),
+        ("\n", "1 "),
+        ("a\n\n", "1 a\n2 "),
+        ("a\x0cb", "1 a\x0cb"),
+    ],
+)
+def test_lines_are_numbered_from_one(text: str, shown: str) -> None:
+    assert number_lines(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "new", "edited"),
+    [
+        ("a\nb\nc", 2, "x", "a\nx\nc"),
+        ("a\nb\n", 2, "x\ny", "a\nx\ny\n"),
+        ("a", 1, "", ""),
+        ("a\nb", 3, "x", None),
+        ("a\nb", 0, "x", None),
+        ("", 1, "x", None),
+    ],
+)
+def test_an_edit_replaces_one_line(text: str, line: int, new: str, edited: str | None) -> None:
+    assert apply_edit(text, EditFile("f", line, new)) == edited
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n")), min_size=1), st.data())
+def test_what_is_shown_is_what_is_edited(lines: list[str], data: st.DataObject) -> None:
+    text = "\n".join(lines) + "\n"
+    line = data.draw(st.integers(1, len(lines)))
+    edited = apply_edit(text, EditFile("f", line, "new"))
+    assert edited is not None
+    shown = number_lines(text).split("\n")
+    assert number_lines(edited).split("\n") == [*shown[: line - 1], f"{line} new", *shown[line:]]
+
+
+def test_a_failure_names_call_result_and_wish() -> None:
+    case = Case(arguments=(1, [2, "x"]), expected=None)
+    assert render_failure("f", case, "3") == "FAIL f(1, [2, 'x']) = 3 want None"
+    assert render_failure("f", case, "x" * 99) == f"FAIL f(1, [2, 'x']) = {'x' * 24} want None"

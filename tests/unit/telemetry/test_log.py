@@ -1,0 +1,122 @@
+"""The event log: what is written is read back, whole, once, in order of time."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from etude.errors import DamagedError
+from etude.telemetry.events import (
+    EngineStats,
+    EvalDone,
+    Event,
+    MidtrainProgress,
+    PhaseStarted,
+    ProcessStarted,
+    RolloutClosed,
+    RunStarted,
+    StepDone,
+    WeightsPublished,
+    WeightsSwapped,
+)
+from etude.telemetry.log import EventLog, EventReader
+
+EXAMPLES: tuple[Event, ...] = (
+    RunStarted(resumed=True),
+    PhaseStarted(phase="eval-before"),
+    ProcessStarted(process="engine", pid=4321, restarts=2),
+    MidtrainProgress(step=5, steps=10, tokens=20_000, loss=1.25, action_loss=0.75, tokens_per_s=2e4),
+    StepDone(
+        step=3, busy_s=1.5, wait_s=0.25, reward_mean=0.625, degenerate_groups=2, loss_tokens=900, trained_tokens=4000,
+        grad_norm=0.5, entropy=0.3, truncated_share=0.01, staleness_sum=800, staleness_tokens=900, staleness_max=2,
+        mismatch_tokens=90, mismatch_k1=1e-7, mismatch_k3=3.25e-6, mismatch_p99=0.004,
+    ),
+    WeightsPublished(version=3, kind="delta", size_bytes=1000, state_bytes=9000, seconds=0.125),
+    WeightsSwapped(version=3, stage_ms=40.5, pause_ms=0.75),
+    EngineStats(
+        busy_s=0.5, window_s=1.0, generated_tokens=300, prefill_tokens=200, reused_tokens=100, running=8, waiting=1
+    ),
+    RolloutClosed(
+        rollout_id="7-2-0", purpose="train", group_index=7, status="failed_infra", reason="sandbox “died”", reward=None,
+        turns=1, sampled_tokens=0, seconds=0.5,
+    ),
+    EvalDone(
+        label="after", version=40, tasks=256, sampled_pass=0.5, sampled_stderr=0.031, greedy_pass=0.75,
+        greedy_stderr=0.027,
+    ),
+)  # fmt: skip
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    assert {type(event) for event in EXAMPLES} == set(get_args(Event))
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
+def test_an_event_survives_the_round_trip(tmp_path: Path, event: Event) -> None:
+    with EventLog(tmp_path, "trainer") as log:
+        log.write(event)
+    (logged,) = EventReader(tmp_path).new()
+    assert (logged.event, logged.process) == (event, "trainer")
+
+
+def test_a_reader_returns_only_what_is_new(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path)
+    assert reader.new() == []
+    with EventLog(tmp_path, "trainer") as log:
+        log.write(RunStarted(resumed=False))
+        assert [logged.event for logged in reader.new()] == [RunStarted(resumed=False)]
+        log.write(PhaseStarted(phase="rl"))
+        assert [logged.event for logged in reader.new()] == [PhaseStarted(phase="rl")]
+    assert reader.new() == []
+
+
+def test_processes_are_merged_in_order_of_time(tmp_path: Path) -> None:
+    with EventLog(tmp_path, "engine") as engine, EventLog(tmp_path, "trainer") as trainer:
+        for version in range(4):
+            trainer.write(WeightsPublished(version=version, kind="full", size_bytes=1, state_bytes=1, seconds=0.0))
+            engine.write(WeightsSwapped(version=version, stage_ms=1.0, pause_ms=1.0))
+    seen = EventReader(tmp_path).new()
+    assert [logged.process for logged in seen] == ["trainer", "engine"] * 4
+    assert [logged.at_s for logged in seen] == sorted(logged.at_s for logged in seen)
+
+
+def test_a_reopened_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for resumed in (False, True):
+        with EventLog(tmp_path, "run") as log:
+            log.write(RunStarted(resumed=resumed))
+    assert [logged.event for logged in EventReader(tmp_path).new()] == [
+        RunStarted(resumed=False),
+        RunStarted(resumed=True),
+    ]
+
+
+def test_an_unfinished_last_line_is_left_for_later(tmp_path: Path) -> None:
+    with EventLog(tmp_path, "trainer") as log:
+        log.write(RunStarted(resumed=False))
+        log.write(PhaseStarted(phase="rl"))
+    file = tmp_path / "trainer.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    reader = EventReader(tmp_path)
+    assert [logged.event for logged in reader.new()] == [RunStarted(resumed=False)]
+    file.write_bytes(whole)
+    assert [logged.event for logged in reader.new()] == [PhaseStarted(phase="rl")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"at_s": 1.0, "wri',
+        b'{"at_s": 1.0, "writer": "run", "event": "NoSuchEvent"}',
+        b'{"at_s": 1.0, "writer": "run", "event": "RunStarted"}',
+        b'{"writer": "run", "event": "RunStarted", "resumed": false}',
+    ],
+    ids=["cut short", "unknown event", "missing field", "no time"],
+)
+def test_a_damaged_line_is_an_error_that_names_the_file(tmp_path: Path, line: bytes) -> None:
+    with EventLog(tmp_path, "run") as log:
+        log.write(RunStarted(resumed=False))
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(line + b"\n" + file.read_bytes())
+    with pytest.raises(DamagedError, match=r"run\.jsonl: unreadable event"):
+        EventReader(tmp_path).new()

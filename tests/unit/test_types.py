@@ -1,0 +1,146 @@
+"""Nouns are frozen, and refuse at birth what the rest of the system relies upon."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude import types
+from etude.types import (
+    UNSAMPLED,
+    Case,
+    Document,
+    Finish,
+    FunctionChecks,
+    Rollout,
+    RolloutStatus,
+    Trajectory,
+    Turn,
+    WeightVersion,
+)
+
+NOUNS = [noun for noun in vars(types).values() if isinstance(noun, type) and dataclasses.is_dataclass(noun)]
+
+
+def turn(**changes: Any) -> Turn:
+    """A turn of two prompt tokens and three sampled ones."""
+    fields: dict[str, Any] = {
+        "prompt_ids": np.array([1, 2], np.int32),
+        "completion_ids": np.array([3, 4, 5], np.int32),
+        "logprobs": np.array([-0.1, -0.2, -0.3], np.float32),
+        "versions": np.array([7, 7, 8], np.int32),
+        "finish": Finish.STOP,
+    }
+    return Turn(**(fields | changes))
+
+
+def rollout(**changes: Any) -> Rollout:
+    """A graded rollout of one turn."""
+    fields: dict[str, Any] = {
+        "rollout_id": "r1",
+        "group_index": 0,
+        "slot": 0,
+        "attempt": 0,
+        "status": RolloutStatus.GRADED,
+        "reward": 0.0,
+        "turns": (turn(),),
+    }
+    return Rollout(**(fields | changes))
+
+
+def trajectory(**changes: Any) -> Trajectory:
+    """The example of the docstring: a prompt of 3, two sampled tokens."""
+    fields: dict[str, Any] = {
+        "rollout_id": "r1",
+        "token_ids": np.arange(5, dtype=np.int32),
+        "loss_mask": np.array([False, False, False, True, True]),
+        "logprobs": np.array([0, 0, 0, -0.5, -0.5], np.float32),
+        "versions": np.array([UNSAMPLED] * 3 + [7, 7], np.int32),
+        "turn_starts": (3,),
+        "advantages": np.array([0, 0, 0, 1, 1], np.float32),
+    }
+    return Trajectory(**(fields | changes))
+
+
+@pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.__name__)
+def test_every_noun_is_frozen_slotted_and_keyword_only(noun: Any) -> None:
+    assert noun.__dataclass_params__.frozen
+    assert "__slots__" in vars(noun)
+    assert all(field.kw_only for field in dataclasses.fields(noun))
+    assert noun.__doc__
+
+
+def test_the_examples_of_the_docstrings_hold() -> None:
+    assert Case(arguments=([3, 1], 2), expected=6).expected == 6
+    assert len(trajectory().token_ids) == 5
+
+
+def test_a_task_without_a_hidden_case_cannot_be_graded() -> None:
+    case = Case(arguments=(1,), expected=2)
+    with pytest.raises(ValueError, match="'double' has no hidden case"):
+        FunctionChecks(path="double.py", function="double", visible=(case,), hidden=())
+
+
+def test_a_document_has_a_weight_per_token() -> None:
+    with pytest.raises(ValueError, match="document has 3 tokens but 2 weights"):
+        Document(token_ids=np.arange(3, dtype=np.int32), weights=np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "logprobs", "versions"])
+def test_a_turn_has_a_logprob_and_a_version_per_sampled_token(name: str) -> None:
+    shorter = getattr(turn(), name)[:-1]
+    with pytest.raises(ValueError, match=r"one logprob and one version per sampled token, got lengths \{2, 3\}"):
+        turn(**{name: shorter})
+
+
+def test_a_sampled_token_has_a_weight_version() -> None:
+    with pytest.raises(ValueError, match="no weight version"):
+        turn(versions=np.array([7, UNSAMPLED, 8], np.int32))
+
+
+def test_a_turn_may_sample_nothing() -> None:
+    none = np.array([], np.int32)
+    assert len(turn(completion_ids=none, logprobs=none.astype(np.float32), versions=none).versions) == 0
+
+
+def test_a_graded_rollout_has_a_reward_and_a_turn() -> None:
+    with pytest.raises(ValueError, match="rollout r1: status graded with reward None"):
+        rollout(reward=None)
+    with pytest.raises(ValueError, match="r1 is graded but has no turn"):
+        rollout(turns=())
+
+
+@pytest.mark.parametrize("status", [RolloutStatus.FAILED_INFRA, RolloutStatus.DROPPED])
+def test_what_is_not_graded_has_no_reward(status: RolloutStatus) -> None:
+    with pytest.raises(ValueError, match=rf"status {status} with reward 0\.0"):
+        rollout(status=status)
+    assert rollout(status=status, reward=None, turns=()).reward is None
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "versions", "advantages"])
+def test_the_arrays_of_a_trajectory_are_as_long_as_its_tokens(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"trajectory of r1: {name} is not \[5\]"):
+        trajectory(**{name: getattr(trajectory(), name)[:-1]})
+
+
+def test_a_trained_token_has_a_weight_version() -> None:
+    with pytest.raises(ValueError, match="a trained token has no weight version"):
+        trajectory(versions=np.array([UNSAMPLED] * 4 + [7], np.int32))
+    masked = np.array([False] * 4 + [True])
+    trajectory(versions=np.array([UNSAMPLED] * 4 + [7], np.int32), loss_mask=masked)
+
+
+@pytest.mark.parametrize(("base", "kind"), [(None, "full"), (0, "delta"), (4, "delta")])
+def test_a_weight_version_without_a_base_is_full(base: int | None, kind: str) -> None:
+    version = WeightVersion(
+        version=5,
+        base=base,
+        digest="d",
+        object_key="weights/5",
+        object_digest="o",
+        size_bytes=1,
+        step=5,
+        created="2026-01-01T00:00:00+00:00",
+    )
+    assert version.kind == kind

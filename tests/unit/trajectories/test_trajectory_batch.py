@@ -1,0 +1,76 @@
+"""What a step trains on, and what it counts about the rest."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.trajectories.advantage import group_advantages
+from etude.trajectories.batch import build_batch
+from etude.types import Case, Finish, FunctionChecks, Group, Rollout, RolloutStatus, Split, Task, Turn
+
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+
+
+def rollout(group: int, slot: int, reward: float, versions: list[int]) -> Rollout:
+    sampled = np.arange(len(versions), dtype=np.int32)
+    turn = Turn(
+        prompt_ids=np.array([9], np.int32),
+        completion_ids=sampled,
+        logprobs=-sampled.astype(np.float32),
+        versions=np.array(versions, np.int32),
+        finish=Finish.STOP,
+    )
+    return Rollout(
+        rollout_id=f"{group}.{slot}",
+        group_index=group,
+        slot=slot,
+        attempt=0,
+        status=RolloutStatus.GRADED,
+        reward=reward,
+        turns=(turn,),
+    )
+
+
+def group(index: int, *rollouts: Rollout) -> Group:
+    return Group(index=index, task=TASK, admitted_version=0, rollouts=rollouts)
+
+
+MIXED = group(0, rollout(0, 0, 1.0, [3, 3, 4]), rollout(0, 1, 0.0, [2]))
+ALIKE = group(1, rollout(1, 0, 0.1, [4, 4]), rollout(1, 1, 0.1, [1]))
+
+
+def test_a_batch_trains_on_groups_with_a_signal_and_counts_all() -> None:
+    batch = build_batch(5, [MIXED, ALIKE])
+    assert [trajectory.rollout_id for trajectory in batch.trajectories] == ["0.0", "0.1"]
+    assert [trajectory.advantages.max() for trajectory in batch.trajectories] == [0.5, 0.0]
+    assert batch.trajectories[1].advantages.tolist() == [0.0, -0.5]
+    assert (batch.step, batch.num_loss_tokens, batch.num_groups, batch.num_degenerate_groups) == (5, 4, 2, 1)
+    assert batch.rewards.tolist() == pytest.approx([1.0, 0.0, 0.1, 0.1])
+    assert batch.staleness.tolist() == [1, 1, 0, 2, 0, 0, 3]
+
+
+def test_a_batch_without_any_signal_is_empty_but_counted() -> None:
+    batch = build_batch(5, [ALIKE])
+    assert (batch.trajectories, batch.num_loss_tokens, batch.num_degenerate_groups) == ((), 0, 1)
+
+
+def test_a_step_without_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="step 5 has no groups"):
+        build_batch(5, [])
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=128))
+def test_advantages_are_rewards_around_their_mean(rewards: list[float]) -> None:
+    rewards_G = np.array(rewards, np.float32)
+    advantages = group_advantages(rewards_G)
+    assert advantages.dtype == np.float32
+    assert abs(advantages.sum(dtype=np.float64)) < 1e-3
+    assert np.allclose(advantages[0] - advantages, rewards_G[0] - rewards_G, atol=1e-4)
+
+
+def test_advantages_keep_the_size_of_the_difference() -> None:
+    assert group_advantages(np.array([1, 1, 1, 0], np.float32)).tolist() == [0.25, 0.25, 0.25, -0.75]
+    assert group_advantages(np.array([0.04, 0.0], np.float32)).tolist() == pytest.approx([0.02, -0.02])
