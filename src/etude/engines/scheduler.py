@@ -106,6 +106,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ``ValueError`` when it cannot fit a slot even alone."""
+        if request.params.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.params.max_tokens}: a completion has at least one token")
         needed = request.prompt_length + request.params.max_tokens
         if needed > self._max_length:
             raise ValueError(

@@ -7,6 +7,7 @@ of the same prompt, and only the one whose answer arrives is continued. Does not
 import asyncio
 import itertools
 import random
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -93,16 +94,15 @@ def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | T
         answer = orjson.loads(body)
         if status == 200:
             choice = answer["choices"][0]
-            return Reply(
-                choice["message"]["content"] or "", "length" if choice["finish_reason"] == "length" else "stop"
-            )
+            was_cut = choice["finish_reason"] == "length"
+            return Reply(choice["message"]["content"] or "", "length" if was_cut else "stop")
         code, reason = answer["error"]["code"], answer["error"]["message"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         raise EngineUnavailable(f"HTTP {status} without a completion or an error: {body[:200]!r}") from None
     if (status, code) == (400, "context_length_exceeded"):
         return Reply("", "context")
-    if (status, code) == (404, "session_not_found"):
-        raise SessionLost(f"the gateway knows no such session: {reason}")
+    if (status, code) in ((404, "session_not_found"), (401, "invalid_api_key")):
+        raise SessionLost(f"the gateway knows no such session (any more): {reason}")
     raise EngineUnavailable(f"HTTP {status}, {code}: {reason}")
 
 
@@ -112,5 +112,7 @@ def _pause_s(attempt: int, trouble: Trouble) -> float:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """The header's value if it is a number; dates are left to the back-off."""
-    return float(retry_after) if retry_after is not None and retry_after.isdecimal() else None
+    """The header's value if it is a number of seconds; dates are left to the back-off."""
+    if retry_after is None or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", retry_after):
+        return None
+    return float(retry_after)

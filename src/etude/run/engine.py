@@ -84,7 +84,7 @@ async def _serve(folder: RunFolder, config: EngineConfig, seed: int) -> None:
     follower = WeightFollower(ObjectStore(folder.store), load_spec(folder.model), resolve_device(config.device))
     engine = NativeEngine(follower.stage(), config, seed=seed)
     with EventLog(folder.events, "engine") as events:
-        async with listening(engine_app(engine), folder.port("engine")), asyncio.TaskGroup() as tasks:
+        async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.run())
             tasks.create_task(follower.follow(engine, events))
             tasks.create_task(report_load(engine, events))

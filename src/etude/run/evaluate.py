@@ -29,7 +29,7 @@ def evaluate_version(folder: RunFolder, *, version: int | None, tasks: int | Non
         bench = RunFolder.create(Path(scratch) / "run", config)
         shutil.copytree(folder.model, bench.model)
         Publisher(ObjectStore(bench.store)).publish(pulled.state, version=0, step=0)
-        bench.reserve_ports(config)
+        bench.endpoints.reserve(config)
         with EventLog(bench.events, "supervisor") as events:
             children: list[Child] = []
             try:

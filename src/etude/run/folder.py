@@ -9,18 +9,14 @@
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
 
-import json
 import os
 import secrets
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config import RunConfig, dump_toml, load_recipe
-from etude.errors import PortInUseError, RunFolderError
-
-HOST = "127.0.0.1"
-"""A run on one machine talks over loopback only."""
+from etude.errors import RunFolderError
+from etude.run.endpoints import Endpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,37 +108,12 @@ class RunFolder:
         """The secret that opens and closes gateway sessions."""
         return (self.path / "admin.key").read_text(encoding="utf-8").strip()
 
-    def reserve_ports(self, config: RunConfig) -> None:
-        """Decide where engine and gateway listen, for this start of the run and all restarts within it.
-
-        Raises :class:`~etude.errors.PortInUseError` when a configured port is taken.
-        """
-        ports = {"engine": free_port(config.engine.port), "gateway": free_port(config.gateway.port)}
-        (self.path / "endpoints.json").write_text(json.dumps(ports), encoding="utf-8")
-
-    def port(self, process: str) -> int:
-        """The port that a process listens on."""
-        file = self.path / "endpoints.json"
-        if not file.exists():
-            raise RunFolderError(f"{file} is missing: start the run with `etude run --resume {self.path}`")
-        return int(json.loads(file.read_text(encoding="utf-8"))[process])
-
-    def url(self, process: str) -> str:
-        """Base URL of a process."""
-        return f"http://{HOST}:{self.port(process)}"
+    @property
+    def endpoints(self) -> Endpoints:
+        """Who listens where."""
+        return Endpoints(self.path / "endpoints.json")
 
     def _write_secret(self) -> None:
         descriptor = os.open(self.path / "admin.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(secrets.token_urlsafe(32) + "\n")
-
-
-def free_port(wanted: int) -> int:
-    """``wanted`` if it can be listened on, or any free port for 0. Raises :class:`~etude.errors.PortInUseError`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted))
-        except OSError as error:
-            raise PortInUseError(f"port {wanted} on {HOST} is in use: free it, or set port = 0 to pick one") from error
-        return int(probe.getsockname()[1])

@@ -21,14 +21,14 @@ async def _serve(folder: RunFolder) -> None:
     sessions = Sessions(ChatTemplate.load(folder.model))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         gateway = Gateway(
-            HttpEngine(folder.url("engine"), http, config.gateway.engine_timeout_s),
+            HttpEngine(folder.endpoints.url("engine"), http, config.gateway.engine_timeout_s),
             sessions,
             clock,
             config.gateway,
             admin_key=folder.admin_key(),
             max_length=config.engine.max_length,
         )
-        async with listening(gateway.app(), folder.port("gateway")):
+        async with listening(gateway.app(), folder.endpoints.port("gateway")):
             while True:
                 await asyncio.sleep(EXPIRE_S)
                 sessions.expire(clock.now())

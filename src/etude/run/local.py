@@ -39,7 +39,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
     Raises ``KeyboardInterrupt`` on Ctrl-C, after every process has stopped; the folder can then be resumed.
     """
     config = folder.config()
-    folder.reserve_ports(config)
+    folder.endpoints.reserve(config)
     with EventLog(folder.events, "supervisor") as events, Progress(folder.events, config, out) as progress:
         events.write(RunStarted(resumed=resumed))
         if read_commit(ObjectStore(folder.store), 0) is None:

@@ -105,7 +105,7 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
         ledger = stack.enter_context(Ledger.open(folder.ledger))
         events = stack.enter_context(EventLog(folder.events, "rollouts"))
         family = BugfixFamily(config.tasks, seed=config.seed)
-        served = ServedVersion(folder.url("gateway"), http)
+        served = ServedVersion(folder.endpoints.url("gateway"), http)
         watching = asyncio.create_task(served.watch())
         stack.callback(watching.cancel)
         dispatcher = Dispatcher(
@@ -153,7 +153,7 @@ async def _evaluate_once(parts: RolloutParts, label: str, *, version: int) -> No
 
 def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes) -> Rig:
     return Rig(
-        sessions=GatewaySessions(folder.url("gateway"), folder.admin_key(), http),
+        sessions=GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http),
         sandboxes=sandboxes,
         harness=CodingHarness(config.harness, http),
         grader=HiddenTests(),

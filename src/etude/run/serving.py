@@ -10,7 +10,7 @@ import uvloop
 from aiohttp import web
 
 from etude.errors import PortInUseError
-from etude.run.folder import HOST
+from etude.run.endpoints import HOST
 
 PR_SET_PDEATHSIG = 1
 """``prctl`` option: the kernel sends us a signal when our parent dies."""

@@ -57,6 +57,7 @@ class Answer(TypedDict):
 def main() -> None:
     """Confine this process, fork the zygote off and serve."""
     options = json.loads(sys.argv[1])
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # event loops differ in what they let a new process inherit
     preload()
     scratch = os.open(options["scratch"], os.O_PATH | os.O_DIRECTORY)
     if options["run_as"] is not None:

@@ -43,6 +43,7 @@ KILL = b"kill"
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 """Where the worker finds étude, and no program should."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
+"""All that a command finds there: nothing of the provider's."""
 
 
 def preload() -> None:
@@ -121,8 +122,11 @@ class Zygote:
                     program.run(request["argv"])
                 finally:
                     os._exit(1)
-            _wait_for(child, self._control)
-            return {"exit_code": isolation.end_command(child), "error": ""}
+            try:
+                _wait_for(child, self._control)
+            finally:
+                exit_code = isolation.end_command(child)
+            return {"exit_code": exit_code, "error": ""}
         except OSError as error:
             return {"exit_code": 0, "error": f"no process in sandbox {request['root']!r}: {error}"}
         finally:

@@ -1,0 +1,180 @@
+"""The whole algorithm in one file and one process: mid-training, then reinforcement learning of a coding agent.
+
+No HTTP, no ledger, no weight store, no asynchrony between trainer and engine: what is left is the loop itself. The
+real run does the same with every arrow durable and every box a process of its own (`etude run recipes/quickstart`).
+
+    python examples/rl_loop.py          about a minute on a laptop
+"""
+
+import asyncio
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etude.config import EngineConfig, HarnessConfig, MidtrainConfig, ModelConfig, TaskConfig, TranscriptConfig
+from etude.engines.native import NativeEngine, Weights
+from etude.environments.bugfix import BugfixFamily
+from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.harnesses.coding import observe
+from etude.models.checkpoint import spec_from_config
+from etude.models.qwen3_moe import Qwen3Moe
+from etude.protocols import HarnessResult, SamplingParams
+from etude.rewards.tests import HiddenTests
+from etude.sandboxes import tools
+from etude.sandboxes.local import LocalSandboxes
+from etude.tokens.chat import ChatTemplate
+from etude.trainer.loss import policy_loss
+from etude.trainer.midtrain import midtrain
+from etude.trainer.padding import pad_rows
+from etude.trajectories.batch import build_batch
+from etude.trajectories.microbatches import microbatches
+from etude.types import Batch, Group, Rollout, RolloutStatus, Split, Task, Turn
+
+SEED = 0
+TASKS_PER_STEP, GROUP_SIZE, STEPS = 8, 8, 12
+HELDOUT_TASKS = 64
+LEARNING_RATE, IMPORTANCE_CAP = 5e-4, 2.0
+
+TASKS = TaskConfig(kinds=("arith",))
+MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
+HARNESS = HarnessConfig(max_turns=6)
+ENGINE = EngineConfig(slots=64, max_length=512)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rollout needs."""
+
+    chat: ChatTemplate
+    engine: NativeEngine
+    sandboxes: LocalSandboxes
+
+
+async def play(task: Task, world: World, name: str, temperature: float) -> Rollout:
+    """One rollout: prompt, tool calls in a sandbox, a reward from hidden tests."""
+    sandbox = await world.sandboxes.create(task.files)
+    turns: list[Turn] = []
+    context = world.chat.render_message("user", task.prompt)
+    reason = "turns"
+    for _ in range(HARNESS.max_turns):
+        prompt_ids = context + world.chat.generation_prompt()
+        params = SamplingParams(
+            max_tokens=HARNESS.max_tokens_per_turn, temperature=temperature, stop_ids=(world.chat.end_id,)
+        )
+        sampled = await world.engine.generate(prompt_ids, params, session=name)
+        turns.append(
+            Turn(
+                prompt_ids=np.array(prompt_ids, np.int32),
+                completion_ids=sampled.token_ids,
+                logprobs=sampled.logprobs,
+                versions=sampled.versions,
+                finish=sampled.finish,
+            )
+        )
+        call = tools.parse_call(world.chat.decode(sampled.token_ids.tolist()))
+        if isinstance(call, tools.Submit):
+            reason = tools.SUBMIT
+            break
+        # The next prompt continues these very tokens: text is never tokenised twice.
+        observation = world.chat.render_message("user", await observe(call, task.checks, sandbox))
+        context = prompt_ids + sampled.token_ids.tolist() + observation
+    reward = await HiddenTests().grade(task, sandbox, HarnessResult(reason=reason, counts={}))
+    await sandbox.close()
+    return Rollout(
+        rollout_id=name,
+        group_index=0,
+        slot=0,
+        attempt=0,
+        status=RolloutStatus.GRADED,
+        reward=reward.value,
+        reason=reason,
+        turns=tuple(turns),
+    )
+
+
+async def play_groups(tasks: Sequence[Task], world: World, version: int) -> list[Group]:
+    """``GROUP_SIZE`` rollouts of every task, all at once."""
+    names = [[f"{version}/{t}/{slot}" for slot in range(GROUP_SIZE)] for t in range(len(tasks))]
+    games = [play(task, world, name, 1.0) for task, row in zip(tasks, names, strict=True) for name in row]
+    rollouts = await asyncio.gather(*games)
+    return [
+        Group(index=i, task=task, admitted_version=version, rollouts=tuple(rollouts[i * GROUP_SIZE :][:GROUP_SIZE]))
+        for i, task in enumerate(tasks)
+    ]
+
+
+async def pass_rate(tasks: Sequence[Task], world: World, label: str, temperature: float) -> float:
+    """Share of held-out tasks solved at the first try."""
+    rollouts = await asyncio.gather(*(play(t, world, f"{label}/{i}", temperature) for i, t in enumerate(tasks)))
+    return sum(rollout.reward or 0.0 for rollout in rollouts) / len(tasks)
+
+
+def train_step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, batch: Batch) -> None:
+    """One optimiser step: truncated importance weight × advantage × log-probability, mean over the batch's tokens."""
+    if not batch.trajectories:
+        return
+    optimiser.zero_grad()
+    for rows in microbatches(batch.trajectories, max_tokens=8_000):
+        token_ids_BT = torch.from_numpy(pad_rows([row.token_ids for row in rows])).long()
+        mask_BT = torch.from_numpy(pad_rows([row.loss_mask for row in rows]))[:, 1:]
+        logprobs_BT = torch.from_numpy(pad_rows([row.logprobs for row in rows]))[:, 1:]
+        advantages_BT = torch.from_numpy(pad_rows([row.advantages for row in rows]))[:, 1:]
+        hidden_NH = model.forward_padded(token_ids_BT)[:, :-1][mask_BT]
+        policy_loss(
+            model.logits(hidden_NH),
+            token_ids_BT[:, 1:][mask_BT],
+            logprobs_BT[mask_BT],
+            advantages_BT[mask_BT],
+            cap=IMPORTANCE_CAP,
+            normaliser=batch.num_loss_tokens,
+        ).loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimiser.step()
+
+
+def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Qwen3Moe]:
+    """From random weights to an agent that knows the tools and works badly."""
+    chat = ChatTemplate.train(tokenizer_texts(family, TranscriptConfig(), SEED), vocab_size=512)
+    model = Qwen3Moe(spec_from_config(ModelConfig(), chat.vocab_size))
+    model.initialise(SEED)
+    corpus = Corpus(family, chat, MIDTRAIN, TranscriptConfig())
+    midtrain(
+        model, corpus.batches(SEED), MIDTRAIN, lambda p: print(f"  {p.step}/{p.steps} loss {p.loss:.2f}", end="\r")
+    )
+    return chat, model
+
+
+async def main() -> None:
+    """Mid-train, measure, learn, measure."""
+    started_s = time.perf_counter()
+    torch.set_num_threads(2)
+    family = BugfixFamily(TASKS, seed=SEED)
+    chat, model = mid_train(family)
+    print(f"\nmid-trained after {time.perf_counter() - started_s:.0f} s")
+
+    engine = NativeEngine(Weights(copy.deepcopy(model), 0, ""), ENGINE, seed=SEED)
+    stepping = asyncio.create_task(engine.run())
+    world = World(chat, engine, LocalSandboxes())
+    heldout = [family.task(Split.HELDOUT, index) for index in range(HELDOUT_TASKS)]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    print(f"held out, before: {await pass_rate(heldout, world, 'before', 1.0):.2f}")
+
+    for step in range(1, STEPS + 1):
+        tasks = [family.task(Split.TRAIN, step * TASKS_PER_STEP + i) for i in range(TASKS_PER_STEP)]
+        batch = build_batch(step, await play_groups(tasks, world, version=step - 1))
+        train_step(model, optimiser, batch)
+        engine.swap(Weights(copy.deepcopy(model), step, ""))
+        print(f"step {step:2}: reward {batch.rewards.mean():.2f}, {batch.num_degenerate_groups} groups without signal")
+
+    sampled, greedy = [await pass_rate(heldout, world, f"after {t}", t) for t in (1.0, 0.0)]
+    print(f"held out, after: {sampled:.2f} (greedy {greedy:.2f}), {time.perf_counter() - started_s:.0f} s in all")
+    stepping.cancel()
+    await world.sandboxes.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
