@@ -22,8 +22,12 @@ ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>
 SPECIAL_TOKENS = (PAD, DOCUMENT, END, *ROLES.values())
 """In order of their ids, from 0."""
 
-WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[^\sA-Za-z_0-9]+|\s"
-"""Where BPE may not merge across: words, single digits, an indent with its line break, runs of operators."""
+WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[<>=!+*-]=| ?[^\sA-Za-z_0-9]|\s"
+"""Where BPE may not merge across: words, single digits, an indent with its line break, single marks.
+
+Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from parts the model has met elsewhere: were
+``:][::-`` one token, a combination that is held out could never be written.
+"""
 
 JINJA_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"

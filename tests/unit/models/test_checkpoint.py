@@ -10,7 +10,15 @@ from etude.models.checkpoint import WEIGHTS_FILE, load_checkpoint, load_spec, lo
 from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
 
 SPEC = ModelSpec(
-    vocab_size=40, hidden_size=8, layers=1, heads=2, kv_heads=1, head_dim=4, experts=2, experts_per_token=1, expert_size=4
+    vocab_size=40,
+    hidden_size=8,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    experts=2,
+    experts_per_token=1,
+    expert_size=4,
 )
 
 

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from etude.errors import DamagedError
 from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate
 
-TEXTS = ["def f(a, b):\n    return a + b\n", "edit util.py 3\n    return max(xs)", "read core.py", "PASS", "FAIL f(1) = 2"]
+TEXTS = [
+    "def f(a, b):\n    return a + b\n",
+    "edit util.py 3\n    return max(xs)",
+    "read core.py",
+    "PASS",
+    "FAIL f(1) = 2",
+]
 CHAT = ChatTemplate.train(TEXTS * 20, vocab_size=330)
 
 

@@ -1,0 +1,210 @@
+"""The whole loop as a person runs it: real processes, killed at will, and nothing lost or trained twice.
+
+All tests share one mid-trained start (a fixture of some twenty seconds) and run a few small RL steps from it.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+
+from etude.config import RunConfig, parse_config
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.run.folder import RunFolder
+from etude.run.midtrain import run_midtraining
+from etude.telemetry.events import ProcessStarted, StepDone
+from etude.telemetry.log import EventReader
+from etude.types import RolloutStatus
+from etude.weights.log import versions
+from etude.weights.store import ObjectStore
+from etude.weights.verify import verify
+
+STEPS, GROUPS, GROUP_SIZE = 6, 4, 4
+DEADLINE_S = 150.0
+
+pytestmark = [
+    pytest.mark.timeout(DEADLINE_S * 2),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers"),
+]
+
+
+def config() -> RunConfig:
+    return parse_config(
+        {
+            "name": "faults",
+            "tasks": {"kinds": ["arith"]},
+            "midtrain": {"tokens": 500_000, "batch_tokens": 2_000},
+            "rollouts": {
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_staleness": 1,
+                "concurrency": 16,
+                "max_attempts": 8,
+            },
+            "trainer": {"steps": STEPS, "mismatch_share": 1.0},
+            "eval": {"tasks": 8},
+        },
+        source="test",
+    )
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = RunFolder.create(tmp_path_factory.mktemp("start") / "run", config())
+    run_midtraining(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
+    """A fresh run folder that has mid-training behind it."""
+    copy = RunFolder.create(tmp_path / "run", config())
+    shutil.copytree(start.model, copy.model)
+    shutil.copytree(start.store, copy.store)
+    return copy
+
+
+def etude(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "etude", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+@contextmanager
+def running(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
+    """``etude run --resume``, from outside."""
+    command = [sys.executable, "-m", "etude", "run", "--resume", str(folder.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def steps_done(folder: RunFolder) -> int:
+    with Ledger.open(folder.ledger) as ledger:
+        return ledger.progress().steps_done
+
+
+def wait_for_step(folder: RunFolder, step: int) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while steps_done(folder) < step:
+        assert time.monotonic() < deadline_s, f"step {step} was not reached: {read_logs(folder)}"
+        time.sleep(0.05)
+
+
+def newest_pid(folder: RunFolder, process: str) -> int:
+    events = [logged.event for logged in EventReader(folder.events).new()]
+    return [e.pid for e in events if isinstance(e, ProcessStarted) and e.process == process][-1]
+
+
+def read_logs(folder: RunFolder) -> str:
+    return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.logs.glob("*.log")))
+
+
+def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
+    """Every step done once, on groups of its own, from fully graded rollouts, and every version bit-sound."""
+    with Ledger.open(folder.ledger) as ledger:
+        progress = ledger.progress()
+        assert progress.steps_done == STEPS
+        assert progress.consumed == STEPS * GROUPS
+        assert progress.open == progress.ready == progress.claimed == 0
+        groups = list(ledger.groups(TRAIN))
+        assert len({group.task.task_id for group in groups}) == len(groups)
+        kept = [group for group in groups if len(group.rollouts) == GROUP_SIZE]
+        assert len(kept) == STEPS * GROUPS
+        slots = Counter((group.index, rollout.slot) for group in kept for rollout in group.rollouts)
+        assert set(slots.values()) == {1}
+        assert all(r.status is RolloutStatus.GRADED and r.turns for group in kept for r in group.rollouts)
+        assert len(ledger.rewards("after-sampled")) == len(ledger.rewards("before-greedy")) == 8
+    store = ObjectStore(folder.store)
+    assert versions(store) == list(range(STEPS + 1))
+    assert [check.fault for check in verify(store)] == [None] * (STEPS + 1)
+
+
+def report(folder: RunFolder) -> dict[str, object]:
+    found: dict[str, object] = orjson.loads(folder.report_json.read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("process", ["serve", "gateway", "train", "rollouts"])
+def test_the_run_survives_kill_9_of(process: str, folder: RunFolder) -> None:
+    with running(folder) as run:
+        wait_for_step(folder, 2)
+        os.kill(newest_pid(folder, process), signal.SIGKILL)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output + read_logs(folder)
+    check_nothing_lost_or_doubled(folder)
+    assert report(folder)["restarts"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
+    with running(folder) as run:
+        wait_for_step(folder, 2)
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=30)
+    assert run.returncode == (130 if number is signal.SIGINT else -number)
+    if number is signal.SIGINT:
+        assert f"etude run --resume {folder.path}" in output
+    before = steps_done(folder)
+    assert 2 <= before < STEPS
+    resumed = etude("run", "--resume", folder.path)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr + read_logs(folder)
+    check_nothing_lost_or_doubled(folder)
+    steps = [logged.event.step for logged in EventReader(folder.events).new() if isinstance(logged.event, StepDone)]
+    assert sorted(set(steps)) == list(range(1, STEPS + 1))
+
+
+def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path: Path) -> None:
+    done = etude("run", "--resume", folder.path)
+    assert done.returncode == 0, done.stdout + done.stderr + read_logs(folder)
+    check_nothing_lost_or_doubled(folder)
+    found = orjson.loads(folder.report_json.read_bytes())
+    assert found["staleness"]["max"] <= found["staleness"]["bound"] == 1
+    assert found["mismatch"]["k3"] < 1e-9
+    assert found["mismatch"]["coverage"] > 0.3
+    assert found["rollouts"] == {"graded": STEPS * GROUPS * GROUP_SIZE, "failed_infra": 0, "dropped": 0}
+    assert found["weights"]["versions"] == STEPS + 1
+    assert 0 < found["busy"]["trainer"] <= 1
+    assert 0 < found["busy"]["engine"] <= 1
+    assert folder.report_html.read_text().startswith("<!doctype html>")
+    check_export(folder, tmp_path / "hf")
+
+
+def check_export(folder: RunFolder, out: Path) -> None:
+    """``etude weights export`` gives an ordinary checkpoint with our logits."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from etude.models.checkpoint import load_spec
+    from etude.run.states import build_model
+    from etude.weights.pull import pull
+
+    exported = etude("weights", "export", folder.path, out)
+    assert exported.returncode == 0, exported.stderr
+    ours = build_model(load_spec(folder.model), pull(ObjectStore(folder.store)).state, "cpu")
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
+    with torch.no_grad():
+        assert torch.allclose(theirs(ids).logits, ours.logits(ours.forward_padded(ids)), atol=1e-5)
+
+
+def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:
+    (victim,) = (Path(folder.store) / "objects").iterdir()
+    payload = bytearray(victim.read_bytes())
+    payload[len(payload) // 2] ^= 1
+    victim.write_bytes(payload)
+    done = etude("run", "--resume", folder.path)
+    assert done.returncode == 2
+    assert victim.name[:12] in done.stderr
+    assert "Traceback" not in done.stderr
+    assert etude("weights", "verify", folder.path).returncode == 2

@@ -1,0 +1,100 @@
+"""The command line: every mistake of a person is one line on stderr and exit status 2, never a traceback."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.config import load_recipe
+from etude.run.folder import RunFolder
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QUICKSTART = RECIPES / "quickstart"
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must fail as the user's mistake; returns what it said."""
+    assert main([str(argument) for argument in arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("etude: ")
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.iterdir()))
+def test_a_shipped_recipe_resolves(recipe: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["run", str(RECIPES / recipe), "--seed", "7", "--dry-run"]) == 0
+    resolved = tmp_path / "run.toml"
+    resolved.write_text(capsys.readouterr().out)
+    assert load_recipe(resolved) == load_recipe(RECIPES / recipe, ["seed=7"])
+
+
+def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'recipes/nowhere'" in fail(capsys, "run", "recipes/nowhere")
+
+
+def test_no_recipe_at_all_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "recipes/quickstart" in fail(capsys, "run")
+
+
+def test_an_unknown_key_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fail(capsys, "run", QUICKSTART, "--set", "trainer.lerning_rate=1")
+    assert "trainer.lerning_rate" in said
+    assert "trainer.learning_rate" in said
+
+
+def test_a_wrong_type_is_named_with_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fail(capsys, "run", QUICKSTART, "--set", "trainer.steps=many")
+    assert "trainer.steps" in said
+    assert "'many'" in said
+
+
+def test_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no effect" in fail(capsys, "run", QUICKSTART, "--set", "rollouts.concurrency=1000")
+    assert "--set" in fail(capsys, "run", "--resume", "somewhere", "--set", "seed=1")
+    assert "seed" in fail(capsys, "run", "--resume", "somewhere", "--seed", "1")
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert str(tmp_path) in fail(capsys, "run", "--resume", tmp_path)
+
+
+def test_a_run_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
+    assert "--resume" in fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run")
+
+
+def test_an_unwritable_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "file/run" in fail(capsys, "run", QUICKSTART, "--out", tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("process", ["engine", "gateway"])
+def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{process}.port={port}")
+    assert str(port) in said
+
+
+def test_a_process_outside_a_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "run.toml" in fail(capsys, "train", "--run", tmp_path)
+
+
+def test_an_empty_store_has_nothing_to_export(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
+    assert "no weight version" in fail(capsys, "weights", "export", tmp_path / "run", tmp_path / "out")
+
+
+def test_tasks_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "ls", str(QUICKSTART), "--split", "heldout", "--count", "2"]) == 0
+    assert capsys.readouterr().out.count("── heldout task") == 2
+
+
+def test_an_unknown_command_is_refused_by_the_parser() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["fly"])
+    assert stop.value.code == 2

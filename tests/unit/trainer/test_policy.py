@@ -1,0 +1,134 @@
+"""The RL optimiser: it raises what was rewarded, and it continues exactly where it stopped."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.config import TrainerConfig
+from etude.errors import DamagedError
+from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.trainer.checkpoint import KEEP, Checkpoints
+from etude.trainer.policy import PolicyTrainer, sample_share
+from etude.types import UNSAMPLED, Trajectory
+
+SPEC = ModelSpec(
+    vocab_size=20,
+    hidden_size=16,
+    layers=1,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    experts=2,
+    experts_per_token=1,
+    expert_size=8,
+)
+CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1)
+
+
+def make_trainer() -> PolicyTrainer:
+    model = Qwen3Moe(SPEC)
+    model.initialise(0)
+    return PolicyTrainer(model, CONFIG)
+
+
+def logprobs(model: Qwen3Moe, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        all_tokens = model.logits(model.forward_padded(torch.tensor([ids]))[0]).log_softmax(-1)
+    return all_tokens[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
+
+
+def make_trajectory(model: Qwen3Moe, ids: list[int], sampled: int, advantage: float) -> Trajectory:
+    """A trajectory whose last ``sampled`` tokens the model itself sampled."""
+    length = len(ids)
+    mask = np.arange(length) >= length - sampled
+    engine = np.zeros(length, np.float32)
+    engine[1:] = logprobs(model, ids).numpy()
+    return Trajectory(
+        rollout_id="r",
+        token_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, engine, 0).astype(np.float32),
+        versions=np.where(mask, 0, UNSAMPLED).astype(np.int32),
+        turn_starts=(length - sampled,),
+        advantages=np.where(mask, advantage, 0).astype(np.float32),
+    )
+
+
+def make_batch(model: Qwen3Moe) -> list[tuple[Trajectory, ...]]:
+    good = make_trajectory(model, [1, 2, 3, 4, 5], 2, 0.5)
+    bad = make_trajectory(model, [1, 2, 3, 6], 1, -0.5)
+    return [(good,), (bad,)]
+
+
+def test_a_step_makes_the_good_likelier_and_the_bad_less() -> None:
+    trainer = make_trainer()
+    pieces = make_batch(trainer.model)
+    before = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
+    stats = trainer.step(1, pieces, num_loss_tokens=3)
+    after = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert stats.trained_tokens == 9
+    assert stats.truncated_share == 0
+
+
+def test_padding_does_not_change_the_step() -> None:
+    alone, together = make_trainer(), make_trainer()
+    good, bad = (piece[0] for piece in make_batch(alone.model))
+    alone.step(1, [(good,), (bad,)], num_loss_tokens=3)
+    together.step(1, [(good, bad)], num_loss_tokens=3)
+    for one, other in zip(alone.model.parameters(), together.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_an_empty_batch_leaves_the_weights_alone() -> None:
+    trainer = make_trainer()
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.step(1, [], num_loss_tokens=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(tmp_path: Path) -> None:
+    first, second = make_trainer(), make_trainer()
+    first.step(1, make_batch(first.model), 3)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, first.tensors())
+    second.restore(checkpoints.load(1))
+    pieces = make_batch(first.model)
+    first.step(2, pieces, 3)
+    second.step(2, pieces, 3)
+    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
+
+
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(1, 6):
+        checkpoints.save(step, {"x": torch.tensor([step])})
+    assert checkpoints.steps() == [4, 5][-KEEP:]
+    assert int(checkpoints.load(5)["x"]) == 5
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no digest"])
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(3, make_trainer().tensors())
+    file = tmp_path / "step-00000003.safetensors"
+    payload = bytearray(file.read_bytes())
+    payload[-1] ^= 1
+    if damage == "no digest":
+        file.with_suffix(".sha256").unlink()
+    else:
+        file.write_bytes(payload if damage == "flip" else payload[:50])
+    with pytest.raises(DamagedError, match="step-00000003"):
+        checkpoints.load(3)
+
+
+def test_a_sample_is_reproducible_and_never_empty() -> None:
+    model = make_trainer().model
+    batch = [make_trajectory(model, [1, 2, i], 1, 1.0) for i in range(3, 13)]
+    assert sample_share(batch, 0.3, step=4) == sample_share(batch, 0.3, step=4)
+    assert len(sample_share(batch, 0.3, step=4)) == 3
+    assert len(sample_share(batch, 0.001, step=4)) == 1
+    assert sample_share(batch, 0.0, step=4) == []
