@@ -70,9 +70,9 @@ class ModelConfig(Section):
 class MidtrainConfig(Section):
     """``[midtrain]``: from random weights to a model that knows the craft, badly."""
 
-    tokens: int = Field(default=4_000_000, ge=1_000)
+    tokens: int = Field(default=2_200_000, ge=1_000)
     """Training tokens, padding included."""
-    batch_tokens: int = Field(default=4_000, ge=256)
+    batch_tokens: int = Field(default=2_000, ge=256)
     """Tokens of one optimiser step."""
     learning_rate: float = Field(default=4e-3, gt=0)
     """Peak of the schedule."""
@@ -189,7 +189,7 @@ class GatewayConfig(Section):
 class TrainerConfig(Section):
     """``[trainer]``: the RL optimiser."""
 
-    steps: int = Field(default=40, ge=1)
+    steps: int = Field(default=60, ge=1)
     """Optimiser steps."""
     learning_rate: float = Field(default=5e-4, gt=0)
     """AdamW, after warm-up."""

@@ -7,6 +7,9 @@
     │   └── PortInUseError      a configured port is taken
     ├── DamagedError            bytes on disk are not what their digest says: exit code 2, nothing is overwritten
     ├── FencedError             another writer committed this weight version first
+    ├── MismatchError           trainer and engine compute different numbers: exit code 2, training stops
+    ├── DivergedError           the gradient is not finite: exit code 2, nothing was changed
+    ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
         ├── SessionLost         the gateway no longer knows a session (it restarted)
@@ -43,6 +46,14 @@ class DamagedError(EtudeError):
 
 class FencedError(EtudeError):
     """A second writer holds this weight version; the loser must stop."""
+
+
+class MismatchError(EtudeError):
+    """Trainer and engine compute different numbers from the same weights."""
+
+
+class DivergedError(EtudeError):
+    """The loss or its gradient is not finite; no step was taken."""
 
 
 class InfrastructureError(EtudeError):

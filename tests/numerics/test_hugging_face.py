@@ -50,7 +50,7 @@ def test_the_chat_template_equals_transformers(tmp_path: Path) -> None:
     chat.save(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "fix f in util.py"}, {"role": "assistant", "content": "read util.py"}]
-    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ours = [i for message in messages for i in chat.render_message(message["role"], message["content"])]
     assert list(rendered) == ours + chat.generation_prompt()
 

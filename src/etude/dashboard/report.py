@@ -102,7 +102,8 @@ def _tokens(story: RunStory, steps: list[StepDone]) -> Figures:
     engine = story.engine_in("rl")
     reused = sum(stats.reused_tokens for stats in engine)
     return {
-        "generated": training.sampled_tokens if training else None,
+        "generated": sum(stats.generated_tokens for stats in engine) if engine else None,
+        "kept": training.sampled_tokens if training else None,
         "trained": sum(step.trained_tokens for step in steps) if steps else None,
         "loss": sum(step.loss_tokens for step in steps) if steps else None,
         "midtrain": story.midtrain[-1].event.tokens if story.midtrain else None,
@@ -114,11 +115,11 @@ def _load(story: RunStory, steps: list[StepDone]) -> Figures:
     engine = story.engine_in("rl")
     engine_s = sum(stats.busy_s for stats in engine)
     trainer_s = sum(step.busy_s for step in steps)
-    trainer = _divide(trainer_s, story.phase_s("rl") or 0.0) if steps else None
+    rl_s = story.phase_s("rl") or 0.0
     return {
         "busy": {
-            "trainer": _ratio(trainer),
-            "engine": _ratio(_divide(engine_s, sum(stats.window_s for stats in engine))),
+            "trainer": _ratio(_divide(trainer_s, rl_s)) if steps else None,
+            "engine": _ratio(_divide(engine_s, rl_s)) if engine else None,
         },
         "compute_ratio_inference_to_training": _ratio(_divide(engine_s, trainer_s) if engine else None),
     }

@@ -73,7 +73,7 @@ class NativeEngine:
         try:
             return await future
         finally:
-            if self._futures.pop(request, None) is not None and not future.done():
+            if self._futures.pop(request, None) is not None:  # the caller went away before the end
                 self._scheduler.cancel(request)
 
     async def health(self) -> EngineHealth:

@@ -18,6 +18,8 @@ from etude.protocols import SamplingParams
 
 MIXED = -1
 """The version of a cache entry that more than one weight version wrote."""
+MAX_REREADS = 2
+"""After this many swaps during one prompt its cache may be a mixture: faster swaps than prompts must not starve it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,6 +34,8 @@ class Request:
     cached: int = 0
     """How many of ``token_ids`` are in the cache."""
     slot: int = -1
+    rereads: int = 0
+    """How often a swap made its prompt be read anew."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
@@ -128,6 +132,7 @@ class Scheduler:
         self._tick += 1
         while self._waiting and (index := self._slot_for(self._waiting[0].session)) is not None:
             self._start(self._waiting.popleft(), index, version)
+        self._forget_stale_prefixes(version)
         running = [slot.request for slot in self._slots if slot.request is not None]
         decode = [Work(r, r.cached, 1) for r in running if r.cached == len(r.token_ids) - 1]
         prefill, budget = list[Work](), self._prefill_tokens
@@ -158,6 +163,17 @@ class Scheduler:
         slot = self._slots[request.slot]
         slot.request, slot.token_ids, slot.last_used = None, request.token_ids[: request.cached], self._tick
         request.slot = -1
+
+    def _forget_stale_prefixes(self, version: int) -> None:
+        """Prompts still being read when the weights changed are read again: nothing was sampled from the old ones."""
+        for slot in self._slots:
+            request = slot.request
+            if request is None or request.sampled or slot.version == version:
+                continue
+            if request.rereads == MAX_REREADS:
+                slot.version = MIXED
+            else:
+                request.cached, slot.version, request.rereads = 0, version, request.rereads + 1
 
     def _slot_for(self, session: str) -> int | None:
         own = self._sessions.get(session)

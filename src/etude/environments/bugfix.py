@@ -1,15 +1,16 @@
 """The planted-bug family: short Python files with one wrong line, hidden tests, and an exact hold-out.
 
-Per kind, every n-th template is held out, chosen by hash and so the same for every seed. The answer line of a held-out
-template, under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip
-in a transcript. What training shows is each part of an answer, never the combination.
+About every n-th template of a kind is held out, chosen by hash and so the same for every seed; templates that compute
+the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The answer line of a held-out template,
+under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip in a
+transcript. What training shows is each part of an answer, never the combination, nor another way to write it.
 
 Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does not write transcripts
 (:mod:`etude.environments.transcripts`).
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -23,8 +24,12 @@ from etude.types import Case, FunctionChecks, Json, Split, Task
 FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
 HELDOUT_SEED = "heldout"
 """The evaluation set does not depend on a run's seed, so that runs can be compared."""
+PROBES = 40
+"""Random calls that tell two behaviours apart; taking two for one would only hold out more."""
 VISIBLE_CASES = 2
 """Cases that the agent's ``test`` runs; one of them fails at the start."""
+MIN_SLIPS = 3
+"""Different wrong lines that a problem must offer: as many as one session may try."""
 TELLING_CASES = 3
 """Cases, at least, on which the planted bug must show; else the instance is drawn again."""
 
@@ -61,11 +66,8 @@ class BugfixFamily:
         self._config = config
         self._seed = seed
         self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
-        self._templates = {
-            (kind.name, split): templates
-            for kind in self.kinds
-            for split, templates in _split(kind, config.heldout_one_in).items()
-        }
+        self._heldout = choose_heldout(self.kinds, config.heldout_one_in)
+        self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
 
     @cached_property
     def forbidden(self) -> frozenset[str]:
@@ -73,13 +75,13 @@ class BugfixFamily:
         return frozenset(
             kind.answer_line(template, naming).strip()
             for kind in self.kinds
-            for template in self._templates[kind.name, Split.HELDOUT]
+            for template in self.templates(kind, Split.HELDOUT)
             for naming in kind.namings
         )
 
     def templates(self, kind: Kind, split: Split) -> Sequence[Parts]:
         """The templates of one kind on one side of the hold-out."""
-        return self._templates[kind.name, split]
+        return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
@@ -99,11 +101,11 @@ class BugfixFamily:
         """Draw a program and break it; on the training side nothing forbidden is used."""
         while True:
             kind = rng.choice(self.kinds)
-            template = rng.choice(self._templates[kind.name, split])
+            template = rng.choice(self._choices[kind.name, split])
             naming = rng.choice(kind.namings)
             function = rng.choice(FUNCTION_NAMES)
             slips = tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
-            if slips:
+            if len(slips) >= MIN_SLIPS:
                 return Problem(
                     kind=kind,
                     template=template,
@@ -148,10 +150,28 @@ def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
     return value
 
 
-def _split(kind: Kind, one_in: int) -> Mapping[Split, tuple[Parts, ...]]:
-    by_hash = sorted(kind.templates, key=lambda parts: hashlib.sha256(kind.title(parts).encode()).digest())
-    count = max(1, len(by_hash) // one_in)
-    return {Split.HELDOUT: tuple(by_hash[:count]), Split.TRAIN: tuple(by_hash[count:])}
+def choose_heldout(kinds: Sequence[Kind], one_in: int) -> frozenset[tuple[str, Parts]]:
+    """Whole classes of equal behaviour, in order of their hash, until each kind has its share of templates held out."""
+    classes: dict[str, list[tuple[str, Parts]]] = {}
+    for kind in kinds:
+        for parts in kind.templates:
+            classes.setdefault(behaviour(kind, parts), []).append((kind.name, parts))
+    wanted = {kind.name: max(1, len(kind.templates) // one_in) for kind in kinds}
+    heldout: set[tuple[str, Parts]] = set()
+    for _, members in sorted(classes.items()):
+        if any(wanted[name] > 0 for name, _ in members) and len(members) <= max(wanted[name] for name, _ in members):
+            heldout.update(members)
+            for name, _ in members:
+                wanted[name] -= 1
+    return frozenset(heldout)
+
+
+def behaviour(kind: Kind, parts: Parts) -> str:
+    """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
+    rng = Random(f"probe|{kind.arguments.__name__}")
+    lines = tuple(line.format(f="probe") for line in kind.write(parts, kind.namings[0]))
+    results = [run_program(lines, "probe", kind.arguments(rng)) for _ in range(PROBES)]
+    return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
 
 
 def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:

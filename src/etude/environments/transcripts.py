@@ -44,8 +44,10 @@ def _session(
     lines = problem.broken
     if rng.random() < config.read_first:
         yield f"{tools.READ} {problem.path}", lines
+    tried = set[str]()
     for _ in range(MAX_EDITS):
-        line = _draw_edit(problem, config, rng)
+        line = _draw_edit(problem, config, tried, rng)
+        tried.add(line)
         lines = problem.with_answer(line)
         yield f"{tools.EDIT} {problem.path} {problem.kind.answer + 1}\n{line}", lines
         if rng.random() >= config.test_after:
@@ -55,10 +57,11 @@ def _session(
             return
 
 
-def _draw_edit(problem: Problem, config: TranscriptConfig, rng: Random) -> str:
+def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng: Random) -> str:
+    """The right line or a slip; never what a test has just shown to be wrong."""
     if rng.random() < config.right_edit:
         return problem.right[problem.kind.answer]
-    return rng.choice((*problem.slips, problem.bug))
+    return rng.choice([line for line in problem.slips if line not in tried])
 
 
 def _observe(call: str, problem: Problem, lines: tuple[str, ...], checks: FunctionChecks) -> str:

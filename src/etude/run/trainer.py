@@ -14,12 +14,12 @@ import time
 import torch
 
 from etude.config import RunConfig
-from etude.errors import DamagedError
+from etude.errors import DamagedError, MismatchError
 from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_spec, state_of
 from etude.run.folder import RunFolder
 from etude.run.publishing import publish_and_log
-from etude.run.states import build_model, resolve_device
+from etude.run.states import build_model, resolve_device, to_tensors
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints
@@ -32,6 +32,12 @@ from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.store import ObjectStore
 
+MISMATCH_STOP_K3 = 1e-2
+"""Beyond this the trainer's numbers are not the engine's and updates go to the wrong place (collapse was reported at
+0.013 in practice): the run stops rather than train on.
+"""
+MISMATCH_MIN_TOKENS = 100
+"""Fewer compared tokens than this decide nothing."""
 POLL_S = 0.02
 """How often the ledger is asked for a batch: a fraction of the shortest step."""
 
@@ -44,11 +50,11 @@ class TrainerProcess:
         self.ledger = Ledger.open(folder.ledger)
         self._events = events
         self._checkpoints = Checkpoints(folder.checkpoints)
-        store = ObjectStore(folder.store)
-        self._publisher = Publisher(store)
+        self._store = ObjectStore(folder.store)
+        self._publisher = Publisher(self._store)
         torch.set_num_threads(self.config.trainer.threads)
         device = resolve_device(self.config.trainer.device)
-        model = build_model(load_spec(folder.model), pull(store, 0).state, device)
+        model = build_model(load_spec(folder.model), pull(self._store, 0).state, device)
         self._policy = PolicyTrainer(model.train(), self.config.trainer)
         self._probe = MismatchProbe(model, versions=self.config.rollouts.max_staleness + 1)
         self._recover()
@@ -62,9 +68,9 @@ class TrainerProcess:
             mismatch = self._measure_mismatch(batch)
             pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
             stats = self._policy.step(step, pieces, batch.num_loss_tokens)
+            self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
             self._checkpoints.save(step, self._policy.tensors())
             self._finish(step)
-            self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
 
     def _recover(self) -> None:
         """Go to where the previous process really got, and finish the step it had saved but not committed."""
@@ -77,14 +83,15 @@ class TrainerProcess:
             )
         if saved:
             self._policy.restore(self._checkpoints.load(saved))
-        self._probe.remember(saved, self._policy.model)
+        for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
+            self._probe.remember(version, to_tensors(pull(self._store, version).state))
         if saved == done + 1:
             self._finish(saved)
 
     def _finish(self, step: int) -> None:
         """Publish the policy as version ``step`` and commit the step."""
         publish_and_log(self._publisher, state_of(self._policy.model), step, self._events)
-        self._probe.remember(step, self._policy.model)
+        self._probe.remember(step, state_of(self._policy.model))
         self.ledger.commit_step(step)
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
@@ -96,7 +103,13 @@ class TrainerProcess:
     def _measure_mismatch(self, batch: Batch) -> Mismatch:
         config = self.config.trainer
         sample = sample_share(batch.trajectories, config.mismatch_share, batch.step)
-        return self._probe.measure(sample, max_tokens=config.microbatch_tokens)
+        mismatch = self._probe.measure(sample, max_tokens=config.microbatch_tokens)
+        if mismatch.tokens >= MISMATCH_MIN_TOKENS and not mismatch.k3 <= MISMATCH_STOP_K3:  # NaN stops, too
+            raise MismatchError(
+                f"step {batch.step}: trainer and engine disagree on the same tokens and weights: k3 = "
+                f"{mismatch.k3:.2g} over {mismatch.tokens} tokens, above {MISMATCH_STOP_K3:g}; compare their logprobs"
+            )
+        return mismatch
 
 
 def run_trainer(folder: RunFolder) -> None:

@@ -47,11 +47,11 @@ class MidtrainProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """One optimiser step is committed."""
+    """One optimiser step was computed. Written before it is saved: a step redone after a crash stands here twice."""
 
     step: int
     busy_s: float
-    """Time the trainer computed for this step, publishing included."""
+    """Time the trainer computed for this step; saving and publishing come on top."""
     wait_s: float
     """Time it waited for the batch."""
     reward_mean: float

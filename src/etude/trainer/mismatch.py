@@ -6,13 +6,13 @@ very version that sampled it. A turn is comparable when one version sampled all 
 across versions, so then that version computed its whole context too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from etude.models.checkpoint import load_state, state_of
+from etude.models.checkpoint import load_state
 from etude.models.qwen3_moe import Qwen3Moe
 from etude.trainer.padding import pad_rows
 from etude.types import Floats, Mask, Trajectory
@@ -54,9 +54,9 @@ class MismatchProbe:
         self._versions = versions
         self._states: dict[int, dict[str, torch.Tensor]] = {}
 
-    def remember(self, version: int, model: Qwen3Moe) -> None:
-        """Keep a copy of the model's weights as ``version``, forgetting the oldest beyond the bound."""
-        self._states[version] = {name: tensor.clone() for name, tensor in state_of(model).items()}
+    def remember(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep a copy of a model's state as ``version``, forgetting the oldest beyond the bound."""
+        self._states[version] = {name: tensor.clone() for name, tensor in state.items()}
         for old in sorted(self._states)[: -self._versions]:
             del self._states[old]
 

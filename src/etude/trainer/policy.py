@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.config import TrainerConfig
+from etude.errors import DivergedError
 from etude.models.checkpoint import load_state, state_of
 from etude.models.qwen3_moe import Qwen3Moe
 from etude.trainer.loss import PolicyLoss, policy_loss
@@ -45,12 +46,17 @@ class PolicyTrainer:
         )
 
     def step(self, step: int, microbatches: Sequence[MicroBatch], num_loss_tokens: int) -> StepStats:
-        """Update the weights once from all micro-batches; an empty batch leaves them as they are."""
+        """Update the weights once from all micro-batches; an empty batch leaves them as they are.
+
+        Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
+        """
         if not microbatches:
             return StepStats(trained_tokens=0, grad_norm=0.0, entropy=0.0, truncated_share=0.0)
         self._optimiser.zero_grad()
         losses = [self._backward(microbatch, num_loss_tokens) for microbatch in microbatches]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
+        if not torch.isfinite(norm):
+            raise DivergedError(f"step {step}: the gradient's norm is {float(norm)}; nothing was changed or published")
         for group in self._optimiser.param_groups:
             group["lr"] = self._config.learning_rate * min(1.0, step / self._config.warmup_steps)
         self._optimiser.step()
@@ -93,9 +99,10 @@ class PolicyTrainer:
         load_state(self.model, {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")})
         for index, parameter in enumerate(self.model.parameters()):
             prefix = f"adamw/{index}/"
-            moments = {k.removeprefix(prefix): v.clone() for k, v in tensors.items() if k.startswith(prefix)}
+            moments = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
             if moments:
-                self._optimiser.state[parameter] = moments
+                device = parameter.device
+                self._optimiser.state[parameter] = {k: v.to(device, copy=True) for k, v in moments.items()}
 
 
 def sample_share(trajectories: Sequence[Trajectory], share: float, step: int) -> list[Trajectory]:

@@ -95,6 +95,15 @@ def test_a_turn_during_a_swap_leaves_no_prefix_to_reuse() -> None:
     assert (request.versions, work.start) == ([0, 1], 0)
 
 
+def test_a_prompt_that_was_half_read_at_a_swap_is_read_again() -> None:
+    scheduler = make_scheduler(prefill_tokens=4)
+    scheduler.add(make_request(range(10)))
+    (work,) = scheduler.plan(0)
+    scheduler.advance(work)
+    (work,) = scheduler.plan(1)
+    assert work.start == 0
+
+
 def test_an_edited_history_reuses_only_the_common_part() -> None:
     scheduler = make_scheduler(prefill_tokens=64)
     scheduler.add(make_request([1, 2, 3, 4, 5, 6]))

@@ -38,7 +38,7 @@ def test_it_learns_by_heart_and_reports() -> None:
     tokens = midtrain(model, itertools.repeat([document] * 32), CONFIG, progress.append)
     assert tokens == 256 * 60
     assert progress[-1].step == progress[-1].steps == 60
-    assert progress[0].loss > 2.0
+    assert progress[0].loss > 1.0
     assert progress[-1].loss < 0.05
 
 

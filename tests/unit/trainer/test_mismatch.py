@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.models.checkpoint import state_of
 from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
 from etude.trainer.mismatch import MismatchProbe, comparable, summarise
 from etude.types import UNSAMPLED, Trajectory
@@ -61,7 +62,7 @@ def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> 
     models = {version: make_model(version) for version in (3, 4)}
     probe = MismatchProbe(make_model(9), versions=3)
     for version, model in models.items():
-        probe.remember(version, model)
+        probe.remember(version, state_of(model))
     found = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100)
     assert found.tokens == 5
     assert found.k3 < 1e-12
@@ -71,8 +72,8 @@ def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> 
 def test_a_version_that_is_gone_is_not_compared() -> None:
     models = {version: make_model(version) for version in (3, 4)}
     probe = MismatchProbe(make_model(9), versions=1)
-    probe.remember(3, models[3])
-    probe.remember(4, models[4])
+    probe.remember(3, state_of(models[3]))
+    probe.remember(4, state_of(models[4]))
     assert probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).tokens == 3
 
 
@@ -86,7 +87,7 @@ def test_a_turn_of_two_versions_is_not_comparable() -> None:
 def test_a_different_engine_shows() -> None:
     models = {3: make_model(3)}
     probe = MismatchProbe(make_model(9), versions=1)
-    probe.remember(3, make_model(5))
+    probe.remember(3, state_of(make_model(5)))
     found = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100)
     assert found.k3 > 1e-4
 
