@@ -139,6 +139,8 @@ class RolloutConfig(Section):
     """Deadline of one whole rollout."""
     sandbox_workers: int = Field(default=2, ge=1)
     """Processes that fork sandboxed commands."""
+    allow_unconfined: bool = False
+    """Run the model's programs even where the machine grants no namespaces to confine them in."""
 
     @property
     def rollouts_per_step(self) -> int:
@@ -163,8 +165,8 @@ class EngineConfig(Section):
 
     slots: int = Field(default=96, ge=1)
     """Sequences decoded together."""
-    max_length: int = Field(default=640, ge=64)
-    """Tokens of one sequence, prompt and completion."""
+    max_length: int = Field(default=640, ge=64, le=4096)
+    """Tokens of one sequence, prompt and completion; the model has 4096 positions."""
     prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens processed per step beside decoding."""
     threads: int = Field(default=1, ge=1)

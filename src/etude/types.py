@@ -68,7 +68,7 @@ class Task:
     """One thing to be done, and how it will be graded."""
 
     task_id: str
-    """Digest of what the agent sees and of the checks: the same task always has the same id."""
+    """Digest of what is asked and of the right answer; the cases may differ between two tasks of one id."""
     family: str
     """Which environment made it, e.g. ``bugfix``."""
     template: str

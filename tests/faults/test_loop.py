@@ -31,10 +31,7 @@ from etude.weights.verify import verify
 STEPS, GROUPS, GROUP_SIZE = 6, 4, 4
 DEADLINE_S = 150.0
 
-pytestmark = [
-    pytest.mark.timeout(DEADLINE_S * 2),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:transformers"),
-]
+pytestmark = pytest.mark.timeout(DEADLINE_S * 2)
 
 
 def config() -> RunConfig:
@@ -164,6 +161,7 @@ def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.filterwarnings("ignore")  # transformers warns about its own future
 def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path: Path) -> None:
     done = etude("run", "--resume", folder.path)
     assert done.returncode == 0, done.stdout + done.stderr + read_logs(folder)

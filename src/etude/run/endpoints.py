@@ -3,8 +3,10 @@
 Ports are decided once per start of a run, so that a process that is restarted comes back where it was.
 """
 
+import contextlib
 import json
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +25,9 @@ class Endpoints:
 
     def reserve(self, config: RunConfig) -> None:
         """Decide where engine and gateway listen. Raises :class:`~etude.errors.PortInUseError`."""
-        ports = {"engine": free_port(config.engine.port), "gateway": free_port(config.gateway.port)}
+        wanted = {"engine": config.engine.port, "gateway": config.gateway.port}
+        with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
+            ports = {process: probes.enter_context(probe_port(port)) for process, port in wanted.items()}
         self.file.write_text(json.dumps(ports), encoding="utf-8")
 
     def port(self, process: str) -> int:
@@ -37,12 +41,13 @@ class Endpoints:
         return f"http://{HOST}:{self.port(process)}"
 
 
-def free_port(wanted: int) -> int:
-    """``wanted`` if it can be listened on, or any free port for 0. Raises :class:`~etude.errors.PortInUseError`."""
+@contextlib.contextmanager
+def probe_port(wanted: int) -> Iterator[int]:
+    """Hold ``wanted``, or any free port for 0. Raises :class:`~etude.errors.PortInUseError` when it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, wanted))
         except OSError as error:
             raise PortInUseError(f"port {wanted} on {HOST} is in use: free it, or set port = 0 to pick one") from error
-        return int(probe.getsockname()[1])
+        yield int(probe.getsockname()[1])

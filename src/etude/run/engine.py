@@ -4,6 +4,7 @@ weight store ──pull, verify, build (a thread)──▶ swap between two step
 """
 
 import asyncio
+import os
 import time
 
 import torch
@@ -82,7 +83,8 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
 
 async def _serve(folder: RunFolder, config: EngineConfig, seed: int) -> None:
     follower = WeightFollower(ObjectStore(folder.store), load_spec(folder.model), resolve_device(config.device))
-    engine = NativeEngine(follower.stage(), config, seed=seed)
+    # A restarted engine must not repeat the random numbers of the one before.
+    engine = NativeEngine(follower.stage(), config, seed=seed * 2**32 + os.getpid())
     with EventLog(folder.events, "engine") as events:
         async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.run())

@@ -7,6 +7,7 @@ number 0. The run itself is only read.
 import asyncio
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from etude.types import Json
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.store import ObjectStore
+
+POLL_S = 0.2
+"""How often engine and gateway are looked after."""
 
 
 def evaluate_version(folder: RunFolder, *, version: int | None, tasks: int | None) -> dict[str, Json]:
@@ -34,14 +38,28 @@ def evaluate_version(folder: RunFolder, *, version: int | None, tasks: int | Non
             children: list[Child] = []
             try:
                 children.extend(Child(name, bench, events) for name in ("serve", "gateway"))
-                done = asyncio.run(_evaluate(bench, tasks or config.eval.tasks))
+                done = asyncio.run(_evaluate(bench, tasks or config.eval.tasks, children))
             finally:
                 stop_all(children)
     figures: dict[str, Json] = asdict(done)
     return figures | {"version": pulled.version, "digest": pulled.digest}
 
 
-async def _evaluate(folder: RunFolder, tasks: int) -> EvalDone:
+async def _evaluate(folder: RunFolder, tasks: int, children: Sequence[Child]) -> EvalDone:
+    """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
+    measuring = asyncio.create_task(_measure(folder, tasks))
+    try:
+        while not measuring.done():
+            for child in children:
+                child.check()
+            await asyncio.wait({measuring}, timeout=POLL_S)
+        return measuring.result()
+    finally:
+        measuring.cancel()
+        await asyncio.gather(measuring, return_exceptions=True)
+
+
+async def _measure(folder: RunFolder, tasks: int) -> EvalDone:
     async with open_parts(folder) as parts:
         await parts.served.reach(0)
         return await parts.evaluate("eval", parts.heldout_tasks(tasks), version=0)

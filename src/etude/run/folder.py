@@ -34,7 +34,7 @@ class RunFolder:
                 f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
             )
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
             folder._write_secret()

@@ -5,6 +5,7 @@
 This process computes nothing: it starts the others, restarts what dies, shows the progress and writes the report.
 """
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
 from etude.run.folder import RunFolder
+from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
 from etude.run.progress import Progress
 from etude.run.supervision import Child, stop_all
@@ -39,8 +41,11 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
     Raises ``KeyboardInterrupt`` on Ctrl-C, after every process has stopped; the folder can then be resumed.
     """
     config = folder.config()
-    folder.endpoints.reserve(config)
-    with EventLog(folder.events, "supervisor") as events, Progress(folder.events, config, out) as progress:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exclusive(folder, "supervisor"))
+        folder.endpoints.reserve(config)
+        events = stack.enter_context(EventLog(folder.events, "supervisor"))
+        progress = stack.enter_context(Progress(folder.events, config, out))
         events.write(RunStarted(resumed=resumed))
         if read_commit(ObjectStore(folder.store), 0) is None:
             events.write(PhaseStarted(phase="midtrain"))

@@ -1,12 +1,18 @@
 """Which command runs which process of a run."""
 
 from etude.run.folder import RunFolder
+from etude.run.locks import exclusive
 from etude.run.serving import die_with_parent
 
 
 def run_process(name: str, folder: RunFolder) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop."""
     die_with_parent()
+    with exclusive(folder, name):
+        _run(name, folder)
+
+
+def _run(name: str, folder: RunFolder) -> None:
     match name:
         case "midtrain":
             from etude.run.midtrain import run_midtraining

@@ -16,6 +16,7 @@ import aiohttp
 from etude.clock import SystemClock
 from etude.config import RunConfig
 from etude.environments.bugfix import BugfixFamily
+from etude.errors import ConfigError, InfrastructureError
 from etude.harnesses.coding import CodingHarness
 from etude.ledger.ledger import Ledger
 from etude.rewards.tests import HiddenTests
@@ -31,6 +32,10 @@ from etude.types import Split, Task
 
 POLL_S = 0.05
 """How often the gateway is asked which weights are served."""
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+"""For one such question."""
+CONFINEMENT = ("chroot", "network_off")
+"""What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two ways of every evaluation."""
 
@@ -42,23 +47,30 @@ class ServedVersion:
         self._url = f"{gateway_url}/healthz"
         self._http = http
         self._version = -1
+        self._watching = asyncio.create_task(self._watch())
 
     def __call__(self) -> int:
         """The last version heard of: never ahead of the engines, which only move forward."""
+        if self._watching.done():
+            self._watching.result()
         return self._version
-
-    async def watch(self) -> None:
-        """Ask the gateway, for ever; while it is down, the last answer stands."""
-        while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._http.get(self._url) as answer:
-                    if answer.status == 200:
-                        self._version = (await answer.json())["engine"]["version"]
-            await asyncio.sleep(POLL_S)
 
     async def reach(self, version: int) -> None:
         """Wait until ``version`` is served."""
-        while self._version < version:
+        while self() < version:
+            await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._watching.cancel()
+
+    async def _watch(self) -> None:
+        """Ask the gateway, for ever; while it is down, the last answer stands."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._http.get(self._url, timeout=HEALTH_TIMEOUT) as answer:
+                    if answer.status == 200:
+                        self._version = (await answer.json())["engine"]["version"]
             await asyncio.sleep(POLL_S)
 
 
@@ -77,10 +89,12 @@ class RolloutParts:
         """Try every task once sampled and once greedily; resumable under the same ``label``."""
         ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
         sampled, greedy = await asyncio.gather(*ways)
+        if not sampled or not greedy:
+            raise InfrastructureError(f"evaluation {label!r}: every rollout failed by infrastructure; see the logs")
         done = EvalDone(
             label=label,
             version=version,
-            tasks=len(tasks),
+            tasks=min(len(sampled), len(greedy)),
             sampled_pass=_mean(sampled),
             sampled_stderr=_stderr(sampled),
             greedy_pass=_mean(greedy),
@@ -105,9 +119,9 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
         ledger = stack.enter_context(Ledger.open(folder.ledger))
         events = stack.enter_context(EventLog(folder.events, "rollouts"))
         family = BugfixFamily(config.tasks, seed=config.seed)
+        await _check_confinement(sandboxes, config)
         served = ServedVersion(folder.endpoints.url("gateway"), http)
-        watching = asyncio.create_task(served.watch())
-        stack.callback(watching.cancel)
+        stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
@@ -149,6 +163,17 @@ async def _evaluate_once(parts: RolloutParts, label: str, *, version: int) -> No
         parts.events.write(PhaseStarted(phase=fact))
         await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version)
         parts.ledger.set_fact(fact, "done")
+
+
+async def _check_confinement(sandboxes: LocalSandboxes, config: RunConfig) -> None:
+    probe = await sandboxes.create({})
+    await probe.close()
+    missing = [name for name in CONFINEMENT if not sandboxes.capabilities.get(name)]
+    if missing and not config.rollouts.allow_unconfined:
+        raise ConfigError(
+            f"this machine grants sandboxes no {' and no '.join(missing)} (user namespaces are switched off), so programs "
+            f"that the model writes could read your files: enable them, or set rollouts.allow_unconfined = true"
+        )
 
 
 def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes) -> Rig:

@@ -1,8 +1,8 @@
 """Child processes of a run: started, watched, restarted, stopped.
 
-Owns what happens when one dies. A process that ends with 0 has done its work. One that ends with ``USER_ERROR`` met
-something that no restart repairs, and ends the run. Anything else (a crash, ``kill -9``) is restarted, a bounded number
-of times; the ledger, the weight store and the checkpoints make that safe for each of them.
+Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
+``USER_ERROR`` met something that no restart repairs, and ends the run. Anything else (a crash, ``kill -9``) is
+restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for each of them.
 """
 
 import os
@@ -14,13 +14,16 @@ from pathlib import Path
 
 from etude.errors import EtudeError, InfrastructureError
 from etude.run.folder import RunFolder
+from etude.run.serving import SUPERVISOR_VARIABLE
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
 USER_ERROR = 2
 """Exit status of a process that only its user can help."""
-MAX_RESTARTS = 20
-"""Deaths of one process after which the cause is not bad luck."""
+FINITE = frozenset({"midtrain", "train", "rollouts"})
+"""Processes that end when their work is done; the others serve until they are stopped."""
+MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
+"""More deaths of one process than this within this time are not bad luck."""
 THREADING = {"GOMP_SPINCOUNT": "1000"}
 """How long an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
 are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
@@ -37,6 +40,7 @@ class Child:
         self._folder = folder
         self._events = events
         self._restarts = 0
+        self._deaths: list[float] = []
         self._process = self._start()
 
     @property
@@ -52,12 +56,17 @@ class Child:
     def check(self) -> bool:
         """Whether the process has done its work; restarts it if it died. Raises when a restart would not help."""
         status = self._process.poll()
-        if status is None or status == 0:
+        if status is None or (status == 0 and self.name in FINITE):
             return status == 0
         if status == USER_ERROR:
             raise EtudeError(f"{self.name} gave up: {self._last_line()}")
-        if self._restarts == MAX_RESTARTS:
-            raise InfrastructureError(f"{self.name} died {MAX_RESTARTS + 1} times, last with {status}: see {self.log}")
+        now_s = time.monotonic()
+        self._deaths = [*(at for at in self._deaths if now_s - at < DEATHS_WINDOW_S), now_s]
+        if len(self._deaths) > MAX_DEATHS:
+            raise InfrastructureError(
+                f"{self.name} died {len(self._deaths)} times in {DEATHS_WINDOW_S:g} s, last with status {status}: "
+                f"see {self.log}"
+            )
         self._restarts += 1
         self._process = self._start()
         return False
@@ -84,7 +93,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**THREADING, **os.environ},
+                env={**THREADING, **os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
                 start_new_session=True,
             )
         self._events.write(ProcessStarted(process=self.name, pid=process.pid, restarts=self._restarts))

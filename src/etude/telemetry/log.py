@@ -4,6 +4,7 @@ A line is written whole with one ``write`` call, so a reader sees complete lines
 which it leaves for later. A damaged line in the middle of a file is an error, never skipped.
 """
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -37,12 +38,16 @@ class EventLog:
     def __init__(self, folder: Path, process: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._process = process
-        self._descriptor = os.open(folder / f"{process}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = folder / f"{process}.jsonl"
+        _drop_unfinished_line(file)
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: Event) -> None:
         """Append one event."""
         line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
-        os.write(self._descriptor, orjson.dumps(line) + b"\n")
+        data = orjson.dumps(line) + b"\n"
+        if os.write(self._descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, f"event log of {self._process!r}: the disk is full")
 
     def close(self) -> None:
         """Close the file."""
@@ -77,6 +82,15 @@ class EventReader:
                     return
                 yield _parse(line, file)
                 self._offsets[file] = self._offsets.get(file, 0) + len(line)
+
+
+def _drop_unfinished_line(file: Path) -> None:
+    """Cut off what a predecessor was writing when it died, so that the next line starts on its own."""
+    if not file.exists():
+        return
+    whole = file.read_bytes().rfind(b"\n") + 1
+    if whole < file.stat().st_size:
+        os.truncate(file, whole)
 
 
 def _parse(line: bytes, file: Path) -> Logged:
