@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from etude.engines.fake import FakeEngine
 from etude.engines.http import HttpEngine
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.protocols import Engine, SamplingParams
 from etude.types import Finish
 
@@ -23,17 +24,7 @@ VOCAB_SIZE = 64
 MAX_LENGTH = 64
 PROMPT = [5, 6, 7]
 
-SPEC = ModelSpec(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=16,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    experts=4,
-    experts_per_token=2,
-    expert_size=8,
-)
+SPEC = replace(TINY, vocab_size=VOCAB_SIZE)
 
 Opener = Callable[[], AbstractAsyncContextManager[Engine]]
 

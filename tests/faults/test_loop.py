@@ -132,11 +132,20 @@ def report(folder: RunFolder) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("process", ["serve", "gateway", "train", "rollouts"])
-def test_the_run_survives_kill_9_of(process: str, folder: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("process", "number"),
+    [
+        ("serve", signal.SIGKILL),
+        ("gateway", signal.SIGKILL),
+        ("train", signal.SIGKILL),
+        ("rollouts", signal.SIGKILL),
+        ("rollouts", signal.SIGTERM),
+    ],
+)
+def test_the_run_survives_the_death_of(process: str, number: signal.Signals, folder: RunFolder) -> None:
     with running(folder) as run:
         wait_for_step(folder, 2)
-        os.kill(newest_pid(folder, process), signal.SIGKILL)
+        os.kill(newest_pid(folder, process), number)
         output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == 0, output + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
@@ -147,6 +156,9 @@ def test_the_run_survives_kill_9_of(process: str, folder: RunFolder) -> None:
 def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
     with running(folder) as run:
         wait_for_step(folder, 2)
+        second = etude("run", "--resume", folder.path)
+        assert second.returncode == 2
+        assert "in use" in second.stderr
         run.send_signal(number)
         output, _ = run.communicate(timeout=30)
     assert run.returncode == (130 if number is signal.SIGINT else -number)

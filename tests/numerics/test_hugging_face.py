@@ -1,27 +1,18 @@
 """A checkpoint of ours is a normal Hugging Face checkpoint: same logits, same tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
-from etude.models.qwen3_moe import DENSE_EXPERTS_MAX_TOKENS, ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import DENSE_EXPERTS_MAX_TOKENS, TINY, Qwen3Moe
 from etude.tokens.chat import ChatTemplate
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns about its own future
 
-SPEC = ModelSpec(
-    vocab_size=330,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    experts=4,
-    experts_per_token=2,
-    expert_size=24,
-)
+SPEC = replace(TINY, vocab_size=330)
 
 
 def make_model(seed: int = 0) -> Qwen3Moe:

@@ -50,17 +50,18 @@ class HttpEngine:
         """Sample one completion, trying again while the engine is down.
 
         Raises ``ValueError`` with the engine's words if it refuses the request, and
-        :class:`~etude.errors.EngineUnavailable` once it has been down for ``timeout_s``.
+        :class:`~etude.errors.EngineUnavailable` once its outages during the call come to more than ``timeout_s``.
         """
         body = _encode(prompt_ids, params, session)
-        failed_at: float | None = None
+        down_s = 0.0
         for pause_s in _pauses_s():
+            asked_at = self._clock.now()
             try:
                 return _completion(await self._call("POST", "/generate", body, GENERATE_TIMEOUT))
             except EngineUnavailable:
-                now = self._clock.now()
-                failed_at = now if failed_at is None else failed_at
-                if now + pause_s > failed_at + self._timeout_s:
+                # Time spent on an answer that was then lost is no outage: the engine was up, and is to be had again.
+                down_s += min(self._clock.now() - asked_at, CONNECT_TIMEOUT_S) + pause_s
+                if down_s > self._timeout_s:
                     raise
             await self._clock.sleep(pause_s)
         raise AssertionError("the pauses are endless")

@@ -12,8 +12,10 @@ Owns no decision about conversations (:mod:`etude.gateway.sessions`) and no requ
 Consumes chat requests; produces turns. Waits for the engine, which gives up by itself when it is down for too long;
 woken by its answer. On shutdown the sessions are gone: their rollouts fail as infrastructure and are tried again.
 
-Serve it with ``handler_cancellation=True``: then a caller that hangs up frees its place here and in the engine, and a
-reply that nobody received leaves no turn behind.
+Serve it with ``handler_cancellation=True``: then a caller that hangs up before the engine has answered frees its place
+here and in the engine, and leaves no turn. After that the turn is recorded, whether or not the reply is received. A
+caller that sends a random ``X-Request-Id``, the same with each retry of a call, is given the recorded reply again;
+without one, a retry is another sample, and the reply that nobody received stays a turn of the session.
 """
 
 import hmac
@@ -32,7 +34,7 @@ from etude.errors import EngineUnavailable, SessionLost
 from etude.gateway.openai import ChatRequest, Refusal, chat_body, models_body, parse_chat
 from etude.gateway.sessions import Message, Session, Sessions
 from etude.protocols import Clock, Completion, Engine, SamplingParams
-from etude.types import Turn
+from etude.types import Ids, Turn
 
 MAX_BODY_BYTES = 4 * 2**20
 """A longer request is refused unread; many times what fits a context of text."""
@@ -40,6 +42,8 @@ KEY_BYTES = 32
 """Randomness of a session key: not to be guessed."""
 SESSION_ID_BYTES = 12
 """Randomness of a session id: unique, not secret."""
+REQUEST_ID = "X-Request-Id"
+"""Header by which a retry is known, within one session."""
 RETRY_AFTER_S = 1
 """When a caller may try again after 429 or 503: about one model call later."""
 
@@ -103,13 +107,14 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.Response:
         session = self._authenticate(request)
         chat = parse_chat(await request.read())
-        prompt_ids = _prompt(session, chat.messages)
-        completion = await self._generate(session, prompt_ids, self._sampling(chat, len(prompt_ids)))
-        text = self._sessions.template.decode(completion.token_ids.tolist())
-        session.record(chat.messages, prompt_ids, completion, text)
-        reply_id = f"chatcmpl-{session.session_id}-{len(session.turns)}"
+        request_id = request.headers.get(REQUEST_ID, "")
+        index = session.answered(request_id, chat.messages)
+        if index is None:
+            index = await self._sample(session, chat, request_id)
+        turn = session.turns[index]
+        reply_id = f"chatcmpl-{session.session_id}-{index + 1}"
         created = int(datetime.fromisoformat(date_utc()).timestamp())
-        return _json(chat_body(reply_id, created, len(prompt_ids), completion, text))
+        return _json(chat_body(reply_id, created, turn, self._text(turn.completion_ids)))
 
     async def _models(self, request: web.Request) -> web.Response:
         self._authenticate(request)
@@ -152,6 +157,15 @@ class Gateway:
             stop_ids=(self._sessions.template.end_id,),
             seed=chat.seed,
         )
+
+    async def _sample(self, session: Session, chat: ChatRequest, request_id: str) -> int:
+        """Have the engine answer; says which turn of the session that became."""
+        prompt_ids = _prompt(session, chat.messages)
+        completion = await self._generate(session, prompt_ids, self._sampling(chat, len(prompt_ids)))
+        return session.record(chat.messages, prompt_ids, completion, self._text(completion.token_ids), request_id)
+
+    def _text(self, token_ids: Ids) -> str:
+        return self._sessions.template.decode(token_ids.tolist())
 
     async def _generate(self, session: Session, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         if self._inflight >= self._max_inflight:

@@ -10,8 +10,7 @@ import orjson
 
 from etude.errors import EtudeError
 from etude.gateway.sessions import Message
-from etude.protocols import Completion
-from etude.types import Json
+from etude.types import Json, Turn
 
 MODEL = "policy"
 """The one model of a gateway: whatever weights its engine serves now."""
@@ -89,14 +88,14 @@ def parse_chat(body: bytes) -> ChatRequest:
     )
 
 
-def chat_body(reply_id: str, created: int, prompt_tokens: int, completion: Completion, text: str) -> bytes:
-    """The reply to a chat request; ``created`` is Unix time in seconds."""
-    completion_tokens = len(completion.token_ids)
+def chat_body(reply_id: str, created: int, turn: Turn, text: str) -> bytes:
+    """The reply to a chat request; ``created`` is Unix time in seconds, ``text`` what the turn's sampled tokens say."""
+    prompt_tokens, completion_tokens = len(turn.prompt_ids), len(turn.completion_ids)
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": text},
         "logprobs": None,
-        "finish_reason": completion.finish.value,
+        "finish_reason": turn.finish.value,
     }
     usage = {
         "prompt_tokens": prompt_tokens,

@@ -10,6 +10,9 @@ A node of the tree is a conversation whose token ids are known: the messages of 
 
 A request continues from the deepest node that its messages begin with; only the messages after it are tokenised. Text
 that the model wrote is never tokenised again, because it need not come back as the tokens that were sampled.
+
+A request may have an id. One that comes again, same id and same messages, is the retry of a caller that never got the
+answer: it is answered by the turn that is recorded, so no reply that nobody saw is kept as a turn and trained on.
 """
 
 import hashlib
@@ -33,8 +36,10 @@ class SessionLimits:
     """Sessions open at a time; a rollout has one, so this is far above any sensible concurrency."""
     max_turns: int = 512
     """Model calls of one session; far above what a harness allows its agent."""
-    idle_s: float = 3600.0
-    """A session is forgotten this long after its last call began; longer than any command an agent may run."""
+    idle_s: float = 900.0
+    """A session is forgotten this long after its last call began, or a killed rollouts process would leave its sessions
+    here for ever. The longest gap in a rollout is one answer, for which an engine may take 10 minutes, and one command.
+    """
 
 
 DEFAULT_LIMITS = SessionLimits()
@@ -60,6 +65,7 @@ class Session:
         self._template = template
         self._max_turns = max_turns
         self._nodes: dict[bytes, Turn] = {}
+        self._answers: dict[bytes, int] = {}  # by request; as many as there are turns at most
 
     def prompt_for(self, messages: Sequence[Message]) -> list[int]:
         """The token ids that a model continues to answer ``messages``.
@@ -73,14 +79,29 @@ class Session:
             ids += self._template.render_message(message.role, message.content)
         return ids + self._template.generation_prompt()
 
-    def record(self, messages: Sequence[Message], prompt_ids: Sequence[int], completion: Completion, text: str) -> None:
-        """Keep a completion as a turn, and ``messages`` with the reply ``text`` as a node.
+    def answered(self, request_id: str, messages: Sequence[Message]) -> int | None:
+        """Which of ``turns`` answered this very request before; ``None`` if none did, or if the id is empty."""
+        return self._answers.get(_request_digest(request_id, messages)) if request_id else None
 
-        Where the same reply was sampled twice, the newer tokens are continued: a caller that asked again did so because
-        it never saw the older reply. Raises :class:`~etude.errors.SessionLost` if the session was closed meanwhile.
+    def record(
+        self,
+        messages: Sequence[Message],
+        prompt_ids: Sequence[int],
+        completion: Completion,
+        text: str,
+        request_id: str = "",
+    ) -> int:
+        """Keep a completion as a turn, and ``messages`` with the reply ``text`` as a node; says which turn it became.
+
+        A request that another attempt of its caller had answered meanwhile keeps that answer. Where a caller without
+        ids was given the same reply twice, the newer tokens are continued: it asked again because it never saw the
+        older reply. Raises :class:`~etude.errors.SessionLost` if the session was closed meanwhile.
         """
         if self.closed:
             raise SessionLost(f"session {self.session_id} was closed during the call; its turn was not recorded")
+        known = self.answered(request_id, messages)
+        if known is not None:
+            return known
         turn = Turn(
             prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
             completion_ids=completion.token_ids,
@@ -91,6 +112,10 @@ class Session:
         self.turns.append(turn)
         *_, node = _prefix_digests([*messages, Message(role="assistant", content=text)])
         self._nodes[node] = turn
+        index = len(self.turns) - 1
+        if request_id:
+            self._answers[_request_digest(request_id, messages)] = index
+        return index
 
     def _deepest_node(self, messages: Sequence[Message]) -> tuple[list[int], Sequence[Message]]:
         """Token ids of the longest known beginning of ``messages``, and the messages that it leaves."""
@@ -177,6 +202,12 @@ class _Entry:
 
 def _key_digest(api_key: str) -> str:
     return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+def _request_digest(request_id: str, messages: Sequence[Message]) -> bytes:
+    header = Message(role="request", content=ascii(request_id))  # it may hold bytes that are no text
+    *_, digest = _prefix_digests([header, *messages])
+    return digest
 
 
 def _prefix_digests(messages: Sequence[Message]) -> Iterator[bytes]:

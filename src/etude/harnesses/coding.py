@@ -84,7 +84,10 @@ async def _edit(sandbox: Sandbox, edit: tools.EditFile) -> str:
     edited = None if text is None else tools.apply_edit(text, edit)
     if edited is None:
         return tools.BAD_EDIT
-    await sandbox.write_file(edit.path, edited)
+    try:
+        await sandbox.write_file(edit.path, edited)
+    except ValueError:
+        return tools.BAD_EDIT  # a program may have made its own file read-only
     return tools.OK
 
 

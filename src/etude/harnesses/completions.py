@@ -1,13 +1,14 @@
 """One model call over HTTP: an OpenAI chat completion, repeated until it is answered or time is up.
 
-Owns retries and the meaning of the gateway's answers. Repeating a call is safe: the gateway takes it for another sample
-of the same prompt, and only the one whose answer arrives is continued. Does not know tools or tasks.
+Owns retries and the meaning of the gateway's answers. Repeating a call is safe: every attempt carries the same random
+id, by which the gateway knows a call whose answer got lost and repeats that answer. Does not know tools or tasks.
 """
 
 import asyncio
 import itertools
 import random
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ BUSY = (429, 502, 503, 504)
 """Statuses that mean: later. The middle ones come from proxies on the way."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts; doubled each time, then halved at random so that callers do not come back together."""
+
+REQUEST_ID_BYTES = 12
+"""Randomness of a call's id: unique within its session."""
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+"""The deadline of a call is ours; aiohttp's own would cut a longer one short."""
 
 Message: TypeAlias = Mapping[Literal["role", "content"], str]
 """One message of a conversation, as the API has it."""
@@ -65,22 +71,25 @@ class CompletionClient:
         body = orjson.dumps(
             {"model": MODEL, "messages": messages, "temperature": temperature, "max_tokens": self._max_tokens}
         )
+        headers = {
+            "Authorization": f"Bearer {session.api_key}",
+            "Content-Type": "application/json",
+            "X-Request-Id": secrets.token_hex(REQUEST_ID_BYTES),
+        }
         trouble = Trouble("no answer to the first attempt")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 for attempt in itertools.count():
-                    answer = await self._attempt(session, body)
+                    answer = await self._attempt(session.base_url + "/chat/completions", body, headers)
                     if isinstance(answer, Reply):
                         return answer
                     trouble = answer
                     await asyncio.sleep(_pause_s(attempt, trouble))
         raise EngineUnavailable(f"{session.base_url}: no completion within {self._timeout_s} s; last: {trouble.reason}")
 
-    async def _attempt(self, session: Session, body: bytes) -> Reply | Trouble:
-        headers = {"Authorization": f"Bearer {session.api_key}", "Content-Type": "application/json"}
-        url = session.base_url + "/chat/completions"
+    async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply | Trouble:
         try:
-            async with self._http.post(url, data=body, headers=headers) as response:
+            async with self._http.post(url, data=body, headers=headers, timeout=NO_TIMEOUT) as response:
                 return judge_answer(response.status, response.headers.get("Retry-After"), await response.read())
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return Trouble(f"{type(error).__name__}: {error}")

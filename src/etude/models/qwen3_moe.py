@@ -41,6 +41,20 @@ class ModelSpec:
     max_positions: int = 4096
 
 
+TINY = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    experts=4,
+    experts_per_token=2,
+    expert_size=16,
+)
+"""The smallest model with every part in it, grouped queries included: for tests and first experiments."""
+
+
 class RmsNorm(nn.Module):
     """Root-mean-square normalisation with a gain."""
 

@@ -47,6 +47,7 @@ class Flight:
         self._group_of: dict[asyncio.Task[None], int] = {}
         self._dropped: set[int] = set()
         self._drops_in_a_row = 0
+        self._closing = False
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -56,6 +57,7 @@ class Flight:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closing = True
         running = list(self._group_of)
         for task in running:
             if not task.cancelling():  # a second cancel would interrupt its closing
@@ -139,10 +141,13 @@ class Flight:
             )
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        del self._group_of[task]
+        index = self._group_of.pop(task)
+        error: BaseException | None = None
         if not task.cancelled():
             error = task.exception()
-            self._failure = self._failure or error
+        elif not self._closing and index not in self._dropped:  # its slot would stay open, and be waited for, for ever
+            error = RuntimeError(f"a rollout of group {index} was cancelled, and not by us: run again to fill its slot")
+        self._failure = self._failure or error
         self._changed.set()
 
 

@@ -2,8 +2,14 @@
 
 POST   /sessions         admin key   → {"session_id", "api_key"}
 DELETE /sessions/{id}    admin key   → {"turns": [{"prompt_ids", "completion_ids", "logprobs", "versions", "finish"}]}
+
+Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
+in the gateway, and one that was closed but whose turns were lost is lost.
 """
 
+import asyncio
+from contextlib import suppress
+from itertools import chain, repeat
 from typing import Any
 
 import aiohttp
@@ -16,15 +22,26 @@ from etude.types import Finish, Turn
 
 REASON_CHARS = 200
 """How much of a refusal is quoted."""
+BUSY = (429, 502, 503, 504)
+"""Statuses that mean: later."""
+RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
+"""Between two tries; the last one repeats."""
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+"""The deadline is ours."""
 
 
 class GatewaySessions:
-    """Opens and closes sessions of one gateway; ``http`` belongs to the caller."""
+    """Opens and closes sessions of one gateway; ``http`` belongs to the caller.
 
-    def __init__(self, base_url: str, admin_key: str, http: aiohttp.ClientSession) -> None:
+    ``timeout_s`` is how long either may take while the gateway is down or busy: longer than a restart, or each restart
+    would use up the attempts of every rollout that starts meanwhile.
+    """
+
+    def __init__(self, base_url: str, admin_key: str, http: aiohttp.ClientSession, *, timeout_s: float = 30.0) -> None:
         self._base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._http = http
+        self._timeout_s = timeout_s
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable`."""
@@ -37,16 +54,30 @@ class GatewaySessions:
         return tuple(_turn(turn) for turn in fields["turns"])
 
     async def _call(self, method: str, path: str) -> dict[str, Any]:
-        url = self._base_url + path
+        trouble = EngineUnavailable(f"{method} {self._base_url}{path}: no answer within {self._timeout_s:g} s")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s):
+                for pause_s in chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1])):
+                    answer = await self._attempt(method, self._base_url + path)
+                    if not isinstance(answer, EngineUnavailable):
+                        return answer
+                    trouble = answer
+                    await asyncio.sleep(pause_s)
+        raise trouble
+
+    async def _attempt(self, method: str, url: str) -> dict[str, Any] | EngineUnavailable:
+        """One exchange; returns trouble that may pass, raises any other."""
         try:
-            async with self._http.request(method, url, headers=self._headers) as response:
+            async with self._http.request(method, url, headers=self._headers, timeout=NO_TIMEOUT) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}") from error
+            return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
             fields: dict[str, Any] = orjson.loads(body)
             return fields
         refusal = f"{method} {url} → {status}: {body[:REASON_CHARS].decode(errors='replace')}"
+        if status in BUSY:
+            return EngineUnavailable(refusal)
         if status == 404:
             raise SessionLost(refusal)
         if status in (401, 403):

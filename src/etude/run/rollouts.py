@@ -171,8 +171,8 @@ async def _check_confinement(sandboxes: LocalSandboxes, config: RunConfig) -> No
     missing = [name for name in CONFINEMENT if not sandboxes.capabilities.get(name)]
     if missing and not config.rollouts.allow_unconfined:
         raise ConfigError(
-            f"this machine grants sandboxes no {' and no '.join(missing)} (user namespaces are switched off), so programs "
-            f"that the model writes could read your files: enable them, or set rollouts.allow_unconfined = true"
+            f"this machine grants sandboxes no {' and no '.join(missing)} (user namespaces are switched off): programs "
+            f"the model writes could read your files. Enable them, or set rollouts.allow_unconfined = true"
         )
 
 

@@ -63,7 +63,7 @@ class CallOutcome:
     value: Json
     """What it returned, if ``ok``."""
     error: str
-    """The class of what it raised or returned, unless ``ok``."""
+    """The class of what it raised or returned, unless ``ok``; ASCII, since the program chooses what it is called."""
 
     @property
     def shown(self) -> str:
@@ -122,4 +122,6 @@ def _read_outcomes(result: ExecResult, nonce: str) -> dict[int, CallOutcome]:
 
 
 def _outcome(ok: bool, value: Json) -> CallOutcome:
-    return CallOutcome(True, value, "") if ok else CallOutcome(False, None, str(value))
+    if ok:
+        return CallOutcome(True, value, "")
+    return CallOutcome(False, None, str(value).encode("ascii", "backslashreplace").decode())

@@ -78,6 +78,41 @@ def test_an_engine_that_dies_during_a_call_is_asked_again() -> None:
     asyncio.run(run())
 
 
+def test_time_that_an_engine_spent_on_an_answer_it_then_lost_is_no_outage() -> None:
+    calls, clock = 0, VirtualClock()
+
+    async def dies_late_twice(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        if calls < 3 and request.transport is not None:
+            clock.advance(60.0)
+            request.transport.close()
+        return web.json_response({"token_ids": [3], "logprobs": [-0.5], "versions": [7], "finish": "stop"})
+
+    async def run() -> None:
+        async with client(app_of(dies_late_twice), 30.0, clock) as engine:
+            assert (await engine.generate([1], PARAMS, session="s")).versions.tolist() == [7]
+
+    asyncio.run(run())
+
+
+def test_a_request_that_every_engine_dies_of_is_given_up() -> None:
+    clock = VirtualClock()
+
+    async def dies_late(request: web.Request) -> web.StreamResponse:
+        clock.advance(60.0)
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def run() -> None:
+        async with client(app_of(dies_late), 30.0, clock) as engine:
+            with pytest.raises(EngineUnavailable, match="ServerDisconnectedError"):
+                await engine.generate([1], PARAMS, session="s")
+
+    asyncio.run(run())
+
+
 def test_health_is_asked_once() -> None:
     async def run() -> None:
         fake, clock = fake_engine(), VirtualClock()

@@ -10,25 +10,14 @@ import torch
 
 from etude.config import EngineConfig
 from etude.engines.native import NativeEngine, Weights
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.protocols import Completion, SamplingParams
 
-SPEC = ModelSpec(
-    vocab_size=50,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    experts=4,
-    experts_per_token=2,
-    expert_size=16,
-)
 CONFIG = EngineConfig(slots=8, max_length=200, prefill_tokens=24)
 
 
 def make_weights(version: int) -> Weights:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(version, std=0.15)
     return Weights(model, version, f"digest {version}")
 

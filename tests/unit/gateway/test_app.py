@@ -86,9 +86,11 @@ class Caller:
         self._http = http
         self._url = url
 
-    async def send(self, method: str, path: str, key: str = "", body: object = None) -> Answer:
+    async def send(self, method: str, path: str, key: str = "", body: object = None, request_id: str = "") -> Answer:
         data = BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if request_id:
+            headers["X-Request-Id"] = request_id
         async with self._http.request(method, self._url + path, data=data, headers=headers) as response:
             answer: Json = orjson.loads(await response.read())
             return Answer(response.status, dict(response.headers), answer)
@@ -98,8 +100,9 @@ class Caller:
         assert answer.status == 200
         return str(answer.at("session_id")), str(answer.at("api_key"))
 
-    async def chat(self, key: str, messages: Json = QUESTION, **fields: Json) -> Answer:
-        return await self.send("POST", "/v1/chat/completions", key, {"messages": messages, "max_tokens": 8, **fields})
+    async def chat(self, key: str, messages: Json = QUESTION, request_id: str = "", **fields: Json) -> Answer:
+        body = {"messages": messages, "max_tokens": 8, **fields}
+        return await self.send("POST", "/v1/chat/completions", key, body, request_id)
 
 
 def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 0.0) -> FakeEngine:
@@ -404,6 +407,45 @@ def test_a_caller_that_hangs_up_frees_its_place_and_leaves_no_turn() -> None:
                     await asyncio.sleep(0.01)
             clock.gate.set()
             assert (await caller.send("DELETE", f"/sessions/{session_id}", ADMIN_KEY)).at("turns") == []
+
+    asyncio.run(run())
+
+
+def test_a_retry_of_a_call_whose_answer_was_lost_gets_that_answer() -> None:
+    async def scene(caller: Caller) -> None:
+        session_id, key = await caller.open_session()
+        lost = await caller.chat(key, request_id="a")
+        again = await caller.chat(key, request_id="a")
+        assert again.at("choices") == lost.at("choices")
+        assert (again.at("id"), again.at("usage")) == (lost.at("id"), lost.at("usage"))
+        other = await caller.chat(key, request_id="b")
+        assert other.at("choices") != lost.at("choices")
+        assert (await caller.chat(key, [{"role": "user", "content": "on"}], request_id="a")).at("id") != lost.at("id")
+        assert (await caller.chat(key, request_id="\udcff")).status == 200  # a header need not be text
+        closed = await caller.send("DELETE", f"/sessions/{session_id}", ADMIN_KEY)
+        turns = closed.at("turns")
+        assert isinstance(turns, list)
+        assert len(turns) == 4
+
+    play(fake_engine(), scene)
+
+
+def test_a_retry_during_its_first_attempt_leaves_one_turn() -> None:
+    async def run() -> None:
+        clock = GatedClock()
+        async with gateway(fake_engine(clock, token_s=1.0)) as caller:
+            session_id, key = await caller.open_session()
+            attempts = [asyncio.create_task(caller.chat(key, request_id="a")) for _ in range(2)]
+            async with asyncio.timeout(5):
+                while (await caller.send("GET", "/healthz")).at("inflight") != 2:
+                    await asyncio.sleep(0.01)
+            clock.gate.set()
+            first, second = await asyncio.gather(*attempts)
+            assert first.at("choices") == second.at("choices")
+            closed = await caller.send("DELETE", f"/sessions/{session_id}", ADMIN_KEY)
+            turns = closed.at("turns")
+            assert isinstance(turns, list)
+            assert len(turns) == 1
 
     asyncio.run(run())
 

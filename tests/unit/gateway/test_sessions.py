@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.engines.http import ANSWER_TIMEOUT_S
 from etude.errors import SessionLost
 from etude.gateway.sessions import Message, Session, SessionLimits, Sessions
 from etude.protocols import Completion
@@ -98,6 +99,28 @@ def test_where_one_reply_was_sampled_twice_the_newer_tokens_are_continued() -> N
     assert len(session.turns) == 2
 
 
+def test_a_request_that_comes_again_has_one_turn() -> None:
+    session, question, end = new_session(), [user("go")], template().end_id
+    prompt_ids = session.prompt_for(question)
+
+    def record(messages: Sequence[Message], request_id: str) -> int:
+        return session.record(messages, prompt_ids, sampled([40, end]), "reply", request_id)
+
+    assert session.answered("a", question) is None
+    assert record(question, "a") == record(question, "a") == 0  # two attempts at the same time
+    assert session.answered("a", question) == 0
+    assert session.answered("a", [user("on")]) is None
+    assert session.answered("b", question) is None
+    assert [record([user("on")], "a"), record(question, "b"), record(question, ""), record(question, "")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert session.answered("", question) is None
+    assert len(session.turns) == 5
+
+
 def test_role_and_content_are_told_apart() -> None:
     session = new_session()
     _, reply = reply_to(session, [user("go")], [40, template().end_id])
@@ -187,6 +210,15 @@ def test_sessions_are_bounded_in_number_and_idle_ones_make_room() -> None:
     assert sessions.authenticate("key a", now=11.0) is not None
     assert sessions.open("c", "key c", now=11.0) is not None
     sessions.expire(now=21.0)
+    assert len(sessions) == 0
+
+
+def test_what_a_killed_rollouts_process_left_goes_but_no_rollout_is_that_slow() -> None:
+    sessions = Sessions(template())
+    sessions.open("a", "key a", now=0.0)
+    sessions.expire(now=ANSWER_TIMEOUT_S + 60.0)
+    assert len(sessions) == 1
+    sessions.expire(now=15 * 60.0)
     assert len(sessions) == 0
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -12,8 +12,10 @@ from aiohttp import web
 
 from etude.config import HarnessConfig
 from etude.errors import EngineUnavailable, SandboxError, SessionLost
-from etude.harnesses.coding import CodingHarness
+from etude.harnesses.coding import CodingHarness, observe
 from etude.protocols import HarnessResult, Sandbox, Session
+from etude.rollouts.fake import FakeSandbox
+from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
 from etude.types import Case, FunctionChecks, Split, Task
 
@@ -32,6 +34,8 @@ TASK = Task(
         hidden=(Case(arguments=(5, 5), expected=10),),
     ),
 )
+IMPATIENT = aiohttp.ClientTimeout(total=0.5)
+"""What the callers' connections are made with: must not be what a turn's time ends by."""
 HANG_UP = 0
 """A status that stands for closing the connection."""
 
@@ -43,6 +47,7 @@ class Answer:
     body: Mapping[str, Any]
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
+    after_s: float = 0.0
 
 
 def says(text: str, finish: str = "stop") -> Answer:
@@ -93,6 +98,7 @@ class Playhouse:
             self.requests.append(orjson.loads(await request.read()))
             self.headers.append(request.headers)
             answer = answers.pop(0)
+            await asyncio.sleep(answer.after_s)
             if answer.status == HANG_UP:
                 assert request.transport is not None
                 request.transport.abort()
@@ -107,7 +113,7 @@ class Playhouse:
         port = runner.addresses[0][1]
         session = Session(session_id="s", base_url=f"http://127.0.0.1:{port}/v1", api_key="key-of-s")
         try:
-            async with aiohttp.ClientSession() as http:
+            async with aiohttp.ClientSession(timeout=IMPATIENT) as http:
                 result = await CodingHarness(config, http).run(TASK, session, sandbox, temperature=0.5)
         finally:
             await runner.cleanup()
@@ -213,6 +219,17 @@ def test_a_busy_gateway_is_asked_again(house: Playhouse, trouble: Answer) -> Non
     assert house.requests[0] == house.requests[1] == house.requests[2]
 
 
+def test_every_attempt_of_a_call_has_the_same_id_and_no_other_call_has_it(house: Playhouse) -> None:
+    house.play([says("test"), refuses(503), Answer({}, HANG_UP), says("submit")])
+    first, *attempts = [headers["X-Request-Id"] for headers in house.headers]
+    assert len(set(attempts)) == 1
+    assert first not in attempts
+
+
+def test_a_turn_may_take_all_of_its_own_time(house: Playhouse) -> None:
+    assert house.play([replace(says("submit"), after_s=0.7)], turn_timeout_s=5.0).reason == "submit"
+
+
 def test_the_gateway_says_how_long_to_wait(house: Playhouse) -> None:
     with pytest.raises(EngineUnavailable, match=r"within 0\.5 s; last: HTTP 429"):
         house.play([refuses(429, **{"Retry-After": "1"})], turn_timeout_s=0.5)
@@ -254,3 +271,22 @@ def test_a_dead_sandbox_fails_the_rollout_not_the_agent(house: Playhouse) -> Non
 def test_a_deleted_file_is_the_agents_doing(house: Playhouse) -> None:
     house.play([says("test"), says("submit")], files={})
     assert house.observations == ["FAIL add(1, 0) = FileNotFoundError want 1"]
+
+
+class ReadOnlySandbox(FakeSandbox):
+    """A sandbox whose program took the right to write its file away, which only other users than root would notice."""
+
+    async def write_file(self, path: str, text: str) -> None:
+        raise ValueError(f"{path!r} is not a file in the sandbox: Permission denied")
+
+
+def test_a_file_made_read_only_is_the_agents_doing() -> None:
+    sandbox = ReadOnlySandbox(FILES, lambda sandbox: None)
+    assert asyncio.run(observe(tools.EditFile("util.py", 2, "    return a + b"), TASK.checks, sandbox)) == "bad edit"
+    assert asyncio.run(sandbox.read_file("util.py")) == FILES["util.py"]
+
+
+def test_an_error_that_is_no_text_is_shown_all_the_same(house: Playhouse) -> None:
+    nameless = "    class M(type): __name__ = '\\ud800'\n    raise M('E', (Exception,), {})"
+    house.play([says(f"edit util.py 2\n{nameless}"), says("test"), says("submit")])
+    assert house.observations == ["ok", "FAIL add(1, 0) = \\ud800 want 1"]

@@ -7,26 +7,14 @@ import torch
 
 from etude.errors import DamagedError
 from etude.models.checkpoint import WEIGHTS_FILE, load_checkpoint, load_spec, load_state, save_checkpoint, state_of
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
-
-SPEC = ModelSpec(
-    vocab_size=40,
-    hidden_size=8,
-    layers=1,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    experts=2,
-    experts_per_token=1,
-    expert_size=4,
-)
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(0)
-    save_checkpoint(tmp_path, SPEC, state_of(model), end_id=2, pad_id=0)
+    save_checkpoint(tmp_path, TINY, state_of(model), end_id=2, pad_id=0)
     return tmp_path
 
 
@@ -48,11 +36,11 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
     _, state = load_checkpoint(folder)
     del state["model.norm.weight"]
     with pytest.raises(DamagedError, match=r"model\.norm\.weight"):
-        load_state(Qwen3Moe(SPEC), state)
+        load_state(Qwen3Moe(TINY), state)
 
 
 def test_a_misshapen_tensor_is_named(folder: Path) -> None:
     _, state = load_checkpoint(folder)
     state["model.norm.weight"] = torch.ones(9)
-    with pytest.raises(DamagedError, match=r"should be \[8\], it is \[9\]"):
-        load_state(Qwen3Moe(SPEC), state)
+    with pytest.raises(DamagedError, match=r"should be \[32\], it is \[9\]"):
+        load_state(Qwen3Moe(TINY), state)

@@ -244,6 +244,22 @@ def test_a_bug_in_a_rollout_stops_training_at_once(bench: MakeBench) -> None:
     assert here.world.is_tidy
 
 
+def test_a_rollout_that_somebody_else_cancelled_stops_training(bench: MakeBench) -> None:
+    async def cancelled(task: Task) -> None:
+        raise asyncio.CancelledError
+
+    here = bench(config(), play=cancelled)
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await here.dispatcher.train(1)
+
+    with pytest.raises(RuntimeError, match="group 0 was cancelled"):
+        asyncio.run(run())
+    assert len(here.ledger.open_slots(TRAIN)) == 4
+    assert here.world.is_tidy
+
+
 def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
     async def hang_on_second(task: Task) -> None:
         if task.prompt == "1":

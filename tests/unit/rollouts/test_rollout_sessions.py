@@ -1,20 +1,22 @@
 """The gateway as rollouts reach it over HTTP: a real server that speaks the contract, and one that is not there."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import TestServer, unused_port
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.rollouts.sessions import GatewaySessions
 from etude.types import Finish
 
 Answer = TypeVar("Answer")
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURN = {
     "prompt_ids": [1, 2],
     "completion_ids": [3, 4],
@@ -38,15 +40,36 @@ async def close_session(request: web.Request) -> web.Response:
     return web.json_response({"turns": [TURN]})
 
 
-def with_gateway(use: Callable[[GatewaySessions], Awaitable[Answer]], key: str = "right") -> Answer:
+def with_gateway(
+    use: Callable[[GatewaySessions], Awaitable[Answer]],
+    key: str = "right",
+    *,
+    troubles: Sequence[int] = (),
+    timeout_s: float = 5.0,
+) -> Answer:
+    """Talk to a gateway whose first answers are ``troubles``: HTTP statuses, or 0 for a broken connection."""
+    ahead = list(troubles)
+
+    @web.middleware
+    async def trouble(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not ahead:
+            return await handler(request)
+        status = ahead.pop(0)
+        if not status:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.Response(status=status or 200)
+
     async def run() -> Answer:
-        app = web.Application()
+        app = web.Application(middlewares=[trouble])
         app.router.add_post("/sessions", open_session)
         app.router.add_delete("/sessions/{session_id}", close_session)
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
-            return await use(GatewaySessions(str(server.make_url("/")), key, http))
+            return await use(GatewaySessions(str(server.make_url("/")), key, http, timeout_s=timeout_s))
 
-    return asyncio.run(run())
+    answer = asyncio.run(run())
+    assert ahead == []
+    return answer
 
 
 def test_an_opened_session_leads_a_harness_to_the_gateway() -> None:
@@ -77,7 +100,7 @@ def test_an_unknown_session_is_lost() -> None:
 
 def test_a_refusal_is_quoted() -> None:
     with pytest.raises(EngineUnavailable, match="503: later"):
-        with_gateway(lambda sessions: sessions.close("busy"))
+        with_gateway(lambda sessions: sessions.close("busy"), timeout_s=0.2)
 
 
 def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
@@ -88,7 +111,48 @@ def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
 def test_a_gateway_that_is_down_is_unavailable() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as http:
-            await GatewaySessions("http://127.0.0.1:9", "right", http).open()
+            await GatewaySessions("http://127.0.0.1:9", "right", http, timeout_s=0.2).open()
 
     with pytest.raises(EngineUnavailable, match=r"POST http://127\.0\.0\.1:9/sessions: ClientConnectorError"):
         asyncio.run(run())
+
+
+def test_opening_outlives_a_gateway_that_restarts() -> None:
+    async def run() -> None:
+        port = unused_port()
+        app = web.Application()
+        app.router.add_post("/sessions", open_session)
+        async with aiohttp.ClientSession() as http:
+            opening = asyncio.create_task(GatewaySessions(f"http://127.0.0.1:{port}", "right", http).open())
+            await asyncio.sleep(0.2)
+            assert not opening.done()
+            async with TestServer(app, host="127.0.0.1", port=port):
+                assert (await opening).session_id == "s1"
+
+    asyncio.run(run())
+
+
+def test_trouble_that_passes_is_waited_out() -> None:
+    assert with_gateway(lambda sessions: sessions.open(), troubles=[503, 429, 0]).session_id == "s1"
+    assert len(with_gateway(lambda sessions: sessions.close("s1"), troubles=[0, 0, 503])) == 1
+
+
+def test_a_session_that_was_closed_without_an_answer_is_lost() -> None:
+    with pytest.raises(SessionLost):
+        with_gateway(lambda sessions: sessions.close("s2"), troubles=[0, 503])
+
+
+def test_a_bug_of_the_gateway_is_not_waited_out() -> None:
+    start = time.monotonic()
+    with pytest.raises(EngineUnavailable, match="500"):
+        with_gateway(lambda sessions: sessions.open(), troubles=[500])
+    assert time.monotonic() - start < 2.0
+
+
+def test_waiting_ends_when_the_rollout_is_out_of_time() -> None:
+    async def hurried(sessions: GatewaySessions) -> None:
+        async with asyncio.timeout(0.3):
+            await sessions.open()
+
+    with pytest.raises(TimeoutError):
+        with_gateway(hurried, troubles=[503] * 2)

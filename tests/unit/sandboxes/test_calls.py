@@ -58,6 +58,8 @@ def test_each_call_has_its_own_outcome() -> None:
         ("def f(): return 10 ** 9999", "ValueError"),
         ("def f(): return bytearray(1 << 30)", "MemoryError"),
         ("def f(): return f()", "RecursionError"),
+        ("class É(Exception): pass\nraise É", "\\xc9"),
+        ("class M(type): __name__ = '\\ud800'\nraise M('E', (Exception,), {})", "\\ud800"),
     ],
 )
 def test_what_is_no_plain_value_is_named(source: str, error: str) -> None:
@@ -117,6 +119,11 @@ def test_a_value_too_deep_to_show_has_a_name() -> None:
     while deep:
         assert isinstance(deep, list)
         deep = deep.pop()  # Python would recurse to free it
+
+
+def test_whatever_is_shown_is_text() -> None:
+    (outcome,) = call("def f(): return ['\\ud800', {'\\udfff': 'é'}]", [])
+    assert outcome.shown.encode() == "['\\ud800', {'\\udfff': 'é'}]".encode()
 
 
 @pytest.mark.parametrize(

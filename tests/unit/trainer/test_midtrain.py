@@ -7,22 +7,11 @@ import pytest
 import torch
 
 from etude.config import MidtrainConfig
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.telemetry.events import MidtrainProgress
 from etude.trainer.midtrain import FINAL_RATE_SHARE, midtrain, rate_share
 from etude.types import Document
 
-SPEC = ModelSpec(
-    vocab_size=20,
-    hidden_size=16,
-    layers=1,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    experts=2,
-    experts_per_token=1,
-    expert_size=8,
-)
 CONFIG = MidtrainConfig(tokens=256 * 60, batch_tokens=256, warmup_steps=5, learning_rate=1e-2)
 
 
@@ -31,7 +20,7 @@ def make_document(ids: list[int], weights: list[float] | None = None) -> Documen
 
 
 def test_it_learns_by_heart_and_reports() -> None:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(0)
     document = make_document([1, 5, 2, 9, 3, 7, 4, 8])
     progress: list[MidtrainProgress] = []
@@ -43,7 +32,7 @@ def test_it_learns_by_heart_and_reports() -> None:
 
 
 def test_tokens_of_weight_zero_are_not_learnt() -> None:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(0)
     document = make_document([1, 5, 2, 9], [1.0, 1.0, 0.0, 1.0])
     midtrain(model, itertools.repeat([document] * 64), CONFIG, lambda _: None)

@@ -9,25 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.models.checkpoint import state_of
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.trainer.mismatch import MismatchProbe, comparable, summarise
 from etude.types import UNSAMPLED, Trajectory
 
-SPEC = ModelSpec(
-    vocab_size=20,
-    hidden_size=16,
-    layers=1,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    experts=2,
-    experts_per_token=1,
-    expert_size=8,
-)
-
 
 def make_model(seed: int) -> Qwen3Moe:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(seed, std=0.2)
     return model
 

@@ -8,27 +8,16 @@ import torch
 
 from etude.config import TrainerConfig
 from etude.errors import DamagedError
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.trainer.checkpoint import KEEP, Checkpoints
 from etude.trainer.policy import PolicyTrainer, sample_share
 from etude.types import UNSAMPLED, Trajectory
 
-SPEC = ModelSpec(
-    vocab_size=20,
-    hidden_size=16,
-    layers=1,
-    heads=2,
-    kv_heads=2,
-    head_dim=8,
-    experts=2,
-    experts_per_token=1,
-    expert_size=8,
-)
 CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1)
 
 
 def make_trainer() -> PolicyTrainer:
-    model = Qwen3Moe(SPEC)
+    model = Qwen3Moe(TINY)
     model.initialise(0)
     return PolicyTrainer(model, CONFIG)
 

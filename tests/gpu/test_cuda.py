@@ -1,0 +1,80 @@
+"""The same code on CUDA: the engine's numbers are the trainer's, a step is taken, a checkpoint comes back."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.config import EngineConfig, TrainerConfig
+from etude.engines.native import NativeEngine, Weights
+from etude.models.checkpoint import state_of
+from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.protocols import Completion, SamplingParams
+from etude.run.states import build_model, to_stored
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.policy import PolicyTrainer
+from etude.types import UNSAMPLED, Trajectory
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture
+def model() -> Qwen3Moe:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    fresh = Qwen3Moe(TINY)
+    fresh.initialise(0, std=0.15)
+    return fresh.cuda()
+
+
+def sample(model: Qwen3Moe) -> Completion:
+    async def play() -> Completion:
+        engine = NativeEngine(Weights(model, 0, ""), EngineConfig(slots=4, max_length=64), seed=0)
+        stepping = asyncio.create_task(engine.run())
+        completion = await engine.generate(PROMPT, SamplingParams(max_tokens=20), session="s")
+        stepping.cancel()
+        return completion
+
+    return asyncio.run(play())
+
+
+def make_trajectory(completion: Completion) -> Trajectory:
+    ids = np.array([*PROMPT, *completion.token_ids], np.int32)
+    mask = np.arange(len(ids)) >= len(PROMPT)
+    logprobs = np.zeros(len(ids), np.float32)
+    logprobs[mask] = completion.logprobs
+    return Trajectory(
+        rollout_id="r",
+        token_ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        versions=np.where(mask, 0, UNSAMPLED).astype(np.int32),
+        turn_starts=(len(PROMPT),),
+        advantages=mask.astype(np.float32),
+    )
+
+
+def test_the_engine_says_what_the_model_gives(model: Qwen3Moe) -> None:
+    completion = sample(model)
+    ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]], device="cuda")
+    with torch.no_grad():
+        logprobs = model.logits(model.forward_padded(ids)[0, len(PROMPT) - 1 : -1]).log_softmax(-1)
+    expected = logprobs.gather(1, ids[0, len(PROMPT) :].unsqueeze(1)).squeeze(1)
+    np.testing.assert_allclose(completion.logprobs, expected.cpu().numpy(), atol=1e-4)
+
+
+def test_a_restored_trainer_goes_on_on_the_device(model: Qwen3Moe, tmp_path: Path) -> None:
+    pieces = [(make_trajectory(sample(model)),)]
+    trainer = PolicyTrainer(model, TrainerConfig())
+    trainer.step(1, pieces, 20)
+    Checkpoints(tmp_path).save(1, trainer.tensors())
+    other = PolicyTrainer(build_model(TINY, to_stored(state_of(model)), "cuda").train(), TrainerConfig())
+    other.restore(Checkpoints(tmp_path).load(1))
+    trainer.step(2, pieces, 20)
+    other.step(2, pieces, 20)
+    for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-5)

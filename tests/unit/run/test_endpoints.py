@@ -1,0 +1,40 @@
+"""Ports are decided once and told to everybody."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from etude.config import RunConfig, parse_config
+from etude.errors import PortInUseError, RunFolderError
+from etude.run.endpoints import HOST, Endpoints
+
+
+def test_free_ports_differ_and_are_remembered(tmp_path: Path) -> None:
+    endpoints = Endpoints(tmp_path / "endpoints.json")
+    endpoints.reserve(RunConfig())
+    ports = {endpoints.port(process) for process in ("engine", "gateway")}
+    assert len(ports) == 2
+    assert Endpoints(tmp_path / "endpoints.json").url("engine") == f"http://{HOST}:{endpoints.port('engine')}"
+
+
+def test_a_reserved_port_can_be_listened_on(tmp_path: Path) -> None:
+    endpoints = Endpoints(tmp_path / "endpoints.json")
+    endpoints.reserve(RunConfig())
+    with socket.socket() as server:
+        server.bind((HOST, endpoints.port("engine")))
+
+
+def test_a_taken_port_is_refused_by_number(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = parse_config({"gateway": {"port": port}}, source="test")
+        with pytest.raises(PortInUseError, match=str(port)):
+            Endpoints(tmp_path / "endpoints.json").reserve(config)
+
+
+def test_before_the_start_nobody_knows_a_port(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="--resume"):
+        Endpoints(tmp_path / "endpoints.json").port("engine")

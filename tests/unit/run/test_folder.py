@@ -1,0 +1,36 @@
+"""A run folder: private, whole, and not taken twice."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from etude.config import RunConfig
+from etude.errors import RunFolderError
+from etude.run.folder import RunFolder
+from etude.run.locks import exclusive
+
+
+def test_it_remembers_its_recipe_and_keeps_its_secrets(tmp_path: Path) -> None:
+    config = RunConfig(seed=5)
+    folder = RunFolder.create(tmp_path / "run", config)
+    assert RunFolder.open(tmp_path / "run").config() == config
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder.path / "admin.key").stat().st_mode) == 0o600
+    assert len(folder.admin_key()) >= 32
+
+
+def test_two_runs_have_two_keys(tmp_path: Path) -> None:
+    one, other = (RunFolder.create(tmp_path / name, RunConfig()) for name in ("a", "b"))
+    assert one.admin_key() != other.admin_key()
+
+
+def test_a_second_process_of_a_kind_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig())
+    with exclusive(folder, "train"):
+        with pytest.raises(RunFolderError, match="'train'"), exclusive(folder, "train"):
+            raise AssertionError("two trainers")
+        with exclusive(folder, "serve"):
+            pass
+    with exclusive(folder, "train"):
+        pass
