@@ -191,7 +191,7 @@ class GatewayConfig(Section):
 class TrainerConfig(Section):
     """``[trainer]``: the RL optimiser."""
 
-    steps: int = Field(default=60, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Optimiser steps."""
     learning_rate: float = Field(default=5e-4, gt=0)
     """AdamW, after warm-up."""

@@ -26,7 +26,6 @@ BUSY = (429, 502, 503, 504)
 """Statuses that mean: later. The middle ones come from proxies on the way."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts; doubled each time, then halved at random so that callers do not come back together."""
-
 REQUEST_ID_BYTES = 12
 """Randomness of a call's id: unique within its session."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)

@@ -33,7 +33,8 @@ from etude.sandboxes import isolation, program
 PRELOADED = (
     *("bisect", "collections", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
     *("functools", "heapq", "io", "itertools", "json", "math", "operator", "os", "random", "re", "statistics"),
-    *("string", "sys", "textwrap", "time", "types", "typing", "encodings.ascii", "encodings.latin_1"),
+    *("string", "sys", "textwrap", "time", "types", "typing", "unicodedata"),
+    *("encodings.ascii", "encodings.latin_1"),
 )
 """Standard modules that programs find loaded; behind ``chroot``, or as another user, there may be no others."""
 MESSAGE_LIMIT_BYTES = 128 << 10

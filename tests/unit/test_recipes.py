@@ -1,0 +1,58 @@
+"""What a recipe promises and what was measured with it belong together."""
+
+from pathlib import Path
+from statistics import mean
+
+import orjson
+import pytest
+
+from etude.config import load_recipe, parse_config
+from etude.dashboard.report import figure
+from etude.types import Json
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
+LIFT_SAMPLED, LIFT_GREEDY = 0.30, 0.05
+
+
+def reports(recipe: Path) -> list[dict[str, Json]]:
+    found: list[dict[str, Json]] = orjson.loads((recipe / "expected.json").read_bytes())
+    return found
+
+
+def lift(report: dict[str, Json], way: str) -> float:
+    before, after = figure(report, f"heldout.{way}_before"), figure(report, f"heldout.{way}_after")
+    assert before is not None
+    assert after is not None
+    return after - before
+
+
+def test_the_quickstart_was_measured_on_three_seeds() -> None:
+    assert [report["seed"] for report in reports(RECIPES / "quickstart")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
+def test_the_results_are_of_this_recipe(recipe: Path) -> None:
+    for report in reports(recipe):
+        config = report["config"]
+        assert isinstance(config, dict)
+        assert parse_config(config, source="report") == load_recipe(recipe, [f"seed={report['seed']}"])
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
+def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
+    for report in reports(recipe):
+        assert report["finished"] is True
+        assert lift(report, "pass") >= LIFT_SAMPLED
+        assert lift(report, "greedy") >= LIFT_GREEDY
+        assert (figure(report, "mismatch.k3") or 1) < 1e-6
+        assert (figure(report, "staleness.max") or 9) <= (figure(report, "staleness.bound") or 0)
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
+def test_the_readme_quotes_the_mean_of_the_measured(recipe: Path) -> None:
+    """The README's figures are derived from the reports beside it."""
+    text = (recipe / "README.md").read_text()
+    for way in ("pass", "greedy"):
+        quoted = f"{100 * mean(lift(report, way) for report in reports(recipe)):+.1f}"
+        assert quoted in text
