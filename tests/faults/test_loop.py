@@ -186,6 +186,7 @@ def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path
     assert found["weights"]["versions"] == STEPS + 1
     assert 0 < found["busy"]["trainer"] <= 1
     assert 0 < found["busy"]["engine"] <= 1
+    assert 50e6 < found["memory_bytes_max"] < 6e9
     assert folder.report_html.read_text().startswith("<!doctype html>")
     check_export(folder, tmp_path / "hf")
 
@@ -206,6 +207,19 @@ def check_export(folder: RunFolder, out: Path) -> None:
     ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
     with torch.no_grad():
         assert torch.allclose(theirs(ids).logits, ours.logits(ours.forward_padded(ids)), atol=1e-5)
+
+
+def test_a_damaged_checkpoint_ends_the_run_with_its_name(folder: RunFolder) -> None:
+    with running(folder) as run:
+        wait_for_step(folder, 2)
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=30)
+    newest = max(folder.checkpoints.glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    resumed = etude("run", "--resume", folder.path)
+    assert resumed.returncode == 2
+    assert newest.name in resumed.stderr
+    assert "Traceback" not in resumed.stderr
 
 
 def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:

@@ -39,6 +39,7 @@ def build_report(
         "weights": _weights(story),
         "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
         "restarts": story.restarts,
+        "memory_bytes_max": story.memory_bytes_max,
         "interruptions": max(0, len(story.segments) - 1),
         "midtrain_curve": _midtrain_curve(story),
         "curve": _curve(story),

@@ -20,6 +20,7 @@ from typing import Generic, TypeAlias, TypeVar
 from etude.telemetry.events import (
     EngineStats,
     EvalDone,
+    MemoryUsed,
     MidtrainProgress,
     PhaseStarted,
     ProcessStarted,
@@ -99,6 +100,8 @@ class RunStory:
         """Process → its newest start."""
         self.restarts = 0
         """Processes that died and were started again, over the whole run."""
+        self.memory_bytes_max: int | None = None
+        """Most resident memory that the processes of the run ever had together."""
         self._phases: list[Timed[str]] = []
 
     def add(self, logged: Logged) -> None:
@@ -113,6 +116,8 @@ class RunStory:
             case ProcessStarted():
                 self.processes[event.process] = event
                 self.restarts += event.restarts > 0
+            case MemoryUsed():
+                self.memory_bytes_max = max(self.memory_bytes_max or 0, event.size_bytes)
             case MidtrainProgress():
                 _supersede(self.midtrain, Timed(at_s, event))
             case StepDone():

@@ -54,5 +54,6 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
             f"{count(of('rollouts.graded'))} graded, {count(of('rollouts.failed_infra'))} failed, "
             f"{count(of('rollouts.dropped'))} dropped",
         ),
+        ("memory", f"{size(of('memory_bytes_max'))} at most, sandboxes aside"),
         ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
     ]

@@ -8,6 +8,7 @@ This process computes nothing: it starts the others, restarts what dies, shows t
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -22,8 +23,8 @@ from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
 from etude.run.progress import Progress
-from etude.run.supervision import Child, stop_all
-from etude.telemetry.events import PhaseStarted, RunStarted
+from etude.run.supervision import FINITE, Child, stop_all
+from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
 from etude.weights.log import read_commit
@@ -31,6 +32,8 @@ from etude.weights.store import ObjectStore
 
 POLL_S = 0.1
 """How often the processes are looked after."""
+MEMORY_S = 2.0
+"""How often their memory is added up."""
 LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
 """The processes of the asynchronous phase, by their command."""
 
@@ -49,8 +52,8 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         events.write(RunStarted(resumed=resumed))
         if read_commit(ObjectStore(folder.store), 0) is None:
             events.write(PhaseStarted(phase="midtrain"))
-            _run_to_end("midtrain", folder, events, progress)
-        _run_loop(folder, events, progress)
+            _keep_alive(["midtrain"], folder, events, progress)
+        _keep_alive(LOOP_PROCESSES, folder, events, progress)
     return write_report(folder, config)
 
 
@@ -65,32 +68,20 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     return report
 
 
-def _run_to_end(name: str, folder: RunFolder, events: EventLog, progress: Progress) -> None:
-    child = Child(name, folder, events)
-    try:
-        while not child.check():
-            progress.update()
-            time.sleep(POLL_S)
-    finally:
-        stop_all([child])
-
-
-def _run_loop(folder: RunFolder, events: EventLog, progress: Progress) -> None:
-    """Keep all processes of the loop alive until the rollouts process has finished the last evaluation."""
+def _keep_alive(names: Sequence[str], folder: RunFolder, events: EventLog, progress: Progress) -> None:
+    """Run processes together until those of them that have an end have reached it; then stop the others."""
     children: list[Child] = []
+    memory_s = time.monotonic()
     try:
-        children.extend(Child(name, folder, events) for name in LOOP_PROCESSES)
-        while not _finished(children):
+        children.extend(Child(name, folder, events) for name in names)
+        while {child.name for child in children if child.check()} < FINITE.intersection(names):
             progress.update()
+            if time.monotonic() - memory_s >= MEMORY_S:
+                memory_s = time.monotonic()
+                events.write(MemoryUsed(size_bytes=sum(child.memory_bytes() for child in children)))
             time.sleep(POLL_S)
     finally:
         stop_all(children)
-
-
-def _finished(children: list[Child]) -> bool:
-    """Look after every process; true once those that have an end have reached it."""
-    done = {child.name for child in children if child.check()}
-    return {"train", "rollouts"} <= done
 
 
 def default_out(config: RunConfig) -> Path:

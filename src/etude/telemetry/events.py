@@ -33,6 +33,13 @@ class ProcessStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUsed:
+    """Resident memory of the run's processes together, sandboxes aside."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MidtrainProgress:
     """Mid-training after some steps; losses are nats per token since the previous event."""
 
@@ -145,6 +152,7 @@ Event: TypeAlias = (
     RunStarted
     | PhaseStarted
     | ProcessStarted
+    | MemoryUsed
     | MidtrainProgress
     | StepDone
     | WeightsPublished

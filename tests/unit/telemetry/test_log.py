@@ -10,6 +10,7 @@ from etude.telemetry.events import (
     EngineStats,
     EvalDone,
     Event,
+    MemoryUsed,
     MidtrainProgress,
     PhaseStarted,
     ProcessStarted,
@@ -25,6 +26,7 @@ EXAMPLES: tuple[Event, ...] = (
     RunStarted(resumed=True),
     PhaseStarted(phase="eval-before"),
     ProcessStarted(process="engine", pid=4321, restarts=2),
+    MemoryUsed(size_bytes=3_000_000),
     MidtrainProgress(step=5, steps=10, tokens=20_000, loss=1.25, action_loss=0.75, tokens_per_s=2e4),
     StepDone(
         step=3, busy_s=1.5, wait_s=0.25, reward_mean=0.625, degenerate_groups=2, loss_tokens=900, trained_tokens=4000,
