@@ -1,13 +1,21 @@
 """Which command runs which process of a run."""
 
+import os
+
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.serving import die_with_parent
+
+NICENESS = {"serve": 10, "train": 5}
+"""Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while its
+callers wait for a core computes small, wasteful batches.
+"""
 
 
 def run_process(name: str, folder: RunFolder) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop."""
     die_with_parent()
+    os.nice(NICENESS.get(name, 0))
     with exclusive(folder, name):
         _run(name, folder)
 
