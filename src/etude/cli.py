@@ -122,7 +122,7 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     bench = commands.add_parser("bench", help="measure a claim on this machine")
     bench.add_argument("name", choices=("loop",), help="loop: asynchronous against synchronous RL")
     bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    bench.add_argument("--steps", type=int, default=8, help="optimiser steps per contestant")
+    bench.add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
     bench.set_defaults(command=_bench)
 
 

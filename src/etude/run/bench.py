@@ -1,7 +1,7 @@
 """`etude bench loop`: the same RL phase, asynchronous and synchronous, on this machine, in one call.
 
-Both contestants start from one mid-trained model and do the same number of steps of the quickstart's size, through the
-same processes; they differ in ``rollouts.max_staleness`` alone. With 0 the trainer and the rollouts take turns: nothing
+Both contestants start from one model, mid-trained as the quickstart's (two minutes), so that rollouts and batches are
+those of real training, and do the same number of steps of the quickstart's size through the same processes; they differ in ``rollouts.max_staleness`` alone. With 0 the trainer and the rollouts take turns: nothing
 is admitted until the step's weights are served. The synchronous contestant also runs once with every core given to
 whichever side is at work, since that is what a person would do; the ratio is against the better of the two.
 """
@@ -25,8 +25,6 @@ from etude.run.machine import describe_machine, source_commit
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
-MIDTRAIN_TOKENS = 600_000
-"""Enough for well-formed tool calls, so that rollouts have the length of real ones; learning is not measured here."""
 GOAL_RATIO = 1.5
 """Asynchronous over synchronous rollouts per second, below which the asynchrony does not pay for itself."""
 
@@ -89,7 +87,6 @@ def table(result: dict[str, Json]) -> str:
 def _config(contestant: Contestant, steps: int) -> RunConfig:
     tree = {
         "name": "bench-loop",
-        "midtrain": {"tokens": MIDTRAIN_TOKENS},
         "rollouts": {"max_staleness": contestant.max_staleness, "concurrency": contestant.concurrency},
         "engine": {"slots": contestant.concurrency, "threads": contestant.threads},
         "trainer": {"steps": steps, "threads": contestant.threads, "mismatch_share": 0.0},
