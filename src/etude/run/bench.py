@@ -1,9 +1,10 @@
 """`etude bench loop`: the same RL phase, asynchronous and synchronous, on this machine, in one call.
 
-Both contestants start from one model, mid-trained as the quickstart's (two minutes), so that rollouts and batches are
-those of real training, and do the same number of steps of the quickstart's size through the same processes; they differ in ``rollouts.max_staleness`` alone. With 0 the trainer and the rollouts take turns: nothing
-is admitted until the step's weights are served. The synchronous contestant also runs once with every core given to
-whichever side is at work, since that is what a person would do; the ratio is against the better of the two.
+The contestants start from one model, mid-trained as the quickstart's (two minutes), so that rollouts and batches are
+those of real training. They do the same number of steps of the quickstart's size through the same processes and differ
+in ``rollouts.max_staleness`` alone: with 0, trainer and rollouts take turns, since nothing is admitted until the step's
+weights are served. The synchronous contestant also runs once with every core given to whichever side is at work, which
+is what a person would do; the ratio is against the better of the two.
 """
 
 import shutil

@@ -7,8 +7,8 @@ from etude.run.locks import exclusive
 from etude.run.serving import die_with_parent
 
 NICENESS = {"serve": 10, "train": 5}
-"""Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while its
-callers wait for a core computes small, wasteful batches.
+"""Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
+its callers wait for a core computes small, wasteful batches.
 """
 
 
