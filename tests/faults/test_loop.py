@@ -20,7 +20,7 @@ import pytest
 from etude.config import RunConfig, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
-from etude.run.midtrain import run_midtraining
+from etude.run.supervision import THREADING
 from etude.telemetry.events import ProcessStarted, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
@@ -39,7 +39,7 @@ def config() -> RunConfig:
         {
             "name": "faults",
             "tasks": {"kinds": ["arith"]},
-            "midtrain": {"tokens": 500_000, "batch_tokens": 2_000},
+            "midtrain": {"tokens": 700_000, "batch_tokens": 2_000},
             "rollouts": {
                 "groups_per_step": GROUPS,
                 "group_size": GROUP_SIZE,
@@ -57,7 +57,7 @@ def config() -> RunConfig:
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = RunFolder.create(tmp_path_factory.mktemp("start") / "run", config())
-    run_midtraining(folder)
+    assert etude("midtrain", "--run", folder.path).returncode == 0
     return folder
 
 
@@ -72,7 +72,8 @@ def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
 
 def etude(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "etude", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    environment = {**THREADING, **os.environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment)
 
 
 @contextmanager
@@ -183,7 +184,7 @@ def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path
     assert found["mismatch"]["k3"] < 1e-9
     assert found["mismatch"]["coverage"] > 0.3
     assert found["rollouts"] == {"graded": STEPS * GROUPS * GROUP_SIZE, "failed_infra": 0, "dropped": 0}
-    assert found["weights"]["versions"] == STEPS + 1
+    assert found["weights"]["versions"] == STEPS  # and version 0, which the run of the fixture published
     assert 0 < found["busy"]["trainer"] <= 1
     assert 0 < found["busy"]["engine"] <= 1
     assert 50e6 < found["memory_bytes_max"] < 6e9

@@ -6,6 +6,8 @@ from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.serving import die_with_parent
 
+PREDECESSOR_S = 20.0
+"""How long the last process of a kind may take to clean up, after its supervisor was killed, before we give up."""
 NICENESS = {"serve": 10, "train": 5}
 """Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
 its callers wait for a core computes small, wasteful batches.
@@ -16,7 +18,7 @@ def run_process(name: str, folder: RunFolder) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop."""
     die_with_parent()
     os.nice(NICENESS.get(name, 0))
-    with exclusive(folder, name):
+    with exclusive(folder, name, wait_s=PREDECESSOR_S):
         _run(name, folder)
 
 
