@@ -206,7 +206,7 @@ class TrainerConfig(Section):
     microbatch_tokens: int = Field(default=12_000, ge=64)
     """Padded tokens of one forward and backward pass."""
     mismatch_share: float = Field(default=0.1, ge=0, le=1)
-    """Share of each batch's trajectories on which trainer and engine logprobs are compared."""
+    """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
     device: str = "auto"

@@ -143,7 +143,7 @@ def _mismatch(steps: list[StepDone]) -> Figures:
         "k3": _significant(_mean((step.mismatch_k3, step.mismatch_tokens) for step in compared)),
         "p99": _significant(_mean((step.mismatch_p99, step.mismatch_tokens) for step in compared)),
         "p99_worst": _significant(max((step.mismatch_p99 for step in compared), default=None)),
-        "coverage": _ratio(_divide(tokens, sum(step.loss_tokens for step in steps))),
+        "coverage": _ratio(_divide(tokens, sum(step.staleness_tokens for step in steps))),
     }
 
 

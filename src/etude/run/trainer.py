@@ -10,6 +10,7 @@ digest, a published one is committed. No batch is lost and none is trained on tw
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -26,6 +27,7 @@ from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.mismatch import Mismatch, MismatchProbe
 from etude.trainer.policy import PolicyTrainer, StepStats, sample_share
 from etude.trajectories.batch import build_batch
+from etude.trajectories.build import build_trajectories
 from etude.trajectories.microbatches import microbatches
 from etude.types import Batch, Group
 from etude.weights.publish import Publisher
@@ -65,7 +67,7 @@ class TrainerProcess:
             groups, wait_s = self._wait_for_batch(step)
             started_s = time.perf_counter()
             batch = build_batch(step, groups)
-            mismatch = self._measure_mismatch(batch)
+            mismatch = self._measure_mismatch(step, groups)
             pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
             stats = self._policy.step(step, pieces, batch.num_loss_tokens)
             self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
@@ -100,13 +102,17 @@ class TrainerProcess:
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
 
-    def _measure_mismatch(self, batch: Batch) -> Mismatch:
+    def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
+        """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
         config = self.config.trainer
-        sample = sample_share(batch.trajectories, config.mismatch_share, batch.step)
-        mismatch = self._probe.measure(sample, max_tokens=config.microbatch_tokens)
+        rollouts = sample_share(
+            [rollout for group in groups for rollout in group.rollouts], config.mismatch_share, step
+        )
+        trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
+        mismatch = self._probe.measure(trajectories, max_tokens=config.microbatch_tokens)
         if mismatch.tokens >= MISMATCH_MIN_TOKENS and not mismatch.k3 <= MISMATCH_STOP_K3:  # NaN stops, too
             raise MismatchError(
-                f"step {batch.step}: trainer and engine disagree on the same tokens and weights: k3 = "
+                f"step {step}: trainer and engine disagree on the same tokens and weights: k3 = "
                 f"{mismatch.k3:.2g} over {mismatch.tokens} tokens, above {MISMATCH_STOP_K3:g}; compare their logprobs"
             )
         return mismatch

@@ -6,6 +6,7 @@ is :mod:`etude.run.trainer`'s.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from etude.trainer.loss import PolicyLoss, policy_loss
 from etude.trainer.padding import pad_rows
 from etude.types import Trajectory
 
+Member = TypeVar("Member")
 MicroBatch = Sequence[Trajectory]
 """Trajectories that go through the model together."""
 
@@ -105,10 +107,10 @@ class PolicyTrainer:
                 self._optimiser.state[parameter] = {k: v.to(device, copy=True) for k, v in moments.items()}
 
 
-def sample_share(trajectories: Sequence[Trajectory], share: float, step: int) -> list[Trajectory]:
-    """A reproducible random share of a batch, at least one trajectory unless ``share`` is 0."""
-    if not trajectories or share == 0:
+def sample_share(members: Sequence[Member], share: float, step: int) -> list[Member]:
+    """A reproducible random share of a batch's members, at least one unless ``share`` is 0."""
+    if not members or share == 0:
         return []
-    count = max(1, round(share * len(trajectories)))
-    chosen = np.random.default_rng(step).choice(len(trajectories), size=count, replace=False)
-    return [trajectories[index] for index in sorted(chosen)]
+    count = max(1, round(share * len(members)))
+    chosen = np.random.default_rng(step).choice(len(members), size=count, replace=False)
+    return [members[index] for index in sorted(chosen)]

@@ -58,7 +58,7 @@ def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
     assert (figure(report, "staleness.max"), figure(report, "staleness.bound")) == (2, config.rollouts.max_staleness)
     assert figure(report, "mismatch.k3") == pytest.approx(4e-6)
     assert (figure(report, "mismatch.p99"), figure(report, "mismatch.p99_worst")) == (0.004, 0.005)
-    assert figure(report, "mismatch.coverage") == 40 / 200
+    assert figure(report, "mismatch.coverage") == 40 / 400  # of all sampled tokens
 
 
 def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:
