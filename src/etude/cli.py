@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude.config import dump_toml, load_recipe
-from etude.errors import ConfigError, DamagedError, EtudeError, InfrastructureError
+from etude.errors import ConfigError, EtudeError, InfrastructureError
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -85,19 +85,38 @@ def _add_eval(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 
 def _add_weights(commands: "Commands[argparse.ArgumentParser]") -> None:
-    weights = commands.add_parser("weights", help="look into a run's weight store")
+    weights = commands.add_parser("weights", help="look into a weight store, prove it, mend it, take versions out")
     actions = weights.add_subparsers(required=True, metavar="ACTION")
+    parsers = {}
     for action, text in (
-        ("ls", "list the versions"),
+        ("ls", "list the versions, their lineage and the links between them"),
         ("verify", "check every object and digest"),
-        ("export", "write a version as a Hugging Face checkpoint"),
+        ("repair", "mend what can be mended"),
+        ("pull", "fetch a version as safetensors files"),
+        ("gc", "delete what no reader needs any more"),
+        ("export", "write a version of a run as a Hugging Face checkpoint, tokenizer included"),
+        ("diff", "compare two versions"),
+        ("invert", "write a link that leads back, for rolling back"),
+        ("relay", "copy a store into one that is nearer to its readers, and keep it up to date"),
+        ("bench", "measure codecs and publishing: etude bench weights"),
     ):
-        parser = actions.add_parser(action, help=text)
-        parser.add_argument("run", type=Path, help="the run folder")
-        parser.set_defaults(command=_weights, action=action)
-        if action == "export":
-            parser.add_argument("out", type=Path, help="folder to write")
-            parser.add_argument("--version", type=int, help="weight version (default: the newest)")
+        parsers[action] = actions.add_parser(action, help=text)
+        parsers[action].set_defaults(command=_weights, action=action)
+        if action != "bench":
+            parsers[action].add_argument("store", help="a run folder or the URL of an object store (a path, s3://…)")
+    for action in ("pull", "export"):
+        parsers[action].add_argument("out", type=Path, help="folder to write")
+        parsers[action].add_argument("--version", type=int, help="weight version (default: the newest)")
+    parsers["repair"].add_argument("--mirror", help="another store of the same log to take sound objects from")
+    parsers["gc"].add_argument("--keep", type=int, default=64, help="versions before the newest that stay anyway")
+    parsers["gc"].add_argument("--grace-s", type=float, default=3600.0, help="age from which unused objects go")
+    parsers["gc"].add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    for action in ("diff", "invert"):
+        parsers[action].add_argument("first", type=int, help="weight version")
+        parsers[action].add_argument("second", type=int, help="weight version")
+    parsers["relay"].add_argument("region", help="the nearer store")
+    parsers["relay"].add_argument("--once", action="store_true", help="copy what there is and end")
+    parsers["bench"].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def _add_tasks(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -120,10 +139,18 @@ def _add_show(commands: "Commands[argparse.ArgumentParser]") -> None:
 
 def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     bench = commands.add_parser("bench", help="measure a claim on this machine")
-    bench.add_argument("name", choices=("loop",), help="loop: asynchronous against synchronous RL")
-    bench.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    bench.add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
-    bench.set_defaults(command=_bench)
+    names = bench.add_subparsers(required=True, metavar="NAME")
+    parsers = {}
+    for name, text in (
+        ("loop", "asynchronous against synchronous RL"),
+        ("weights", "delta codecs and publishing, against other systems' codecs and memcpy"),
+        ("sync", "from a step's end to the last engine, over emulated long-distance links"),
+    ):
+        parsers[name] = names.add_parser(name, help=text)
+        parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        parsers[name].set_defaults(command=_bench, name=name)
+    parsers["loop"].add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
+    parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -179,18 +206,38 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _weights(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from etude.run import weights
     from etude.run.folder import RunFolder
 
-    folder = RunFolder.open(options.run)
+    console = Console()
+    if options.action == "bench":
+        return _bench(argparse.Namespace(name="weights", json=options.json, size_gb=2.0))
     if options.action == "export":
-        version = weights.export(folder, options.out, options.version)
+        version = weights.export_run(RunFolder.open(Path(options.store)), options.out, options.version)
         print(f"weight version {version} → {options.out}")
         return 0
-    lines, sound = weights.verify_lines(folder) if options.action == "verify" else (weights.list_lines(folder), True)
-    print("\n".join(lines))
-    if not sound:
-        raise DamagedError("the weight store is damaged: see the lines above")
+    log = weights.log_of(options.store)
+    match options.action:
+        case "ls":
+            weights.show_versions(log, console)
+        case "verify":
+            weights.verify_store(log, console)
+        case "repair":
+            weights.repair_store(log, options.mirror, console)
+        case "pull":
+            weights.pull_store(log, options.out, options.version, console)
+        case "gc":
+            weights.collect_store(
+                log, keep=options.keep, grace_s=options.grace_s, dry_run=options.dry_run, console=console
+            )
+        case "diff":
+            weights.compare_versions(log, options.first, options.second, console)
+        case "invert":
+            weights.invert_link(log, options.first, options.second, console)
+        case _:
+            weights.run_relay(log, weights.log_of(options.region), once=options.once, console=console)
     return 0
 
 
@@ -210,8 +257,18 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from etude.run.bench import bench_loop, table
+    match options.name:
+        case "loop":
+            from etude.benchmarks.loop import bench_loop, table
 
-    result = bench_loop(steps=options.steps)
+            result = bench_loop(steps=options.steps)
+        case "weights":
+            from etude.benchmarks.weights import bench_weights, table
+
+            result = bench_weights(size_gb=options.size_gb)
+        case _:
+            from etude.benchmarks.sync import bench_sync, table
+
+            result = bench_sync()
     print(json.dumps(result, indent=2) if options.json else table(result))
     return 0

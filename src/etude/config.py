@@ -169,6 +169,10 @@ class EngineConfig(Section):
     """Tokens of one sequence, prompt and completion; the model has 4096 positions."""
     prefill_tokens: int = Field(default=2048, ge=16)
     """Prompt tokens processed per step beside decoding."""
+    spare_weights: bool = True
+    """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it
+    pauses for writing what changed.
+    """
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
     device: str = "auto"

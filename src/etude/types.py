@@ -237,25 +237,46 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPack:
+    """One immutable object of the weight store: the frames of some chunks of one rank's share."""
+
+    digest: str
+    """SHA-256 of its bytes, in hex; it also names the object."""
+    size_bytes: int
+    rank: int
+    """Whose share: an index into ``WeightVersion.layouts``."""
+    first: int
+    """The lowest chunk with a frame in it."""
+    last: int
+    """The highest chunk with a frame in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
     """One published set of weights: a link of the chain, not the bytes."""
 
     version: int
     base: int | None
-    """The version that a delta applies to; ``None`` for a full one."""
+    """The version that the packs are a change of; ``None`` when they hold everything."""
     digest: str
-    """SHA-256 over names, types, shapes and bytes of the whole state after this version."""
-    object_key: str
-    """Where the payload lies in the store."""
-    object_digest: str
-    """SHA-256 of the payload."""
-    size_bytes: int
-    """Size of the payload."""
+    """Digest of the whole state after this version, 32 hex digits."""
+    layouts: tuple[str, ...]
+    """For each rank the SHA-256 of the layout of its share: which tensors, which regions, what chunk size."""
+    packs: tuple[WeightPack, ...]
     step: int
+    recipe: str
+    """What made it, for people."""
+    writer: str
+    """Which process committed it, for people and for retries."""
     created: str
     """UTC, ISO 8601."""
 
     @property
     def kind(self) -> Literal["full", "delta"]:
-        """Whether the payload holds whole tensors or changes against ``base``."""
+        """Whether the packs hold whole tensors or changes against ``base``."""
         return "full" if self.base is None else "delta"
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the packs together."""
+        return sum(pack.size_bytes for pack in self.packs)

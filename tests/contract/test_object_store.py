@@ -1,33 +1,64 @@
 """What every object store promises, wherever it keeps its objects."""
 
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+from moto.server import ThreadedMotoServer
 
-from etude.errors import InfrastructureError, UserError
-from etude.weights.store import ObjectStore
+from etude.errors import DamagedError, InfrastructureError, UserError
+from etude.weights.faulty import FaultyStore
+from etude.weights.store import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions
 
-URLS: dict[str, Callable[[Path], str]] = {
-    "memory": lambda _: "memory://",
-    "path": lambda folder: str(folder / "a store"),
-    "file": lambda folder: (folder / "a store").as_uri(),
-}
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
-@pytest.fixture(params=sorted(URLS))
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return ObjectStore(URLS[request.param](tmp_path))
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Where a server answers that speaks S3 and has one bucket."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    bucket = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+    with urllib.request.urlopen(bucket, timeout=30):
+        yield f"http://{host}:{port}"
+    server.stop()
+
+
+def cloud(endpoint: str, request_s: float = 30.0, deadline_s: float = 90.0) -> StoreOptions:
+    return StoreOptions(
+        endpoint=endpoint,
+        allow_http=True,
+        region="us-east-1",
+        access_key_id="id",
+        secret_access_key="secret",
+        request_s=request_s,
+        deadline_s=deadline_s,
+    )
+
+
+@pytest.fixture(params=["memory", "path", "file", "wrapped", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
+    kind: str = request.param
+    if kind == "s3":
+        endpoint: str = request.getfixturevalue("endpoint")
+        return ObjectStore(f"s3://bucket/{tmp_path.name}", cloud(endpoint))
+    if kind == "wrapped":
+        return FaultyStore(ObjectStore("memory://"))
+    folder = tmp_path / "a store"
+    return ObjectStore({"memory": "memory://", "path": str(folder), "file": folder.as_uri()}[kind])
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 40_000], ids=["empty", "one", "10MB"])
-def test_an_object_comes_back_as_it_was(store: ObjectStore, data: bytes) -> None:
+def test_an_object_comes_back_as_it_was(store: Objects, data: bytes) -> None:
     assert not store.exists("a/b")
     assert store.get("a/b") is None
     assert store.put_if_absent("a/b", data)
@@ -35,32 +66,32 @@ def test_an_object_comes_back_as_it_was(store: ObjectStore, data: bytes) -> None
     assert store.get("a/b") == data
 
 
-def test_an_object_is_never_overwritten(store: ObjectStore) -> None:
+def test_an_object_is_never_overwritten(store: Objects) -> None:
     assert store.put_if_absent("k", b"first")
     assert not store.put_if_absent("k", b"second")
     assert store.get("k") == b"first"
 
 
-def test_list_is_sorted_deep_and_by_folder(store: ObjectStore) -> None:
+def test_list_is_sorted_deep_and_by_folder(store: Objects) -> None:
     assert store.list("a") == []
     for key in ("a/c", "a/b/d", "a/b/c", "ab/c", "b"):
         store.put_if_absent(key, b"")
     assert store.list("a") == ["a/b/c", "a/b/d", "a/c"]
 
 
-def test_a_folder_is_not_an_object(store: ObjectStore) -> None:
+def test_a_folder_is_not_an_object(store: Objects) -> None:
     store.put_if_absent("a/b", b"1")
     assert store.get("a") is None
     assert not store.exists("a")
 
 
 @pytest.mark.parametrize("key", ["../escape", "a//b", "a/../../b"])
-def test_illegal_keys_are_refused(store: ObjectStore, key: str) -> None:
+def test_illegal_keys_are_refused(store: Objects, key: str) -> None:
     with pytest.raises(ValueError, match="path"):
         store.put_if_absent(key, b"")
 
 
-def test_of_many_threads_one_creates_a_key(store: ObjectStore) -> None:
+def test_of_many_threads_one_creates_a_key(store: Objects) -> None:
     writers, keys = 8, 20
     barrier = Barrier(writers)
 
@@ -75,7 +106,88 @@ def test_of_many_threads_one_creates_a_key(store: ObjectStore) -> None:
         assert all(store.get(f"k/{key}") == b"%d" % writer * 1000 for key in keys_won)
 
 
-def test_a_reader_never_sees_part_of_an_object(store: ObjectStore) -> None:
+def test_of_sixteen_racers_one_wins(store: Objects) -> None:
+    barrier = Barrier(16)
+
+    def race(racer: int) -> bool:
+        barrier.wait(timeout=30)
+        return store.put_if_absent("commits/00000001.json", b"%d" % racer)
+
+    with ThreadPoolExecutor(16) as pool:
+        won = list(pool.map(race, range(16)))
+    assert won.count(True) == 1
+    assert store.get("commits/00000001.json") == b"%d" % won.index(True)
+
+
+def test_ranges_come_back_in_the_order_asked_for(store: Objects) -> None:
+    data = bytes(range(256)) * 20_000
+    store.put_if_absent("k", data)
+    ranges = [(5_000_000, 5_000_100), (0, 1), (0, len(data)), (255, 257), (254, 256)]
+    assert store.get_ranges("k", ranges) == [data[start:stop] for start, stop in ranges]
+    assert store.get_ranges("k", []) == []
+    assert store.get_ranges("other", [(0, 1)]) is None
+
+
+@pytest.mark.parametrize("ranges", [[(0, 11)], [(0, 1), (5, 11)], [(10, 11)], [(100, 200)]])
+def test_a_range_beyond_the_end_is_damage(store: Objects, ranges: list[tuple[int, int]]) -> None:
+    store.put_if_absent("k", b"0123456789")
+    with pytest.raises(DamagedError, match=r"'k' in .* ends after 10 bytes"):
+        store.get_ranges("k", ranges)
+
+
+@pytest.mark.parametrize("ranges", [[(1, 1)], [(0, 1), (2, 1)], [(-1, 1)]])
+def test_empty_ranges_are_refused(store: Objects, ranges: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="must be non-empty and ascending"):
+        store.get_ranges("k", ranges)
+
+
+def test_what_is_deleted_is_gone_and_can_be_created_again(store: Objects) -> None:
+    for key in ("a/b", "a/c", "a/d", "a/e"):
+        store.put_if_absent(key, b"1")
+    store.delete("a/b")
+    store.delete("a/b")
+    store.delete("a/x", "a/c", "a/y", "a/d")
+    store.delete()
+    assert store.list("a") == ["a/e"]
+    assert store.get("a/c") is None
+    assert not store.exists("a/d")
+    assert store.put_if_absent("a/c", b"2")
+    assert store.get("a/c") == b"2"
+
+
+def test_entries_tell_size_and_age(store: Objects) -> None:
+    before_s = store.now()
+    store.put_if_absent("a/b", b"123")
+    store.put_if_absent("a/c", b"")
+    after_s = store.now()
+    entries = store.entries("a")
+    assert [(entry.key, entry.size_bytes) for entry in entries] == [("a/b", 3), ("a/c", 0)]
+    assert all(before_s - 1 <= entry.modified_s <= after_s + 1 for entry in entries)
+    assert abs(after_s - time.time()) < 60
+    assert store.list(CLOCK_FOLDER) == []
+
+
+def test_a_renewed_object_is_young_again(store: Objects) -> None:
+    store.put_if_absent("a/b", b"123")
+    [old] = store.entries("a")
+    pause_s = 1.0 if store.url.startswith("s3:") else 0.05  # that server tells whole seconds
+    time.sleep(pause_s)
+    store.renew("a/b", b"123")
+    [young] = store.entries("a")
+    assert young.modified_s > old.modified_s
+    assert store.get("a/b") == b"123"
+
+
+def test_a_long_list_is_complete(store: Objects) -> None:
+    keys = [f"many/{number:04d}" for number in range(60)]
+    for key in keys:
+        store.put_if_absent(key, b"")
+    assert store.list("many") == keys
+    store.delete(*keys)
+    assert store.list("many") == []
+
+
+def test_a_reader_never_sees_part_of_an_object(store: Objects) -> None:
     data = bytes(2_000_000)
 
     def write() -> None:
@@ -164,3 +276,75 @@ def test_broken_storage_is_an_infrastructure_error(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("a file where a folder is needed")
     with pytest.raises(InfrastructureError, match="cannot create 'k/1'"):
         store.put_if_absent("k/1", b"")
+
+
+CALLS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("k"),
+    "get_ranges": lambda store: store.get_ranges("k", [(0, 1), (9_000_000, 9_000_001)]),
+    "put_if_absent": lambda store: store.put_if_absent("k", b"data"),
+    "renew": lambda store: store.renew("k", b"data"),
+    "exists": lambda store: store.exists("k"),
+    "list": lambda store: store.list("k"),
+    "delete": lambda store: store.delete("k"),
+    "now": lambda store: store.now(),
+}
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_a_server_that_never_answers_is_given_up_in_time(call: str) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+        options = cloud(f"http://127.0.0.1:{silent.getsockname()[1]}", request_s=0.2, deadline_s=0.6)
+        store = ObjectStore("s3://bucket/run", options)
+        started_s = time.monotonic()
+        with pytest.raises(InfrastructureError, match=r"cannot .* \(gave up after"):
+            CALLS[call](store)
+        requests = 2 if call == "get_ranges" else 1
+        assert 0.2 <= time.monotonic() - started_s < 0.6 * requests + 0.3
+
+
+def test_a_server_that_is_not_there_is_an_infrastructure_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    store = ObjectStore("s3://bucket/run", cloud(f"http://127.0.0.1:{port}", request_s=0.2, deadline_s=0.6))
+    with pytest.raises(InfrastructureError, match="cannot read 'k'"):
+        store.get("k")
+
+
+def test_a_bucket_that_is_not_there_is_an_infrastructure_error(endpoint: str) -> None:
+    store = ObjectStore("s3://no-such-bucket/run", cloud(endpoint))
+    for call in ("put_if_absent", "list", "now"):
+        with pytest.raises(InfrastructureError, match="no-such-bucket"):
+            CALLS[call](store)
+
+
+def test_the_environment_says_what_options_do_not(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT": endpoint, "AWS_ALLOW_HTTP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    store = ObjectStore("s3://bucket/environment")
+    assert store.put_if_absent("k", b"1")
+    assert ObjectStore("s3://bucket/environment", cloud(endpoint)).get("k") == b"1"
+
+
+def test_two_prefixes_of_a_bucket_are_two_places(endpoint: str) -> None:
+    one, two = (ObjectStore(f"s3://bucket/prefix-{name}", cloud(endpoint)) for name in "ab")
+    assert one.put_if_absent("k", b"1")
+    assert two.get("k") is None
+    assert (one.list(""), two.list("")) == (["k"], [])
+
+
+@pytest.mark.parametrize(("request_s", "deadline_s"), [(0.0, 90.0), (30.0, 59.0), (-1.0, 1.0)])
+def test_times_without_room_for_a_second_try_are_refused(request_s: float, deadline_s: float) -> None:
+    with pytest.raises(UserError, match="at least twice that"):
+        StoreOptions(request_s=request_s, deadline_s=deadline_s)
+
+
+def test_options_without_effect_are_refused(tmp_path: Path) -> None:
+    for url in (str(tmp_path), "memory://"):
+        with pytest.raises(UserError, match="have no effect here"):
+            ObjectStore(url, StoreOptions())
+    with pytest.raises(UserError, match="endpoint, region are for s3:// only"):
+        ObjectStore("gs://bucket/run", StoreOptions(endpoint="http://host", region="here"))
+
+
+def test_secrets_are_not_shown() -> None:
+    assert "secret-key" not in repr(StoreOptions(secret_access_key="secret-key", session_token="secret-key"))

@@ -20,15 +20,14 @@ import pytest
 from etude.config import RunConfig, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
+from etude.run.publishing import open_log
 from etude.run.supervision import THREADING
 from etude.telemetry.events import ProcessStarted, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
-from etude.weights.log import versions
-from etude.weights.store import ObjectStore
 from etude.weights.verify import verify
 
-STEPS, GROUPS, GROUP_SIZE = 6, 4, 4
+STEPS, GROUPS, GROUP_SIZE = 12, 4, 4
 DEADLINE_S = 150.0
 
 pytestmark = pytest.mark.timeout(DEADLINE_S * 2)
@@ -123,9 +122,9 @@ def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
         assert set(slots.values()) == {1}
         assert all(r.status is RolloutStatus.GRADED and r.turns for group in kept for r in group.rollouts)
         assert len(ledger.rewards("after-sampled")) == len(ledger.rewards("before-greedy")) == 8
-    store = ObjectStore(folder.store)
-    assert versions(store) == list(range(STEPS + 1))
-    assert [check.fault for check in verify(store)] == [None] * (STEPS + 1)
+    log = open_log(folder)
+    assert log.versions() == list(range(STEPS + 1))
+    assert {check.fault for check in verify(log)} == {None}
 
 
 def report(folder: RunFolder) -> dict[str, object]:
@@ -156,7 +155,7 @@ def test_the_run_survives_the_death_of(process: str, number: signal.Signals, fol
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
     with running(folder) as run:
-        wait_for_step(folder, 2)
+        wait_for_step(folder, 1)
         second = etude("run", "--resume", folder.path)
         assert second.returncode == 2
         assert "in use" in second.stderr
@@ -166,7 +165,7 @@ def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -
     if number is signal.SIGINT:
         assert f"etude run --resume {folder.path}" in output
     before = steps_done(folder)
-    assert 2 <= before < STEPS
+    assert 1 <= before < STEPS
     resumed = etude("run", "--resume", folder.path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
@@ -203,7 +202,7 @@ def check_export(folder: RunFolder, out: Path) -> None:
 
     exported = etude("weights", "export", folder.path, out)
     assert exported.returncode == 0, exported.stderr
-    ours = build_model(load_spec(folder.model), pull(ObjectStore(folder.store)).state, "cpu")
+    ours = build_model(load_spec(folder.model), pull(open_log(folder)).state, "cpu")
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
     with torch.no_grad():
@@ -224,7 +223,7 @@ def test_a_damaged_checkpoint_ends_the_run_with_its_name(folder: RunFolder) -> N
 
 
 def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:
-    (victim,) = (Path(folder.store) / "objects").iterdir()
+    (victim,) = (Path(folder.store) / "packs").iterdir()
     payload = bytearray(victim.read_bytes())
     payload[len(payload) // 2] ^= 1
     victim.write_bytes(payload)

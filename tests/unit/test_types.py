@@ -17,6 +17,7 @@ from etude.types import (
     RolloutStatus,
     Trajectory,
     Turn,
+    WeightPack,
     WeightVersion,
 )
 
@@ -137,10 +138,12 @@ def test_a_weight_version_without_a_base_is_full(base: int | None, kind: str) ->
         version=5,
         base=base,
         digest="d",
-        object_key="weights/5",
-        object_digest="o",
-        size_bytes=1,
+        layouts=("l",),
+        packs=(WeightPack(digest="p", size_bytes=7, rank=0, first=0, last=3),),
         step=5,
+        recipe="r",
+        writer="w",
         created="2026-01-01T00:00:00+00:00",
     )
     assert version.kind == kind
+    assert version.size_bytes == 7

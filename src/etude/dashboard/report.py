@@ -158,6 +158,8 @@ def _weights(story: RunStory) -> Figures:
         "full_bytes": full[-1] if full else None,
         "mean_delta_bytes": round(sum(deltas) / len(deltas)) if deltas else None,
         "state_bytes": published[-1].state_bytes if published else None,
+        "publish_s": _significant(_mean((weights.seconds, 1) for weights in published)),
+        "trainer_blocked_s": _significant(_mean((weights.blocked_s, 1) for weights in published)),
         "swap_pause_ms": _significant(_mean((pause, 1) for pause in pauses)),
         "swap_pause_ms_max": _significant(max(pauses, default=None)),
         "stage_ms": _significant(_mean((stage, 1) for stage in stages)),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from etude.config import EngineConfig
+from etude.engines.inplace import Scatter
 from etude.engines.scheduler import Counters, Request, Scheduler, Work
 from etude.models.qwen3_moe import Qwen3Moe
 from etude.protocols import Completion, EngineHealth, SamplingParams
@@ -28,7 +29,7 @@ from etude.types import Finish
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model with the name and the proof of its weights; never changed once it serves."""
+    """A model with the name and the proof of its weights; while it serves, changed between two steps only."""
 
     model: Qwen3Moe
     version: int
@@ -95,12 +96,16 @@ class NativeEngine:
         counters, self._scheduler.counters = self._scheduler.counters, Counters()
         return counters
 
-    def swap(self, weights: Weights) -> float:
+    def swap(self, weights: Weights, scatters: Sequence[Scatter] = ()) -> float:
         """Sample with other weights from the next token on; returns the pause in seconds.
 
-        Turns in progress keep their cache; later turns start from a clean prefix (see the scheduler).
+        ``scatters`` are written into their model first; they may go into the one that serves. When that raises, the
+        weights are of no version: load them anew. Turns in progress keep their cache; later turns start from a clean
+        prefix (see the scheduler).
         """
         started_s = time.perf_counter()
+        for scatter in scatters:
+            scatter.apply()
         self._weights = weights
         return time.perf_counter() - started_s
 

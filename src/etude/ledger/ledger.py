@@ -139,7 +139,8 @@ class Ledger:
         """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
 
         Strictly in admission order, which is what bounds staleness. A step that claimed its batch before gets the very
-        same groups again. Raises ``ValueError`` for any other step than the one after the last committed.
+        same groups again. A step may claim while the weights of the one before are still being published, not earlier:
+        raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
         """
         with transaction(self._db):
             if rows.step_state(self._db, step) is not StepState.CLAIMED:
@@ -220,7 +221,7 @@ def _attempts_due(size: int, endings: Sequence[rows.Ending]) -> dict[int, int]:
 
 def _check_next(db: sqlite3.Connection, step: int) -> None:
     last = rows.last_step(db)
-    if rows.step_state(db, last) is StepState.CLAIMED:
-        raise ValueError(f"step {step} cannot claim a batch: step {last} is not committed")
     if step != last + 1:
         raise ValueError(f"step {step} cannot claim a batch: step {last + 1} is next")
+    if rows.step_state(db, last - 1) is StepState.CLAIMED:
+        raise ValueError(f"step {step} cannot claim a batch: step {last - 1} is not committed")

@@ -1,64 +1,56 @@
 """The engine process: serves the newest published weights and swaps them while it serves.
 
-weight store ──pull, verify, build (a thread)──▶ swap between two steps ──▶ tokens over HTTP
+weight store ──pull, verify, prepare (a thread)──▶ swap between two steps ──▶ tokens over HTTP
 """
 
 import asyncio
 import os
 import time
+from contextlib import closing
 
 import torch
 
 from etude.config import EngineConfig
-from etude.engines.native import NativeEngine, Weights
+from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
 from etude.models.checkpoint import load_spec
-from etude.models.qwen3_moe import ModelSpec
 from etude.run.folder import RunFolder
+from etude.run.following import WeightFollower
+from etude.run.publishing import open_log
 from etude.run.serving import listening, run_until_signal
-from etude.run.states import build_model, resolve_device
+from etude.run.states import resolve_device
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
-from etude.weights.log import read_commit
-from etude.weights.pull import PulledWeights, pull
-from etude.weights.store import ObjectStore
 
 POLL_S = 0.05
 """How often the store is asked for the next version."""
+LOOK_S = 1.0
+"""How often it is asked for packs of a version that is not committed yet, and for versions behind a gap."""
 STATS_S = 1.0
 """How often the load is reported."""
 
 
-class WeightFollower:
-    """Keeps one engine on the newest version of a store."""
+async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLog) -> None:
+    """Swap every new version into ``engine``, for ever.
 
-    def __init__(self, store: ObjectStore, spec: ModelSpec, device: str) -> None:
-        self._store = store
-        self._spec = spec
-        self._device = device
-        self._held: PulledWeights | None = None
-
-    def stage(self) -> Weights:
-        """Pull the newest version, verify it and build its model; nothing that serves is touched."""
-        self._held = pull(self._store, have=self._held)
-        model = build_model(self._spec, self._held.state, self._device)
-        return Weights(model, self._held.version, self._held.digest)
-
-    async def follow(self, engine: NativeEngine, events: EventLog) -> None:
-        """Swap every new version into ``engine``, for ever.
-
-        consumes: commit records; produces: swaps; waits for: the record after the one served; woken by: its own
-        polling; on shutdown: cancelled between two polls.
-        """
-        while True:
-            if read_commit(self._store, engine.weights.version + 1) is None:
-                await asyncio.sleep(POLL_S)
+    consumes: commit records; produces: swaps; waits for: the record after the one served; woken by: its own polling;
+    on shutdown: cancelled between two polls.
+    """
+    looked_s = time.monotonic()
+    while True:
+        if follower.log.read(engine.weights.version + 1) is None:
+            await asyncio.sleep(POLL_S)
+            if time.monotonic() - looked_s < LOOK_S:
                 continue
-            started_s = time.perf_counter()
-            weights = await asyncio.to_thread(self.stage)
-            stage_s = time.perf_counter() - started_s
-            pause_s = engine.swap(weights)
-            events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
+            looked_s = time.monotonic()
+            await asyncio.to_thread(follower.prefetch)
+            if follower.log.latest(after=engine.weights.version) == engine.weights.version:
+                continue
+        started_s = time.perf_counter()
+        weights, scatters = await asyncio.to_thread(follower.stage)
+        stage_s = time.perf_counter() - started_s
+        pause_s = follower.swap_into(engine, weights, scatters)
+        events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
 
 
 async def report_load(engine: NativeEngine, events: EventLog) -> None:
@@ -82,13 +74,14 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
 
 
 async def _serve(folder: RunFolder, config: EngineConfig, seed: int) -> None:
-    follower = WeightFollower(ObjectStore(folder.store), load_spec(folder.model), resolve_device(config.device))
+    device = resolve_device(config.device)
+    follower = WeightFollower(open_log(folder), load_spec(folder.model), device, spare=config.spare_weights)
     # A restarted engine must not repeat the random numbers of the one before.
-    engine = NativeEngine(follower.stage(), config, seed=seed * 2**32 + os.getpid())
-    with EventLog(folder.events, "engine") as events:
+    engine = NativeEngine(follower.start(), config, seed=seed * 2**32 + os.getpid())
+    with EventLog(folder.events, "engine") as events, closing(follower):
         async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.run())
-            tasks.create_task(follower.follow(engine, events))
+            tasks.create_task(follow(follower, engine, events))
             tasks.create_task(report_load(engine, events))
 
 

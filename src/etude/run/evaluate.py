@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from etude.run.folder import RunFolder
+from etude.run.publishing import open_log
 from etude.run.rollouts import open_parts
 from etude.run.supervision import Child, stop_all
 from etude.telemetry.events import EvalDone
@@ -19,7 +20,6 @@ from etude.telemetry.log import EventLog
 from etude.types import Json
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
-from etude.weights.store import ObjectStore
 
 POLL_S = 0.2
 """How often engine and gateway are looked after."""
@@ -27,12 +27,13 @@ POLL_S = 0.2
 
 def evaluate_version(folder: RunFolder, *, version: int | None, tasks: int | None) -> dict[str, Json]:
     """The held-out pass rates of a version (default: the newest) on ``tasks`` tasks (default: the recipe's number)."""
-    pulled = pull(ObjectStore(folder.store), version)
+    pulled = pull(open_log(folder), version)
     config = folder.config()
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
         bench = RunFolder.create(Path(scratch) / "run", config)
         shutil.copytree(folder.model, bench.model)
-        Publisher(ObjectStore(bench.store)).publish(pulled.state, version=0, step=0)
+        with Publisher(open_log(bench)) as publisher:
+            publisher.publish(pulled.state, version=0, step=0).result()
         bench.endpoints.reserve(config)
         with EventLog(bench.events, "supervisor") as events:
             children: list[Child] = []

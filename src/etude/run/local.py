@@ -23,12 +23,11 @@ from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
 from etude.run.progress import Progress
+from etude.run.publishing import open_log
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
-from etude.weights.log import read_commit
-from etude.weights.store import ObjectStore
 
 POLL_S = 0.1
 """How often the processes are looked after."""
@@ -50,7 +49,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         events = stack.enter_context(EventLog(folder.events, "supervisor"))
         progress = stack.enter_context(Progress(folder.events, config, out))
         events.write(RunStarted(resumed=resumed))
-        if read_commit(ObjectStore(folder.store), 0) is None:
+        if open_log(folder).read(0) is None:
             events.write(PhaseStarted(phase="midtrain"))
             _keep_alive(["midtrain"], folder, events, progress)
         _keep_alive(LOOP_PROCESSES, folder, events, progress)

@@ -10,20 +10,17 @@ from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
 from etude.models.qwen3_moe import Qwen3Moe
 from etude.run.folder import RunFolder
-from etude.run.publishing import publish_and_log
+from etude.run.publishing import WeightPublishing, open_log
 from etude.run.states import resolve_device
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 from etude.trainer.midtrain import midtrain
-from etude.weights.log import read_commit
-from etude.weights.publish import Publisher
-from etude.weights.store import ObjectStore
 
 
 def run_midtraining(folder: RunFolder) -> None:
     """Train from scratch and publish version 0, unless that has been done."""
-    store = ObjectStore(folder.store)
-    if read_commit(store, 0) is not None:
+    log = open_log(folder)
+    if log.read(0) is not None:
         return
     config = folder.config()
     torch.set_num_threads(config.midtrain.threads)
@@ -39,4 +36,6 @@ def run_midtraining(folder: RunFolder) -> None:
         midtrain(model, corpus.batches(config.seed), config.midtrain, events.write)
         save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)
         chat.save(folder.model)
-        publish_and_log(Publisher(store), state_of(model), 0, events)
+        with WeightPublishing(log, config.name, events) as publishing:
+            publishing.start(state_of(model), 0)
+            publishing.land()

@@ -1,28 +1,100 @@
-"""Publishing a model's weights and saying so."""
+"""A run's weight log, and publishing a model's weights into it while the trainer goes on.
 
+    trainer     publish n ──▶ claim batch n + 1, forward, backward ──▶ release ──▶ optimiser step ──▶ land ──▶ publish …
+    publisher       └────────▶ read, encode, upload, commit ─────────────────────────────────────────────┘
+
+What is published and how is the publisher's; when the trainer may go on is decided here.
+"""
+
+import os
 import time
 from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, final
 
 from torch import Tensor
 
+from etude.run.folder import RunFolder
 from etude.run.states import to_stored
 from etude.telemetry.events import WeightsPublished
 from etude.telemetry.log import EventLog
-from etude.weights.publish import Publisher
+from etude.weights.log import WeightLog
+from etude.weights.publish import Publication, Publisher
 from etude.weights.state import state_bytes
+from etude.weights.store import ObjectStore
+
+KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
+"""The environment variable with the secret that signs weight records; every process of a run needs the same."""
+DEADLINE_S = 600.0
+"""How long a version may take to become visible before the trainer gives up."""
 
 
-def publish_and_log(publisher: Publisher, state: Mapping[str, Tensor], version: int, events: EventLog) -> None:
-    """Publish ``state`` as ``version``: full or as a lossless delta, visible once its commit record is."""
-    started_s = time.perf_counter()
-    stored = to_stored(state)
-    record = publisher.publish(stored, version=version, step=version)
-    events.write(
-        WeightsPublished(
-            version=version,
-            kind=record.kind,
-            size_bytes=record.size_bytes,
-            state_bytes=state_bytes(stored),
-            seconds=time.perf_counter() - started_s,
+def open_log(folder: RunFolder) -> WeightLog:
+    """The weight versions of a run."""
+    return open_store(str(folder.store))
+
+
+def open_store(url: str) -> WeightLog:
+    """The weight versions at a URL, signed and checked when the environment has a key for it."""
+    key = os.environ.get(KEY_VARIABLE)
+    return WeightLog(ObjectStore(url), key=key.encode() if key else None)
+
+
+@final
+class WeightPublishing:
+    """Publishes one version at a time and says so; leaving it waits for what is under way."""
+
+    def __init__(self, log: WeightLog, recipe: str, events: EventLog) -> None:
+        self._publisher = Publisher(log)
+        self._recipe = recipe
+        self._events = events
+        self._started_s = 0.0
+        self._blocked_s = 0.0
+        self._state_bytes = 0
+        self._publication: Publication | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._publisher.close()
+
+    def start(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Begin to publish ``state`` as ``version``; its tensors must not change before :meth:`release`."""
+        assert self._publication is None, "one version at a time: land the one before first"
+        stored = to_stored(state)
+        self._started_s, self._blocked_s = time.perf_counter(), 0.0
+        self._state_bytes = state_bytes(stored)
+        self._publication = self._publisher.publish(stored, version=version, step=version, recipe=self._recipe)
+
+    def release(self) -> None:
+        """Wait until the published tensors may change; that is usually long true."""
+        if self._publication is not None:
+            self._blocked_s += self._publication.wait_read(DEADLINE_S)
+
+    @property
+    def landed(self) -> bool:
+        """Whether :meth:`land` would return at once."""
+        return self._publication is None or self._publication.done
+
+    def land(self) -> int | None:
+        """Wait until the version under way is visible and return it; ``None`` when none is."""
+        if self._publication is None:
+            return None
+        waiting_s = time.perf_counter()
+        record = self._publication.result(DEADLINE_S)
+        self._blocked_s += time.perf_counter() - waiting_s
+        self._publication = None
+        self._events.write(
+            WeightsPublished(
+                version=record.version,
+                kind=record.kind,
+                size_bytes=record.size_bytes,
+                state_bytes=self._state_bytes,
+                seconds=time.perf_counter() - self._started_s,
+                blocked_s=self._blocked_s,
+            )
         )
-    )
+        return record.version

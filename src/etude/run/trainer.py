@@ -1,8 +1,8 @@
 """The trainer process: batches from the ledger in, weight versions out.
 
-    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint ──▶ publish ──▶ commit step
-         ▲                                                                             │
-         └─────────────────────────────── next step ◀──────────────────────────────────┘
+    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint ──▶ publish ┄┄ beside the next step ┄┄▶ commit step
+         ▲                                                                │
+         └─────────────────────────── next step ◀─────────────────────────┘
 
 Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
 starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
@@ -19,7 +19,7 @@ from etude.errors import DamagedError, MismatchError
 from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_spec, state_of
 from etude.run.folder import RunFolder
-from etude.run.publishing import publish_and_log
+from etude.run.publishing import WeightPublishing, open_log
 from etude.run.states import build_model, resolve_device, to_tensors
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog
@@ -30,9 +30,7 @@ from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.microbatches import microbatches
 from etude.types import Batch, Group
-from etude.weights.publish import Publisher
 from etude.weights.pull import pull
-from etude.weights.store import ObjectStore
 
 MISMATCH_STOP_K3 = 1e-2
 """Beyond this the trainer's numbers are not the engine's and updates go to the wrong place (collapse was reported at
@@ -52,11 +50,11 @@ class TrainerProcess:
         self.ledger = Ledger.open(folder.ledger)
         self._events = events
         self._checkpoints = Checkpoints(folder.checkpoints)
-        self._store = ObjectStore(folder.store)
-        self._publisher = Publisher(self._store)
+        self._log = open_log(folder)
+        self.publishing = WeightPublishing(self._log, self.config.name, events)
         torch.set_num_threads(self.config.trainer.threads)
         device = resolve_device(self.config.trainer.device)
-        model = build_model(load_spec(folder.model), pull(self._store, 0).state, device)
+        model = build_model(load_spec(folder.model), pull(self._log, 0).state, device)
         self._policy = PolicyTrainer(model.train(), self.config.trainer)
         self._probe = MismatchProbe(model, versions=self.config.rollouts.max_staleness + 1)
         self._recover()
@@ -69,10 +67,12 @@ class TrainerProcess:
             batch = build_batch(step, groups)
             mismatch = self._measure_mismatch(step, groups)
             pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
-            stats = self._policy.step(step, pieces, batch.num_loss_tokens)
+            stats = self._policy.step(step, pieces, batch.num_loss_tokens, before_update=self.publishing.release)
             self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
+            self._land()
             self._checkpoints.save(step, self._policy.tensors())
-            self._finish(step)
+            self._publish(step)
+        self._land()
 
     def _recover(self) -> None:
         """Go to where the previous process really got, and finish the step it had saved but not committed."""
@@ -86,19 +86,27 @@ class TrainerProcess:
         if saved:
             self._policy.restore(self._checkpoints.load(saved))
         for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
-            self._probe.remember(version, to_tensors(pull(self._store, version).state))
+            self._probe.remember(version, to_tensors(pull(self._log, version).state))
         if saved == done + 1:
-            self._finish(saved)
+            self._publish(saved)
+            self._land()
 
-    def _finish(self, step: int) -> None:
-        """Publish the policy as version ``step`` and commit the step."""
-        publish_and_log(self._publisher, state_of(self._policy.model), step, self._events)
+    def _publish(self, step: int) -> None:
+        """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
+        self.publishing.start(state_of(self._policy.model), step)
         self._probe.remember(step, state_of(self._policy.model))
-        self.ledger.commit_step(step)
+
+    def _land(self) -> None:
+        """Commit the step whose version was under way, once that is visible."""
+        version = self.publishing.land()
+        if version is not None:
+            self.ledger.commit_step(version)
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
         while (groups := self.ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
+            if self.publishing.landed:
+                self._land()
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
 
@@ -122,7 +130,7 @@ def run_trainer(folder: RunFolder) -> None:
     """Run the trainer until the recipe's last step."""
     with EventLog(folder.events, "trainer") as events:
         process = TrainerProcess(folder, events)
-        with process.ledger:
+        with process.ledger, process.publishing:
             process.run()
 
 

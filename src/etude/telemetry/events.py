@@ -92,6 +92,9 @@ class WeightsPublished:
     state_bytes: int
     """Size of the whole state, uncompressed."""
     seconds: float
+    """From the end of the step to the commit record."""
+    blocked_s: float
+    """How much of that the trainer stood still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

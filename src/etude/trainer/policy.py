@@ -4,7 +4,7 @@ Owns the model's weights, AdamW's moments and the step count. Does not wait for 
 is :mod:`etude.run.trainer`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,10 +47,17 @@ class PolicyTrainer:
             model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0, fused=True
         )
 
-    def step(self, step: int, microbatches: Sequence[MicroBatch], num_loss_tokens: int) -> StepStats:
+    def step(
+        self,
+        step: int,
+        microbatches: Sequence[MicroBatch],
+        num_loss_tokens: int,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> StepStats:
         """Update the weights once from all micro-batches; an empty batch leaves them as they are.
 
-        Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
+        ``before_update`` is called when the gradients are there and the weights are about to change. Raises
+        :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
         """
         if not microbatches:
             return StepStats(trained_tokens=0, grad_norm=0.0, entropy=0.0, truncated_share=0.0)
@@ -61,6 +68,7 @@ class PolicyTrainer:
             raise DivergedError(f"step {step}: the gradient's norm is {float(norm)}; nothing was changed or published")
         for group in self._optimiser.param_groups:
             group["lr"] = self._config.learning_rate * min(1.0, step / self._config.warmup_steps)
+        before_update()
         self._optimiser.step()
         return StepStats(
             trained_tokens=sum(len(t.token_ids) for microbatch in microbatches for t in microbatch),

@@ -1,87 +1,297 @@
-"""From the log to weights in memory, each step proven.
+"""From the log to weights in memory, each step proven: the receiving end of the chain.
 
-This file owns reading whole versions. Nothing that it returns is unverified: every payload is compared with its digest
-before it is decoded, every state with its own after each step of the chain.
+    newest ──▶ plan ──▶ fetch, verify ──▶ apply to a copy in memory ──▶ prove ──▶ Arrival: what changed
+                            ▲
+    announced packs ──prefetch
+
+A receiver holds a copy of the weights beside whatever serves them, so everything here happens while serving; an engine
+pauses only to take over what an :class:`Arrival` names. No damage stops it that leaves any sound way to the target: a
+broken way is left out and the next best taken, a copy that is not what it should be is given up and read again. Which
+way is best is ``plan.py``'s to say; ``replica.py`` applies and proves.
 """
 
-import hashlib
-from dataclasses import dataclass
-from functools import partial
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self, final
 
 from etude.errors import DamagedError, UserError
 from etude.types import WeightVersion
-from etude.weights.codec import apply_delta, decode_full
-from etude.weights.log import latest, plan_chain, read_commit
-from etude.weights.state import State, state_digest
-from etude.weights.store import ObjectStore
+from etude.weights.chunks import Layout
+from etude.weights.fetch import Fetcher
+from etude.weights.log import WeightLog
+from etude.weights.plan import Edge, LinkSpeed, Plan, plan
+from etude.weights.pleas import plead
+from etude.weights.replica import ChangedNumbers, Changes, PulledWeights, Replica
+from etude.weights.share import Share
+from etude.weights.want import EVERYTHING, Want
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOptions:
+    """How a receiver works; the defaults suit anything from a laptop to a cluster."""
+
+    connections: int = 16
+    """Packs fetched at once: over a long distance one connection does not fill the link."""
+    appliers: int = 2
+    """Threads that decode and apply."""
+    cache_bytes: int = 4 << 30
+    """Packs held in memory before their version is committed."""
+    link: LinkSpeed = field(default_factory=lambda: LinkSpeed(bytes_per_s=1.25e9, apply_bytes_per_s=2e9))
+    """What the way to the store is taken to be like until it has been measured."""
+    deadline_s: float = 600.0
+    """How long the packs of one link may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PulledWeights:
-    """One weight version, whole and verified."""
+class Arrival:
+    """A receiver's copy has reached a version."""
 
     version: int
     digest: str
-    """The state digest, as the log has it and as the bytes gave it."""
-    state: State
+    changes: Changes
+    """What may have changed since the arrival before."""
+    links: int
+    """How many links led here."""
+    size_bytes: int
+    """What was fetched for it."""
+    faults: tuple[str, ...]
+    """What was found broken on the way, and got around."""
+    seconds: float
 
 
-def pull(store: ObjectStore, target: int | None = None, have: PulledWeights | None = None) -> PulledWeights:
-    """The weights of version ``target`` (default: the newest), fetching only what ``have`` does not save.
+class _Journey:
+    """What has been met on the way to a version."""
 
-    Idempotent: a version that is at hand is returned as it is. ``have`` from another log is not built upon. Raises
-    :class:`~etude.errors.UserError` when there is no such version, :class:`~etude.errors.DamagedError` naming what is
-    broken when there is no proven way to it.
+    def __init__(self, target: int | None) -> None:
+        self.target = target
+        """``None`` when it is the newest, whichever that is."""
+        self.changes = Changes()
+        self.links = 0
+        self.size_bytes = 0
+        self.faults: list[str] = []
+        self.broken: set[tuple[int | None, int]] = set()
+        """Ends of the links that cannot be followed."""
+        self.doubted: set[Edge] = set()
+        """Links that failed once, which may have been the copy's fault."""
+
+
+@final
+class Receiver:
+    """Follows a log and keeps a copy of the weights, or of a wanted part; for one thread at a time.
+
+    When it wants everything, each version is proven against the state digest of its record; otherwise each chunk
+    against the digest in its frame.
     """
-    version = latest(store) if target is None else target
+
+    def __init__(self, log: WeightLog, options: ReceiveOptions | None = None, want: Want = EVERYTHING) -> None:
+        self._log = log
+        self._want = want
+        chosen = options or ReceiveOptions()
+        self._fetcher = Fetcher(
+            log,
+            chosen.link,
+            connections=chosen.connections,
+            cache_bytes=chosen.cache_bytes,
+            deadline_s=chosen.deadline_s,
+        )
+        self._appliers = ThreadPoolExecutor(chosen.appliers, "apply")
+        self._replica: Replica | None = None
+        self._layouts: dict[str, Layout] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._fetcher.close()
+        self._appliers.shutdown(cancel_futures=True)
+
+    @property
+    def version(self) -> int | None:
+        """The version held, ``None`` before the first arrival."""
+        return None if self._replica is None else self._replica.record.version
+
+    @property
+    def replica(self) -> Replica:
+        """What is held; the next :meth:`advance` changes it in place. Raises ``ValueError`` before the first."""
+        if self._replica is None:
+            raise ValueError("the receiver holds nothing yet: advance it first")
+        return self._replica
+
+    @property
+    def fetched_bytes(self) -> int:
+        """What has been fetched since the start, for progress bars."""
+        return self._fetcher.fetched_bytes
+
+    def weights(self) -> PulledWeights:
+        """What is held, as whole tensors in the replica's memory."""
+        return self.replica.weights()
+
+    def changed(self, arrival: Arrival) -> dict[str, list[ChangedNumbers]]:
+        """The numbers that the last arrival may have changed, by tensor."""
+        return self.replica.changed(arrival.changes)
+
+    def changed_share(self, arrival: Arrival) -> float:
+        """The share of all numbers held that the last arrival may have changed."""
+        return self.replica.changed_share(arrival.changes)
+
+    def prefetch(self) -> int:
+        """Fetch what has been announced of the next version before it is committed; returns the bytes fetched."""
+        following = 0 if self.version is None else self.version + 1
+        announced = self._log.announced(following)
+        return self._fetcher.fetch_early(
+            pack for announcement in announced for pack in announcement.packs if self._want.rank(pack.rank)
+        )
+
+    def plan(self, target: int | None = None) -> Plan:
+        """The way to ``target`` (default: the newest version) from what is held."""
+        return self._plan(_find(self._log, self.version, target), frozenset())
+
+    def advance(self, target: int | None = None) -> Arrival:
+        """Bring the copy to ``target`` (default: the newest version), forwards or backwards, and say what changed.
+
+        Raises :class:`~etude.errors.UserError` when there is no such version, :class:`~etude.errors.DamagedError` when
+        there is no sound way to it. Store faults raise :class:`~etude.errors.InfrastructureError`. After either the
+        copy is some version of the log, or nothing; the next call goes on from there.
+        """
+        started_s = time.perf_counter()
+        journey = _Journey(target)
+        version = _find(self._log, self.version, target)
+        while self.version != version:
+            way = self._way(version, journey)
+            if way is None or not all(self._try(edge, journey) for edge in way):
+                version = _find(
+                    self._log, self.version, target
+                )  # the newest may be another by now, and what it was no longer kept
+        return Arrival(
+            version=version,
+            digest=self.replica.record.digest,
+            changes=journey.changes,
+            links=journey.links,
+            size_bytes=journey.size_bytes,
+            faults=tuple(journey.faults),
+            seconds=time.perf_counter() - started_s,
+        )
+
+    def scrub(self) -> int:
+        """Read the copy again and, when any chunk is not what it should be, get it anew; returns how many were not."""
+        bad = len(self.replica.scrub())
+        if bad:
+            version, self._replica = self.version, None
+            self.advance(version)
+        return bad
+
+    def _way(self, version: int, journey: "_Journey") -> tuple[Edge, ...] | None:
+        """The links to follow; ``None`` when none lead to ``version`` but there is a newer one."""
+        try:
+            return self._plan(version, frozenset(journey.broken)).edges
+        except DamagedError as error:
+            if self._log.latest() != version and journey.target is None:
+                return None
+            if journey.target is None:
+                plead(self._log)
+            met = "; ".join(dict.fromkeys((*journey.faults, *self._log.faults)))
+            raise DamagedError(f"{error}; met on the way: {met}" if met else str(error)) from error
+
+    def _try(self, edge: Edge, journey: "_Journey") -> bool:
+        """Follow one link if it is sound; else take note of what is wrong with it."""
+        held = self.version
+        try:
+            journey.size_bytes += self._take(edge, journey.changes)
+        except DamagedError as error:
+            journey.faults.append(str(error))
+            if held is None or self.version is not None or edge in journey.doubted:
+                journey.broken.add((edge.source, edge.target))  # not to be had, or wrong in itself
+            journey.doubted.add(edge)  # or was it the copy that was wrong? Then it will do the next time, from nothing
+            return False
+        journey.links += 1
+        return True
+
+    def _take(self, edge: Edge, changes: Changes) -> int:
+        """Follow one link; everything is fetched and verified before anything is touched. Returns the bytes fetched."""
+        target = _record(self._log, edge.target)
+        self._layouts = {digest: self._layouts.get(digest) or _layout(self._log, digest) for digest in edge.layouts}
+        layouts = [self._layouts[digest] for digest in edge.layouts]
+        packs = self._fetcher.fetch(
+            pack for pack in edge.packs if pack.rank < len(layouts) and self._want.pack(pack, layouts[pack.rank])
+        )
+        replica, self._replica = self._replica, None  # of no version until the link has been followed to its end
+        if edge.source is None or replica is None:
+            changes.whole = True
+            replica = Replica.empty(target, layouts, self._want)
+        elif replica.record.layouts != edge.layouts:
+            changes.whole = True
+            replica = replica.laid_out(layouts)
+        self._replica = replica.follow(target, packs, self._appliers, changes)
+        return sum(len(data) for _, data in packs)
+
+    def _plan(self, target: int, broken: frozenset[tuple[int | None, int]]) -> Plan:
+        if self._replica is not None and not _is_kept(self._log, self._replica.record):
+            self._replica = None
+        return plan(self._log.edges(self.version, target, broken), target, self.version, self._fetcher.link)
+
+
+def pull(log: WeightLog, target: int | None = None) -> PulledWeights:
+    """The weights of version ``target`` (default: the newest) in memory of their own. Raises as
+    :meth:`Receiver.advance`.
+    """
+    with Receiver(log) as receiver:
+        receiver.advance(target)
+        return receiver.weights()
+
+
+def pull_share(log: WeightLog, version: int, rank: int, layout: Layout) -> Share:
+    """One rank's share of a version, in ``layout``: only that share is fetched when it was published in the same one.
+
+    Raises as :meth:`Receiver.advance`, and ``ValueError`` when the version has other tensors than the layout.
+    """
+    record = log.read(version)
+    if record is not None and rank < len(record.layouts) and record.layouts[rank] == layout.digest:
+        try:
+            with Receiver(log, want=Want(ranks=frozenset({rank}))) as receiver:
+                receiver.advance(version)
+                if (share := receiver.replica.shares[rank]) is not None:
+                    return share
+        except DamagedError:
+            pass  # perhaps only for a share: where the ranks changed on the way, everything is needed
+    return Share(layout, layout.cut(pull(log, version).state))
+
+
+def _find(log: WeightLog, held: int | None, target: int | None) -> int:
+    """The version to go to. Raises :class:`~etude.errors.UserError` when there is none."""
+    version = log.latest(after=held) if target is None else target
     if version is None:
-        raise UserError(f"no weight version is published in {store.url} yet")
-    if read_commit(store, version) is None:
-        raise UserError(f"weight version {version} is not published in {store.url}: the newest is {latest(store)}")
-    held = have if have is not None and _is_in_log(store, have) else None
-    for record in plan_chain(partial(read_commit, store), version, held.version if held else None):
-        held = _advance(store, record, held)
-    assert held is not None, "a plan without a start is never empty"
-    return held
+        raise UserError(f"no weight version is published in {log.store.url} yet")
+    if target is not None and log.read(version) is None:
+        raise UserError(f"weight version {version} is not published in {log.store.url}: the newest is {log.latest()}")
+    return version
 
 
-def _is_in_log(store: ObjectStore, have: PulledWeights) -> bool:
-    record = read_commit(store, have.version)
-    return record is not None and record.digest == have.digest
-
-
-def _advance(store: ObjectStore, record: WeightVersion, held: PulledWeights | None) -> PulledWeights:
-    """Apply one record to what is held; a full one needs nothing."""
-    payload = _fetch(store, record)
+def _is_kept(log: WeightLog, held: WeightVersion) -> bool:
+    """Whether what is held can be built upon: not of another log, nor of a past that is no longer kept."""
     try:
-        if record.base is None:
-            state = decode_full(payload)
-        else:
-            assert held is not None and held.version == record.base, "plan_chain starts every delta at its base"
-            state = apply_delta(held.state, payload)
-    except DamagedError as error:
-        raise DamagedError(f"{_name(record)} cannot be decoded: {error}; run `etude weights verify`") from error
-    digest = state_digest(state)
-    if digest != record.digest:
-        raise DamagedError(
-            f"{_name(record)} gives the state {digest[:12]}, its commit record says {record.digest[:12]}; "
-            f"run `etude weights verify`"
-        )
-    return PulledWeights(version=record.version, digest=digest, state=state)
+        record = log.read(held.version)
+    except DamagedError:
+        return True  # the copy was proven when the record could be read
+    return record is not None and record.digest == held.digest
 
 
-def _fetch(store: ObjectStore, record: WeightVersion) -> bytes:
-    payload = store.get(record.object_key)
-    if payload is None:
-        raise DamagedError(f"{_name(record)} is missing from {store.url}; run `etude weights verify`")
-    digest = hashlib.sha256(payload).hexdigest()
-    if digest != record.object_digest:
-        raise DamagedError(
-            f"{_name(record)} is damaged: its {len(payload)} bytes have the digest {digest[:12]}; "
-            f"run `etude weights verify`"
-        )
-    return payload
+def _record(log: WeightLog, version: int) -> WeightVersion:
+    record = log.read(version)
+    if record is None:
+        raise DamagedError(f"weight version {version} vanished from {log.store.url} while it was read")
+    return record
 
 
-def _name(record: WeightVersion) -> str:
-    return f"object {record.object_key} of weight version {record.version}"
+def _layout(log: WeightLog, digest: str) -> Layout:
+    data = log.layout(digest)
+    if data is None:
+        raise DamagedError(f"layout {digest[:12]} is missing from {log.store.url}; run `etude weights verify`")
+    return Layout.from_bytes(data)

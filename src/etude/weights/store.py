@@ -1,30 +1,139 @@
 """Where weight versions lie: named immutable objects in a folder, in memory or in a cloud bucket.
 
-This file owns the way to the storage and nothing of what is stored. Objects are only ever created, whole or not at
-all; nothing is overwritten. That one primitive (:meth:`ObjectStore.put_if_absent`) is all the coordination that
-writers need.
+This file owns the way to the storage and nothing of what is stored. Objects are created whole or not at all, and never
+changed: :meth:`ObjectStore.put_if_absent` is all the coordination that writers need. :class:`Objects` is the seam:
+whatever implements it (a cache, a counter, a store that fails on purpose) can stand where an :class:`ObjectStore` does.
 
 What makes it atomic: S3, GCS and Azure take the condition with the request (``If-None-Match: *`` and kin). In a local
 folder obstore writes ``<key>#<n>`` (opened with ``O_EXCL``), hard-links it to the key, which fails with ``EEXIST`` when
 the key is there, and removes the staging name. So a reader never sees part of an object, a writer that dies leaves at
 most a ``#<n>`` file, which listings skip, and the folder must lie on a file system that has hard links. Nothing is
 fsynced: objects outlive the process that wrote them, and after a power cut digests tell what was lost.
+
+Ages are told by the storage alone: when an object was written and what time it is (:meth:`ObjectStore.now`) come from
+the same clock, so a local clock that jumps deletes nothing.
 """
 
-from collections.abc import Iterator
+import os
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, Protocol, final
 from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import LocalStore, MemoryStore, from_url
+from obstore.store import LocalStore, MemoryStore, S3Store, from_url
 
-from etude.errors import InfrastructureError, UserError
+from etude.clock import SystemClock
+from etude.errors import DamagedError, InfrastructureError, UserError
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig, S3Config
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 """Stores that honour put-if-absent; credentials and region come from their usual environment variables."""
+CLOCK_FOLDER = "clock"
+"""Where :meth:`ObjectStore.now` writes its probes; whatever is found there may be deleted."""
+PLEA_FOLDER = "pleas"
+"""Where readers ask for whole versions (``pleas.py``); whatever is old there may be deleted."""
+
+_FIRST_PAUSE_S = 0.1
+_BACKOFF_SHARE = 0.1
+"""The longest pause before a retry, as a share of the deadline."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectEntry:
+    """What a listing tells about one object."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+    """When it was written, by the storage's own clock: seconds since 1970. Some clouds tell whole seconds only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How to talk to a cloud store; what is ``None`` comes from the environment (``AWS_ENDPOINT``, ``AWS_REGION``, …).
+
+    The times hold for every request on its own: a listing makes one per 1,000 keys, other calls one or two.
+    Raises :class:`~etude.errors.UserError` for times that leave no room for a second try.
+    """
+
+    request_s: float = 30.0
+    """How long one try of one request may take, its data included."""
+    deadline_s: float = 90.0
+    """How long all tries of one request may take together, pauses included; at least twice ``request_s``."""
+    retries: int = 6
+    """How often a request that failed is tried again; creating an object only if it certainly was not done."""
+    endpoint: str | None = None
+    """Where an S3-compatible service answers, e.g. ``https://minio.example.org:9000``."""
+    allow_http: bool | None = None
+    """Whether the endpoint may be without TLS; ``None`` asks ``AWS_ALLOW_HTTP``."""
+    unsigned_payload: bool = True
+    """Whether to sign requests only and not what they carry (S3): five times less work per byte sent. TLS and the
+    digests of packs protect the content anyway.
+    """
+    region: str | None = None
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < 2 * self.request_s <= self.deadline_s or self.retries < 0:
+            raise UserError(
+                f"object store: request_s={self.request_s} must be positive, deadline_s={self.deadline_s} at least "
+                f"twice that, retries={self.retries} at least 0"
+            )
+
+
+class Objects(Protocol):
+    """Named immutable objects; safe to share between threads. :class:`ObjectStore` says what each method promises."""
+
+    @property
+    def url(self) -> str:
+        """Where the objects lie, for people."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create an object; false, and nothing is changed, when ``key`` is already there."""
+        ...
+
+    def renew(self, key: str, data: bytes) -> None:
+        """Write the bytes that an object already has, so that its age starts anew."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """The whole object, or ``None`` if there is none."""
+        ...
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """The bytes ``[start, stop)`` of each range, or ``None`` if there is no such object."""
+        ...
+
+    def exists(self, key: str) -> bool:
+        """Whether the object is there."""
+        ...
+
+    def entries(self, prefix: str) -> list[ObjectEntry]:
+        """What lies below a folder, by ascending key, with sizes and times."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """The keys below a folder, ascending."""
+        ...
+
+    def delete(self, *keys: str) -> None:
+        """Remove objects; those that are not there count as removed."""
+        ...
+
+    def now(self) -> float:
+        """The time by the storage's own clock, comparable with :attr:`ObjectEntry.modified_s`."""
+        ...
 
 
 @final
@@ -34,12 +143,12 @@ class ObjectStore:
     ``url`` is a plain path or ``file:///path`` (created when missing), ``memory://`` (a fresh, private store each
     time), or ``s3://bucket/prefix``, ``gs://…``, ``az://…``; any other raises :class:`~etude.errors.UserError`. Keys
     are ``/``-separated. Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do
-    its part and ``ValueError`` for an illegal key.
+    its part, for clouds not later than ``options.deadline_s`` says, and ``ValueError`` for an illegal key.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, options: StoreOptions | None = None) -> None:
         self.url = url
-        self._store = _open(url)
+        self._store = _open(url, options)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create an object; false, and nothing is changed, when ``key`` is already there.
@@ -55,6 +164,14 @@ class ObjectStore:
                 return False
         return True
 
+    def renew(self, key: str, data: bytes) -> None:
+        """Write the bytes that an object already has, so that its age starts anew; readers notice nothing.
+
+        The one exception to never writing twice: for objects that are named by their content, where it cannot matter.
+        """
+        with self._blaming_storage("renew", key):
+            obstore.put(self._store, key, data, mode="overwrite", use_multipart=False)
+
     def get(self, key: str) -> bytes | None:
         """The whole object, or ``None`` if there is none."""
         with self._blaming_storage("read", key):
@@ -63,42 +180,114 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """The bytes ``[start, stop)`` of each range, in that order, or ``None`` if there is no such object.
+
+        Ranges that lie close together share a request; ten requests are under way at a time. Raises
+        :class:`~etude.errors.DamagedError` when the object ends before a range does, ``ValueError`` for a range that
+        is empty or runs backwards.
+        """
+        if not all(0 <= start < stop for start, stop in ranges):
+            raise ValueError(f"ranges {ranges!r} of {key!r} must be non-empty and ascending, each on its own")
+        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        with self._blaming_storage("read", key):
+            try:
+                parts = obstore.get_ranges(self._store, key, starts=starts, ends=stops) if ranges else []
+            except FileNotFoundError:
+                return None
+            except BaseError:
+                # Storages differ in what they call a range beyond the end.
+                self._refuse_beyond(key, max(stops))
+                raise
+        if any(len(part) != stop - start for part, (start, stop) in zip(parts, ranges, strict=True)):
+            self._refuse_beyond(key, max(stops))
+            raise InfrastructureError(f"object store {self.url}: gave less of {key!r} than was asked for: {ranges!r}")
+        return [part.to_bytes() for part in parts]
+
     def exists(self, key: str) -> bool:
         """Whether the object is there."""
-        with self._blaming_storage("look up", key):
-            try:
-                obstore.head(self._store, key)
-            except FileNotFoundError:
-                return False
-        return True
+        return self._size_bytes(key) is not None
+
+    def entries(self, prefix: str) -> list[ObjectEntry]:
+        """What lies below the folder ``prefix``, by ascending key (``commits`` finds ``commits/1``, no ``commits-2``).
+
+        Everything that was there all the time is listed; what comes or goes meanwhile may or may not be.
+        """
+        with self._blaming_storage("list", prefix):
+            found = [
+                ObjectEntry(key=meta["path"], size_bytes=meta["size"], modified_s=meta["last_modified"].timestamp())
+                for page in obstore.list(self._store, prefix, chunk_size=1000)
+                for meta in page
+            ]
+        return sorted(found, key=lambda entry: entry.key)
 
     def list(self, prefix: str) -> list[str]:
-        """The keys below the folder ``prefix``, ascending (``commits`` finds ``commits/1``, not ``commits-old``)."""
-        with self._blaming_storage("list", prefix):
-            return sorted(meta["path"] for page in obstore.list(self._store, prefix) for meta in page)
+        """The keys below the folder ``prefix``, ascending; otherwise as :meth:`entries`."""
+        return [entry.key for entry in self.entries(prefix)]
+
+    def delete(self, *keys: str) -> None:
+        """Remove objects; those that are not there count as removed. When it raises, some may be gone."""
+        if not keys:
+            return
+        with self._blaming_storage("delete", keys[0]):
+            try:
+                obstore.delete(self._store, list(keys))
+            except FileNotFoundError:
+                # Some storages stop at the first that is missing: go through them one by one.
+                for key in keys:
+                    self._delete_one(key)
+
+    def now(self) -> float:
+        """The time by the storage's own clock, in seconds since 1970, from the age of an object written just now."""
+        key = f"{CLOCK_FOLDER}/{uuid.uuid4().hex}"
+        with self._blaming_storage("read the clock with", key):
+            obstore.put(self._store, key, b"", mode="create", use_multipart=False)
+            modified_s = obstore.head(self._store, key)["last_modified"].timestamp()
+            self._delete_one(key)
+        return modified_s
+
+    def _refuse_beyond(self, key: str, stop: int) -> None:
+        size_bytes = self._size_bytes(key)
+        if size_bytes is not None and stop > size_bytes:
+            raise DamagedError(f"object {key!r} in {self.url} ends after {size_bytes} bytes, it should have {stop}")
+
+    def _size_bytes(self, key: str) -> int | None:
+        with self._blaming_storage("look up", key):
+            try:
+                return obstore.head(self._store, key)["size"]
+            except FileNotFoundError:
+                return None
+
+    def _delete_one(self, key: str) -> None:
+        try:
+            obstore.delete(self._store, key)
+        except FileNotFoundError:
+            return
 
     @contextmanager
     def _blaming_storage(self, action: str, key: str) -> Iterator[None]:
+        started_s = SystemClock().now()
         try:
             yield
-        except BaseError as error:
-            message = f"object store {self.url}: cannot {action} {key!r}: {_first_line(error)}"
-            raise InfrastructureError(message) from error
+        except (BaseError, FileNotFoundError) as error:
+            # Where a missing object is an answer it has been taken for one: what is missing here is the bucket.
+            took_s = SystemClock().now() - started_s
+            message = f"object store {self.url}: cannot {action} {key!r} (gave up after {took_s:.1f} s): "
+            raise InfrastructureError(message + _first_line(error)) from error
 
 
-def _open(url: str) -> obstore.store.ObjectStore:
+def _open(url: str, options: StoreOptions | None) -> obstore.store.ObjectStore:
     parts = urlsplit(url)
+    if parts.scheme in CLOUD_SCHEMES and "://" in url:
+        return _open_cloud(url, parts.scheme, options or StoreOptions())
+    if options is not None:
+        raise UserError(f"object store {url}: options are for s3://, gs:// and az:// and have no effect here")
     if "://" not in url:
         return _open_folder(url, Path(url))
     if parts.scheme == "file" and not parts.netloc and parts.path:
         return _open_folder(url, Path(unquote(parts.path)))
     if url == "memory://":
         return MemoryStore()
-    if parts.scheme in CLOUD_SCHEMES:
-        try:
-            return from_url(url)
-        except BaseError as error:
-            raise UserError(f"object store {url}: {_first_line(error)}") from error
     raise UserError(f"object store {url!r}: expected a path, file:///path, memory://, or s3://, gs:// or az://")
 
 
@@ -109,6 +298,48 @@ def _open_folder(url: str, folder: Path) -> LocalStore:
         raise UserError(
             f"object store {url}: cannot open or create the folder {folder}: {_first_line(error)}"
         ) from error
+
+
+def _open_cloud(url: str, scheme: str, options: StoreOptions) -> obstore.store.ObjectStore:
+    s3: S3Config = {"unsigned_payload": options.unsigned_payload}
+    if options.endpoint is not None:
+        s3["endpoint"] = options.endpoint
+    if options.region is not None:
+        s3["region"] = options.region
+    if options.access_key_id is not None:
+        s3["access_key_id"] = options.access_key_id
+    if options.secret_access_key is not None:
+        s3["secret_access_key"] = options.secret_access_key
+    if options.session_token is not None:
+        s3["session_token"] = options.session_token
+    if scheme != "s3" and len(s3) > 1:
+        raise UserError(f"object store {url}: {', '.join(sorted(s3)[:-1])} are for s3:// only and have no effect here")
+    client, retry = _limits(options)
+    try:
+        if scheme == "s3":
+            return S3Store.from_url(url, config=s3, client_options=client, retry_config=retry)
+        return from_url(url, client_options=client, retry_config=retry)
+    except BaseError as error:
+        raise UserError(f"object store {url}: {_first_line(error)}") from error
+
+
+def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:
+    """The options' times as obstore wants them: no try starts so late that it could end after the deadline."""
+    pause_s = options.deadline_s * _BACKOFF_SHARE
+    client: ClientConfig = {"timeout": timedelta(seconds=options.request_s)}
+    # obstore itself does not look at the variable once it is given any client option.
+    asked = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true", "yes", "on"}
+    client["allow_http"] = asked if options.allow_http is None else options.allow_http
+    retry: RetryConfig = {
+        "max_retries": options.retries,
+        "retry_timeout": timedelta(seconds=options.deadline_s - options.request_s - pause_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=min(_FIRST_PAUSE_S, pause_s)),
+            "max_backoff": timedelta(seconds=pause_s),
+            "base": 2,
+        },
+    }
+    return client, retry
 
 
 def _first_line(error: Exception) -> str:

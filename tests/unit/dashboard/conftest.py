@@ -121,7 +121,9 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
 
 def _published(at_s: float, version: int, chance: random.Random) -> Logged:
     kind, size_bytes = ("delta", int(chance.gauss(390_000, 20_000))) if version else ("full", 1_210_000)
-    event = WeightsPublished(version=version, kind=kind, size_bytes=size_bytes, state_bytes=STATE_BYTES, seconds=0.06)
+    event = WeightsPublished(
+        version=version, kind=kind, size_bytes=size_bytes, state_bytes=STATE_BYTES, seconds=0.06, blocked_s=0.002
+    )
     return Logged(at_s=at_s, process="trainer", event=event)
 
 

@@ -158,8 +158,8 @@ def test_steps_follow_each_other_and_each_commits_once(ledger: Ledger) -> None:
     with pytest.raises(ValueError, match="step 1 is next"):
         ledger.claim_batch(2, 1)
     assert ledger.claim_batch(1, 1)
-    with pytest.raises(ValueError, match="step 1 is not committed"):
-        ledger.claim_batch(2, 1)
+    with pytest.raises(ValueError, match="step 2 is next"):
+        ledger.claim_batch(3, 1)
     ledger.commit_step(1)
     with pytest.raises(ValueError, match="no move from done to done"):
         ledger.commit_step(1)
@@ -167,6 +167,40 @@ def test_steps_follow_each_other_and_each_commits_once(ledger: Ledger) -> None:
         ledger.claim_batch(1, 1)
     progress = ledger.progress()
     assert (progress.steps_done, progress.consumed, progress.ready) == (1, 1, 1)
+
+
+def test_a_step_may_claim_while_the_one_before_is_published_and_not_earlier(ledger: Ledger, tmp_path: Path) -> None:
+    for name in "abcd":
+        fill(ledger, name)
+    first, second = ledger.claim_batch(1, 1), ledger.claim_batch(2, 1)
+    assert [[group.index for group in batch or []] for batch in (first, second)] == [[0], [1]]
+    with pytest.raises(ValueError, match="step 3 cannot claim a batch: step 1 is not committed"):
+        ledger.claim_batch(3, 1)
+    progress = ledger.progress()
+    assert (progress.steps_done, progress.claimed, progress.ready) == (0, 2, 2)
+    with Ledger.open(tmp_path / "ledger.db") as another_process:
+        again = [another_process.claim_batch(step, 1) for step in (1, 2)]
+    assert [[group.index for group in batch or []] for batch in again] == [[0], [1]]
+    ledger.commit_step(1)
+    assert [group.index for group in ledger.claim_batch(3, 1) or []] == [2]
+    with pytest.raises(ValueError, match="step 4 cannot claim a batch: step 2 is not committed"):
+        ledger.claim_batch(4, 1)
+    ledger.commit_step(2)
+    ledger.commit_step(3)
+    assert ledger.claim_batch(4, 1)
+    progress = ledger.progress()
+    assert (progress.steps_done, progress.consumed, progress.claimed) == (3, 3, 1)
+
+
+def test_a_step_that_finds_no_batch_yet_claims_nothing(ledger: Ledger) -> None:
+    fill(ledger, "a")
+    assert ledger.claim_batch(1, 1)
+    assert ledger.claim_batch(2, 1) is None
+    with pytest.raises(ValueError, match="step 2 is next"):
+        ledger.claim_batch(3, 1)
+    ledger.commit_step(1)
+    fill(ledger, "b")
+    assert ledger.claim_batch(2, 1)
 
 
 def test_rewards_are_in_order_of_groups_not_of_ends(ledger: Ledger) -> None:

@@ -33,7 +33,7 @@ EXAMPLES: tuple[Event, ...] = (
         grad_norm=0.5, entropy=0.3, truncated_share=0.01, staleness_sum=800, staleness_tokens=900, staleness_max=2,
         mismatch_tokens=90, mismatch_k1=1e-7, mismatch_k3=3.25e-6, mismatch_p99=0.004,
     ),
-    WeightsPublished(version=3, kind="delta", size_bytes=1000, state_bytes=9000, seconds=0.125),
+    WeightsPublished(version=3, kind="delta", size_bytes=1000, state_bytes=9000, seconds=0.125, blocked_s=0.0),
     WeightsSwapped(version=3, stage_ms=40.5, pause_ms=0.75),
     EngineStats(
         busy_s=0.5, window_s=1.0, generated_tokens=300, prefill_tokens=200, reused_tokens=100, running=8, waiting=1
@@ -75,7 +75,9 @@ def test_a_reader_returns_only_what_is_new(tmp_path: Path) -> None:
 def test_processes_are_merged_in_order_of_time(tmp_path: Path) -> None:
     with EventLog(tmp_path, "engine") as engine, EventLog(tmp_path, "trainer") as trainer:
         for version in range(4):
-            trainer.write(WeightsPublished(version=version, kind="full", size_bytes=1, state_bytes=1, seconds=0.0))
+            trainer.write(
+                WeightsPublished(version=version, kind="full", size_bytes=1, state_bytes=1, seconds=0.0, blocked_s=0.0)
+            )
             engine.write(WeightsSwapped(version=version, stage_ms=1.0, pause_ms=1.0))
     seen = EventReader(tmp_path).new()
     assert [logged.process for logged in seen] == ["trainer", "engine"] * 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from etude.config import TrainerConfig
-from etude.errors import DamagedError
+from etude.errors import DamagedError, DivergedError, InfrastructureError
 from etude.models.qwen3_moe import TINY, Qwen3Moe
 from etude.trainer.checkpoint import KEEP, Checkpoints
 from etude.trainer.policy import PolicyTrainer, sample_share
@@ -76,6 +76,47 @@ def test_an_empty_batch_leaves_the_weights_alone() -> None:
     trainer = make_trainer()
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.step(1, [], num_loss_tokens=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_it_says_once_that_the_weights_are_about_to_change() -> None:
+    trainer = make_trainer()
+    pieces = make_batch(trainer.model)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    seen: list[bool] = []
+
+    def look() -> None:
+        parameters = list(trainer.model.parameters())
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
+        assert any(parameter.grad is not None and parameter.grad.any() for parameter in parameters)
+
+    trainer.step(1, pieces, num_loss_tokens=3, before_update=look)
+    assert seen == [True], "exactly once, with the gradients there and the weights as they were"
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    trainer.step(2, [], num_loss_tokens=0, before_update=look)
+    assert seen == [True], "an empty batch changes nothing, so nobody need wait for it"
+
+
+def test_weights_that_may_not_change_yet_do_not() -> None:
+    trainer = make_trainer()
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+
+    def refuse() -> None:
+        raise InfrastructureError("the version before was not read in time")
+
+    with pytest.raises(InfrastructureError):
+        trainer.step(1, make_batch(trainer.model), num_loss_tokens=3, before_update=refuse)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_says_nothing() -> None:
+    trainer = make_trainer()
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    broken = make_trajectory(trainer.model, [1, 2, 3, 4, 5], 2, float("nan"))
+    calls: list[None] = []
+    with pytest.raises(DivergedError, match="step 1"):
+        trainer.step(1, [(broken,)], num_loss_tokens=2, before_update=lambda: calls.append(None))
+    assert calls == []
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 

@@ -1,58 +1,84 @@
-"""A state's digest sees everything, and impossible tensors are refused at birth."""
+"""States say what they hold, and impossible tensors and regions are refused at birth."""
 
 import hashlib
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.types import TensorSpec
-from etude.weights.state import State, StoredTensor, layout_digest, snapshot, spec_bytes, state_bytes, state_digest
+from etude.weights.elements import ELEMENTS
+from etude.weights.state import (
+    NUMBER_TYPES,
+    Bytes1d,
+    Region,
+    State,
+    StoredTensor,
+    ordered,
+    snapshot,
+    spec_bytes,
+    spec_key,
+    state_bytes,
+)
+
+MATRIX = TensorSpec(name="m", dtype="BF16", shape=(4, 6))
 
 
-def tensor(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> StoredTensor:
+def tensor(name: str, dtype: str, shape: tuple[int, ...], data: bytes, region: Region | None = None) -> StoredTensor:
     spec = TensorSpec(name=name, dtype=dtype, shape=shape)
-    return StoredTensor(spec=spec, data=np.frombuffer(data, np.uint8))
+    return StoredTensor(spec=spec, data=np.frombuffer(data, np.uint8), region=region)
 
 
 def state_of(*tensors: StoredTensor) -> State:
     return {tensor.spec.name: tensor for tensor in tensors}
 
 
-def test_digest_hashes_what_its_docstring_says() -> None:
-    hashed = b"\x0e" + bytes(7) + b'["a","U8",[2]]' + b"xy" + b"\x0e" + bytes(7) + b'["b","F32",[]]' + b"1234"
-    state = state_of(tensor("b", "F32", (), b"1234"), tensor("a", "U8", (2,), b"xy"))
-    assert state_digest(state) == hashlib.sha256(hashed).hexdigest()
-
-
-def test_digest_ignores_the_order_of_insertion() -> None:
-    one, other = tensor("a", "U8", (1,), b"1"), tensor("b", "U8", (1,), b"2")
-    assert state_digest(state_of(one, other)) == state_digest(state_of(other, one))
-
-
-def test_digest_sees_names_types_shapes_bytes_and_boundaries() -> None:
-    states = [
-        state_of(),
-        state_of(tensor("a", "U8", (4,), b"abcd")),
-        state_of(tensor("b", "U8", (4,), b"abcd")),
-        state_of(tensor("a", "I8", (4,), b"abcd")),
-        state_of(tensor("a", "U8", (2, 2), b"abcd")),
-        state_of(tensor("a", "U8", (4,), b"abce")),
-        state_of(tensor("a", "U8", (2,), b"ab"), tensor("b", "U8", (2,), b"cd")),
-        state_of(tensor("a", "U8", (4,), b"abcd"), tensor("b", "U8", (0,), b"")),
-        state_of(tensor("a", "U8", (), b"a")),
-        state_of(tensor("a", "U8", (1,), b"a")),
+def indices(region: Region) -> list[int]:
+    """The canonical indices in a region, as its docstring defines them."""
+    return [
+        region.offset + (place // region.width) * region.stride + place % region.width for place in range(region.count)
     ]
-    assert len({state_digest(state) for state in states}) == len(states)
 
 
-def test_layout_digest_sees_all_but_the_bytes() -> None:
-    one = state_of(tensor("a", "U8", (2,), b"ab"))
-    assert layout_digest(one) == layout_digest(state_of(tensor("a", "U8", (2,), b"cd")))
-    assert layout_digest(one) != layout_digest(state_of(tensor("a", "U8", (2, 1), b"ab")))
+# ── regions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_state_bytes_counts_tensor_bytes() -> None:
-    assert state_bytes(state_of(tensor("a", "F32", (2,), bytes(8)), tensor("b", "BF16", (), bytes(2)))) == 10
+def test_columns_are_a_region() -> None:
+    region = Region(offset=2, width=2, stride=10, rows=8)
+    inside = np.zeros((8, 10), bool)
+    inside[:, 2:4] = True
+    assert indices(region) == np.flatnonzero(inside).tolist()
+    assert (region.count, region.end) == (16, 74)
+
+
+@given(offset=st.integers(0, 99), width=st.integers(0, 9), margin=st.integers(0, 9), rows=st.integers(0, 9))
+def test_a_region_ends_after_its_last_number(offset: int, width: int, margin: int, rows: int) -> None:
+    region = Region(offset=offset, width=width, stride=width + margin, rows=rows)
+    places = indices(region)
+    assert len(set(places)) == len(places) == region.count
+    assert region.end == max(places, default=offset - 1) + 1
+    assert places == sorted(places)
+
+
+def test_a_run_is_a_region() -> None:
+    assert indices(Region.run(3, 7)) == [3, 4, 5, 6]
+    assert Region.run(3, 7).end == 7
+    assert Region.run(5, 5).count == 0
+
+
+@pytest.mark.parametrize(
+    "fields", [(-1, 1, 1, 1), (0, -1, 1, 1), (0, 1, -1, 1), (0, 1, 1, -1), (0, 3, 2, 2), (0, 2**70, 1, 2)]
+)
+def test_runs_that_overlap_or_count_from_below_zero_are_no_region(fields: tuple[int, int, int, int]) -> None:
+    offset, width, stride, rows = fields
+    with pytest.raises(ValueError, match="is no region"):
+        Region(offset=offset, width=width, stride=stride, rows=rows)
+    with pytest.raises(ValueError, match="is no region"):
+        Region.run(3, 2)
+
+
+# ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -62,12 +88,37 @@ def test_spec_bytes(dtype: str, shape: tuple[int, ...], size: int) -> None:
     assert spec_bytes(TensorSpec(name="w", dtype=dtype, shape=shape)) == size
 
 
+@pytest.mark.parametrize("dtype", sorted(ELEMENTS))
+def test_bytes_are_read_as_numbers_of_the_type(dtype: str) -> None:
+    element = ELEMENTS[dtype]
+    size = 3 * element.per_value * element.size_bytes
+    held = tensor("w", dtype, (3,), bytes(range(size)))
+    assert held.numbers.dtype == NUMBER_TYPES[element.size_bytes]
+    assert held.numbers.tobytes() == bytes(range(size))
+    assert held.held == Region.run(0, 3 * element.per_value)
+    assert np.shares_memory(held.numbers, held.data)
+
+
+def test_a_part_is_described_by_the_whole_and_a_region() -> None:
+    region = Region(offset=1, width=2, stride=6, rows=4)
+    part = tensor("m", "BF16", (4, 6), bytes(16), region)
+    assert part.held == region
+    assert len(part.numbers) == 8
+
+
+def test_types_of_eight_bytes_are_counted_twice() -> None:
+    part = tensor("n", "I64", (3,), bytes(12), Region.run(1, 4))
+    assert len(part.numbers) == 3
+    assert tensor("n", "F64", (3,), bytes(24)).held == Region.run(0, 6)
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "data", "message"),
     [
         ("float32", (1,), bytes(4), "unknown dtype 'float32'"),
         ("F32", (2,), bytes(7), "is 8 bytes, got 7"),
         ("F32", (-1,), b"", "impossible shape"),
+        ("F32", (-1, -1), bytes(4), "impossible shape"),
         ("U8", (0, 2**63), b"", "impossible shape"),
     ],
 )
@@ -76,20 +127,72 @@ def test_impossible_tensors_are_refused(dtype: str, shape: tuple[int, ...], data
         tensor("w", dtype, shape, data)
 
 
+@pytest.mark.parametrize(
+    ("region", "size", "message"),
+    [
+        (Region.run(20, 24), 10, "of which .* is held, is 8 bytes, got 10"),
+        (Region.run(20, 25), 10, "reaches beyond its 48 bytes"),
+        (Region(offset=5, width=2, stride=6, rows=4), 16, "reaches beyond its 48 bytes"),
+        (Region.run(25, 25), 0, "reaches beyond its 48 bytes"),
+        (Region.run(0, 12), 48, "is 24 bytes, got 48"),
+    ],
+)
+def test_impossible_parts_are_refused(region: Region, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StoredTensor(spec=MATRIX, data=np.zeros(size, np.uint8), region=region)
+
+
 @pytest.mark.parametrize("data", [np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2], np.zeros(4, np.int8)])
-def test_bytes_must_be_flat_and_contiguous(data: np.ndarray) -> None:
+def test_bytes_must_be_flat_and_contiguous(data: Bytes1d) -> None:
     with pytest.raises(ValueError, match="pass its raw bytes"):
         StoredTensor(spec=TensorSpec(name="w", dtype="U8", shape=(4,)), data=data)
 
 
+# ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_state_bytes_counts_what_is_held() -> None:
+    part = tensor("m", "BF16", (4, 6), bytes(16), Region(offset=1, width=2, stride=6, rows=4))
+    assert state_bytes(state_of(tensor("a", "F32", (2,), bytes(8)), part)) == 24
+
+
+def test_tensors_are_ordered_by_name() -> None:
+    names = ["b", "a", "ä", "B", "a.1"]
+    state = state_of(*(tensor(name, "U8", (), b"1") for name in names))
+    assert [tensor.spec.name for tensor in ordered(state)] == ["B", "a", "a.1", "b", "ä"]
+
+
 def test_a_tensor_under_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match="'a' is filed under 'b'"):
-        state_digest({"b": tensor("a", "U8", (1,), b"1")})
+        ordered({"b": tensor("a", "U8", (1,), b"1")})
 
 
-def test_snapshot_survives_training_in_place() -> None:
+def test_a_snapshot_survives_training_in_place() -> None:
     live = np.zeros(4, np.uint8)
-    state = state_of(StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=()), data=live))
-    kept, digest = snapshot(state), state_digest(state)
+    region = Region.run(1, 2)
+    state = state_of(
+        StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=(3,)), data=live, region=region),
+        StoredTensor(spec=TensorSpec(name="v", dtype="F32", shape=()), data=live),
+    )
+    kept = snapshot(state)
     live[0] = 1
-    assert state_digest(kept) == digest != state_digest(state)
+    assert [tensor.data.tolist() for tensor in kept.values()] == [[0, 0, 0, 0]] * 2
+    assert [tensor.region for tensor in kept.values()] == [region, None]
+
+
+def test_the_key_of_a_tensor_is_what_its_docstring_says() -> None:
+    expected = hashlib.sha256(b'["m","BF16",[4,6]]').digest()[:8]
+    assert spec_key(MATRIX) == int.from_bytes(expected, "little")
+
+
+def test_name_type_and_shape_all_count_in_the_key() -> None:
+    specs = [
+        MATRIX,
+        TensorSpec(name="n", dtype="BF16", shape=(4, 6)),
+        TensorSpec(name="m", dtype="F16", shape=(4, 6)),
+        TensorSpec(name="m", dtype="BF16", shape=(6, 4)),
+        TensorSpec(name="m", dtype="BF16", shape=(24,)),
+        TensorSpec(name="m", dtype="BF16", shape=()),
+    ]
+    assert len({spec_key(spec) for spec in specs}) == len(specs)
+    assert all(0 <= spec_key(spec) < 2**64 for spec in specs)

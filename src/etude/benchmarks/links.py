@@ -1,0 +1,86 @@
+"""What a long-distance link does to packets: rate, delay, loss, a bounded queue; as arithmetic, without a clock.
+
+A link is a first-in-first-out line of fixed rate followed by a fixed delay, so when a packet will arrive is known the
+moment it is sent. Moving real packets at those times is ``router.py``'s.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import final
+
+LOSS_SEED = "etude-wan"
+"""Keeps the losses of links apart from whatever else is drawn from the same seed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkShape:
+    """One direction of a link. Raises ``ValueError`` for values that no link has."""
+
+    delay_s: float
+    """From the end of transmission to arrival."""
+    bits_per_s: float
+    loss: float
+    """Share of the packets that are lost, each independently of the others and whatever its size."""
+    queue_bytes: int
+    """What may wait for transmission; what comes on top is dropped."""
+
+    def __post_init__(self) -> None:
+        if self.delay_s < 0 or self.bits_per_s <= 0 or not 0 <= self.loss < 1 or self.queue_bytes < 1:
+            raise ValueError(f"{self}: delays are not negative, rates and queues positive, losses in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one direction of a link has carried so far, IP headers included."""
+
+    packets: int = 0
+    """Sent into the link, delivered or not."""
+    size_bytes: int = 0
+    """Of those packets: what the sender is billed for."""
+    lost: int = 0
+    """Packets lost at random."""
+    dropped: int = 0
+    """Packets that found the queue full."""
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What came after ``before``."""
+        return Traffic(
+            packets=self.packets - before.packets,
+            size_bytes=self.size_bytes - before.size_bytes,
+            lost=self.lost - before.lost,
+            dropped=self.dropped - before.dropped,
+        )
+
+
+@final
+class Link:
+    """One direction between two sites; ``seed`` decides which packets are lost."""
+
+    def __init__(self, shape: LinkShape, seed: str) -> None:
+        self._shape = shape
+        self._random = random.Random(f"{LOSS_SEED} {seed}")
+        self._idle_s = 0.0
+        self._packets = self._size_bytes = self._lost = self._dropped = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What it has carried so far."""
+        return Traffic(packets=self._packets, size_bytes=self._size_bytes, lost=self._lost, dropped=self._dropped)
+
+    def send(self, size_bytes: int, now_s: float) -> float | None:
+        """Take a packet at ``now_s``, which never runs backwards; returns when it arrives, ``None`` if it never does.
+
+        Arrivals come in the order of sending.
+        """
+        shape = self._shape
+        self._packets += 1
+        self._size_bytes += size_bytes
+        waiting_bytes = max(0.0, self._idle_s - now_s) * shape.bits_per_s / 8
+        if waiting_bytes + size_bytes > shape.queue_bytes:
+            self._dropped += 1
+            return None
+        self._idle_s = max(self._idle_s, now_s) + size_bytes * 8 / shape.bits_per_s
+        if self._random.random() < shape.loss:  # lost on the way: it took its time on the line all the same
+            self._lost += 1
+            return None
+        return self._idle_s + shape.delay_s

@@ -1,0 +1,372 @@
+"""The exponent-class codec: where a weight may change is told by what it was.
+
+An update of an Adam-like optimiser is about as large for small weights as for large ones, but the spacing of floats
+doubles with every exponent. So the chance that a weight changes halves from one exponent to the next larger one, and
+the receiver knows all old exponents. ``classwalk.py`` sorts numbers into 16 classes by old exponent and counts each
+change's gap in numbers of its own class. Inside a class, changes fall like coin tosses: gaps are geometric, and the
+binary digits of a geometric variable are independent. So a gap is a quotient around 1, in unary, two digits below it,
+all decisions with models of their own, and the digits below those, which are nearly fair coins, as plain bits. Steps
+are Elias-gamma codes with modelled length and leading digit, and a plain sign.
+
+    body = top: u8 | words: u32[], decisions from the front and plain bits from the back
+
+The plain bits of a class begin with how many changes it has and how many digits of its gaps are plain; all of a class
+comes before the next class, and what was learnt in one is the first guess in the next.
+
+This file owns the body of a ``CLASSES`` frame. Bits and models are ``rangecoder.py``'s; headers, digests and the
+choice of a codec are ``frames.py``'s. Legend: n numbers of a chunk, k changed ones.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from etude.errors import DamagedError
+from etude.weights.classwalk import (
+    CLASSES,
+    FAR,
+    Counts,
+    Found,
+    Gaps,
+    Grid,
+    Pending,
+    Placed,
+    Tally,
+    find_events,
+    find_positions,
+    grid_of,
+    in_blocks,
+    sample_exponents,
+)
+from etude.weights.elements import Element
+from etude.weights.kernels import Positions, Steps, apply_steps, fold_of, readonly
+from etude.weights.rangecoder import (
+    Models,
+    Reader,
+    Register,
+    Words,
+    Writer,
+    begin_reading,
+    begin_writing,
+    finish_writing,
+    fresh_models,
+    inherit,
+    is_whole,
+    read,
+    read_plain,
+    write,
+    write_plain,
+)
+from etude.weights.state import Numbers
+from etude.weights.vectors import LANES, borrowing, inlined
+
+Pieces: TypeAlias = Sequence[Numbers]
+"""The numbers of a chunk: arrays of one type, to be read as if they were one."""
+
+MAX_NUMBERS = 1 << 26
+"""Largest chunk: what the width below can count."""
+COUNT_BITS = 27
+SHIFT_BITS = 5
+
+TOP_SHARE = 0.02
+"""The top exponent is the largest that so many elements reach: a few outliers need no class of their own."""
+SAMPLE = 1 << 14
+"""Numbers looked at to find it."""
+
+GAP_SAMPLE = 512
+"""Gaps of a class looked at to find how many of their digits to leave plain."""
+DIGITS = 2
+"""Modelled digits of a gap. Another one would save 0.1 % and cost a fifth of the decisions."""
+QUOTIENT_MODELS = 8
+QUOTIENT_LIMIT = 12
+"""What a quotient exceeds this by is spelt out, so that one huge gap among small ones is not a million decisions."""
+DIGIT_MODEL = QUOTIENT_MODELS
+LENGTH_MODEL = DIGIT_MODEL + DIGITS
+LEADING_MODEL = LENGTH_MODEL + 32
+MODELS = LEADING_MODEL + 32
+
+WORDS_PER_EVENT = 64
+"""More than any event takes: 12 + 2 + 33 + 1 decisions and 1 + 27 + 27 + 31 plain bits."""
+SPARE_WORDS = 128
+"""Room for what is not an event: the head of each class, the last words of both ends, and to spare."""
+
+
+class Events(NamedTuple):
+    """Events in order of class, as they are coded."""
+
+    counts: Counts
+    """[CLASSES] events of each class."""
+    shifts: Counts
+    """[CLASSES] plain digits of its gaps."""
+    gaps: Gaps
+    """[k]"""
+    steps: Steps
+    """[k]"""
+
+
+def encode_classes(old: Pieces, new: Pieces, element: Element) -> bytes:
+    """The body that turns ``old`` into ``new``.
+
+    Raises ``ValueError`` for types without an exponent, pieces of unequal lengths and more than 2^26 numbers.
+    """
+    grid = grid_of(element, top_exponent(old, element))
+    total = sum(len(piece) for piece in old)
+    if [len(piece) for piece in old] != [len(piece) for piece in new] or total > MAX_NUMBERS:
+        raise ValueError(
+            f"old and new must be pieces of the same lengths with at most {MAX_NUMBERS} numbers; got {total} "
+            f"and {sum(len(piece) for piece in new)} in {len(old)} and {len(new)} pieces"
+        )
+    return bytes([grid.top]) + coded(events_between(old, new, grid))
+
+
+def decode_classes(body: memoryview, base: Pieces, element: Element, changed: int) -> tuple[Positions, Steps]:
+    """The k = ``changed`` changes that a body makes to ``base``, which is only read: positions and steps.
+
+    Raises ``DamagedError`` if the body is not what ``encode_classes`` makes for such a base.
+    """
+    total = sum(len(piece) for piece in base)
+    if not 0 <= changed <= total:
+        raise DamagedError(f"a frame of {total} numbers claims {changed} changes; fetch it again")
+    if len(body) % 4 != 1:
+        raise DamagedError(f"a CLASSES body of {len(body)} bytes is cut off; fetch it again")
+    words = np.frombuffer(bytes(body[1:]), "<u4")
+    events = Events(np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64), *_room(changed))
+    if not decode_events(words, fresh_models(MODELS), events, element.mantissa_bits + element.exponent_bits, total):
+        raise DamagedError(f"the words of a CLASSES body of {len(body)} bytes are no events; fetch it again")
+    placed = Placed(*_room(changed), np.zeros(1, np.int64))
+    found = locate(events, base, grid_of(element, body[0]), placed)
+    if found != changed:
+        raise DamagedError(
+            f"only {found} of {changed} changes lie inside the {total} numbers; is the base another one?"
+        )
+    return placed.positions, placed.steps
+
+
+def apply_classes(body: memoryview, pieces: Pieces, element: Element, changed: int) -> Positions:
+    """Make the k = ``changed`` changes of a body in place; return their positions.
+
+    Raises ``DamagedError`` like ``decode_classes``, and nothing is written then.
+    """
+    positions, steps = decode_classes(body, pieces, element, changed)
+    start = 0
+    for piece, first, last in _cut(positions, pieces):
+        apply_steps(piece, start, positions[first:last], steps[first:last], fold_of(element))
+        start += len(piece)
+    return positions
+
+
+def top_exponent(pieces: Pieces, element: Element) -> int:
+    """The largest exponent that at least 2 % of a sample reach."""
+    histogram = np.zeros(256, np.int64)
+    stride = max(1, sum(len(piece) for piece in pieces) // SAMPLE)
+    for piece in pieces:
+        sample_exponents(readonly(piece), stride, grid_of(element, 0), histogram)
+    reached = histogram[::-1].cumsum()[::-1]
+    return int(np.flatnonzero(reached >= max(1.0, TOP_SHARE * reached[0]))[-1]) if reached[0] else 0
+
+
+def events_between(old: Pieces, new: Pieces, grid: Grid) -> Events:
+    """All events of a chunk, sorted by class.
+
+    Reserves room for every number to have changed; the system gives memory only for what is written.
+    """
+    total = sum(len(piece) for piece in old)
+    found = Found(np.empty(total, np.uint8), *_room(total), np.zeros(1, np.int64))
+    tally = Tally(np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64), np.empty(CLASSES, np.uint64))
+    for before, after in zip(old, new, strict=True):
+        for (old_part, length), (new_part, _) in zip(in_blocks(before), in_blocks(after), strict=True):
+            find_events(old_part, new_part, length, grid, tally, found)
+    count = int(found.counter[0])
+    counts = np.bincount(found.classes[:count], minlength=CLASSES).astype(np.int64)
+    events = Events(counts, np.zeros(CLASSES, np.int64), *_room(count))
+    sort_by_class(found, counts.cumsum() - counts, events)
+    return events._replace(shifts=_shifts(events))
+
+
+def _shifts(events: Events) -> Counts:
+    """[CLASSES] digits of each class's gaps to leave plain: so many that the quotient is around 1.
+
+    Goes by the mean logarithm of some gaps, so that a few huge ones count little; for a geometric variable, the
+    logarithm of its mean is larger by γ / ln 2.
+    """
+    shifts = np.zeros(CLASSES, np.int64)
+    ends = events.counts.cumsum()
+    for each in np.flatnonzero(events.counts).tolist():
+        count = int(events.counts[each])
+        gaps = events.gaps[ends[each] - count : ends[each] : 1 + count // GAP_SAMPLE]
+        level = float(np.log2(gaps + 0.5).mean()) + float(np.euler_gamma) / math.log(2)
+        shifts[each] = max(round(level) + 1 - DIGITS, 0)
+    return shifts
+
+
+def _room(count: int) -> tuple[Positions, Steps]:
+    return np.empty(count, np.uint32), np.empty(count, np.int32)
+
+
+def coded(events: Events, words_per_event: int = 1) -> bytes:
+    """Events → words. Tries again with more room in the rare case that they take more than expected."""
+    while True:
+        words = np.empty(SPARE_WORDS + words_per_event * len(events.gaps), np.uint32)
+        front, back = encode_events(events, fresh_models(MODELS), words)
+        if front + back <= len(words):
+            return words[:front].tobytes() + words[len(words) - back :].tobytes()
+        words_per_event = 4 * words_per_event + 1
+
+
+def locate(events: Events, base: Pieces, grid: Grid, placed: Placed) -> int:
+    """Put the changes that events make to a base where they go; return how many of them lie inside."""
+    ends = events.counts.cumsum()
+    following = ends - events.counts
+    remaining = np.full(CLASSES, FAR, np.int64)
+    present = np.flatnonzero(events.counts)
+    remaining[present] = events.gaps[following[present]]
+    room = np.empty(CLASSES, np.uint64), np.empty(LANES, np.int32)
+    pending = Pending(events.gaps, events.steps, following, ends, remaining, *room)
+    start = 0
+    for piece in base:
+        for part, length in in_blocks(piece):
+            find_positions(part, start, length, grid, pending, placed)
+            start += length
+    return int(placed.counter[0])
+
+
+def _cut(positions: Positions, pieces: Pieces) -> Iterator[tuple[Numbers, int, int]]:
+    """Each piece and the range of changes that lie in it."""
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    first = 0
+    for piece, last in zip(pieces, np.searchsorted(positions, ends).tolist(), strict=True):
+        yield piece, first, last
+        first = last
+
+
+@borrowing
+def sort_by_class(found: Found, places: Counts, events: Events) -> None:
+    """Order of position → order of class, and of position within each, from where ``places`` says that each begins."""
+    classes, gaps, steps, _ = found
+    _, _, sorted_gaps, sorted_steps = events
+    for event in range(len(sorted_gaps)):
+        place = places[classes[event]]
+        places[classes[event]] = place + 1
+        sorted_gaps[place] = gaps[event]
+        sorted_steps[place] = steps[event]
+
+
+@borrowing
+def encode_events(events: Events, models: Models, words: Words) -> tuple[int, int]:
+    """Events → words; returns how many at the front and at the back. Together more than there are: it did not fit."""
+    counts, shifts, gaps, steps = events
+    writer = begin_writing()
+    event = 0
+    for each in range(CLASSES):
+        writer = write_plain(writer, words, counts[each], COUNT_BITS)
+        writer = write_plain(writer, words, shifts[each], SHIFT_BITS)
+        inherit(models)
+        for _ in range(counts[each]):
+            if writer.at + writer.back + WORDS_PER_EVENT > words.size:
+                return words.size, words.size
+            writer = _write_gap(writer, words, models, np.int64(gaps[event]), shifts[each])
+            writer = _write_step(writer, words, models, np.int64(steps[event]))
+            event += 1
+    return finish_writing(writer, words)
+
+
+@borrowing
+def decode_events(words: Words, models: Models, events: Events, sign_bit: int, total: int) -> bool:
+    """Words → events, which have room for exactly those that are expected; numbers are ``sign_bit`` + 1 bits wide.
+
+    Returns whether the words are these events and no more. Whatever they are, it ends after so many events.
+    """
+    counts, shifts, gaps, steps = events
+    reader = begin_reading(words)
+    event = 0
+    for each in range(CLASSES):
+        reader, counts[each] = read_plain(reader, words, COUNT_BITS)
+        reader, shifts[each] = read_plain(reader, words, SHIFT_BITS)
+        if counts[each] > gaps.size - event or shifts[each] > COUNT_BITS - DIGITS:
+            return False
+        inherit(models)
+        rank = np.int64(0)
+        for _ in range(counts[each]):
+            reader, gap = _read_gap(reader, words, models, shifts[each])
+            reader, step = _read_step(reader, words, models, sign_bit)
+            rank += gap + 1
+            if rank > total or step == 0:
+                return False
+            gaps[event] = gap
+            steps[event] = step
+            event += 1
+    return event == gaps.size and is_whole(reader, words)
+
+
+@inlined
+def _write_gap(writer: Writer, words: Words, models: Models, gap: Register, shift: Register) -> Writer:
+    """A gap is (quotient · 4 + digits) · 2^shift + plain bits."""
+    quotient = gap >> (shift + DIGITS)
+    count = 0
+    while count < QUOTIENT_LIMIT:
+        is_more = np.int64(quotient > count)
+        writer = write(writer, words, models, min(count, QUOTIENT_MODELS - 1), is_more)
+        if not is_more:
+            break
+        count += 1
+    if count == QUOTIENT_LIMIT:
+        writer = write_plain(writer, words, quotient - QUOTIENT_LIMIT, COUNT_BITS)
+    for digit in range(DIGITS):
+        writer = write(writer, words, models, DIGIT_MODEL + digit, (gap >> (shift + digit)) & 1)
+    return write_plain(writer, words, gap & ((1 << shift) - 1), shift)
+
+
+@inlined
+def _read_gap(reader: Reader, words: Words, models: Models, shift: Register) -> tuple[Reader, Register]:
+    """The inverse of ``_write_gap``."""
+    quotient = np.int64(0)
+    while quotient < QUOTIENT_LIMIT:
+        reader, is_more = read(reader, words, models, min(quotient, QUOTIENT_MODELS - 1))
+        if not is_more:
+            break
+        quotient += 1
+    if quotient == QUOTIENT_LIMIT:
+        reader, excess = read_plain(reader, words, COUNT_BITS)
+        quotient += excess
+    digits = np.int64(0)
+    for digit in range(DIGITS):
+        reader, bit = read(reader, words, models, DIGIT_MODEL + digit)
+        digits |= bit << digit
+    reader, rest = read_plain(reader, words, shift)
+    return reader, (((quotient << DIGITS) | digits) << shift) | rest
+
+
+@inlined
+def _write_step(writer: Writer, words: Words, models: Models, step: Register) -> Writer:
+    """A sign, then how many bits the size has after its first one, then these bits."""
+    size = abs(step)
+    writer = write_plain(writer, words, step < 0, 1)
+    length = 0
+    while size >> (length + 1):
+        writer = write(writer, words, models, LENGTH_MODEL + length, 1)
+        length += 1
+    writer = write(writer, words, models, LENGTH_MODEL + length, 0)
+    if length:
+        writer = write(writer, words, models, LEADING_MODEL + length, (size >> (length - 1)) & 1)
+        writer = write_plain(writer, words, size & ((1 << (length - 1)) - 1), length - 1)
+    return writer
+
+
+@inlined
+def _read_step(reader: Reader, words: Words, models: Models, sign_bit: Register) -> tuple[Reader, Register]:
+    """The inverse of ``_write_step``; 0 for a step that no number of this width can make."""
+    reader, is_negative = read_plain(reader, words, 1)
+    length = 0
+    is_longer = 1
+    while is_longer and length <= sign_bit:
+        reader, is_longer = read(reader, words, models, LENGTH_MODEL + length)
+        length += is_longer
+    size = np.int64(1) << length
+    if length:
+        reader, leading = read(reader, words, models, LEADING_MODEL + min(length, sign_bit))
+        reader, rest = read_plain(reader, words, length - 1)
+        size |= (leading << (length - 1)) | rest
+    is_possible = size - is_negative < np.int64(1) << sign_bit
+    return reader, (-size if is_negative else size) if is_possible else 0

@@ -1,0 +1,180 @@
+"""One copy of every version per region: a log followed into a store that is nearer to its readers.
+
+    origin ══ long distance, once ══▶ relay ──▶ the region's store ──▶ receiver
+                                                                  └──▶ receiver …
+
+A relay holds no weights. It copies records as they are, signatures included, and packs after checking them, each
+before the record that names it; so a region's store is a log in its own right, always some version of the origin's.
+Merged links are made anew from what is already there rather than fetched. Any number of relays may serve one region:
+they write the same objects.
+"""
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Self, final
+
+from etude.errors import DamagedError, FencedError
+from etude.types import WeightPack, WeightVersion
+from etude.weights.compact import Compactor
+from etude.weights.log import WeightLog
+from etude.weights.plan import Edge, LinkSpeed, plan
+from etude.weights.records import Link, commit_key, link_key, parse_record
+from etude.weights.shelf import create
+
+LOOK_S = 5.0
+"""How often the origin is looked at as a whole; in between only the version that should come next is asked for."""
+
+
+@final
+class Relay:
+    """Copies ``origin`` to ``region``; for one thread at a time."""
+
+    def __init__(self, origin: WeightLog, region: WeightLog, *, connections: int = 16) -> None:
+        self._origin = origin
+        self._region = region
+        self._compactor = Compactor(region)
+        self._copied: set[str] = set()
+        self._held: int | None = None
+        self._looked_s = -LOOK_S
+        self._threads = ThreadPoolExecutor(connections, "relay")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop all threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def prefetch(self) -> int:
+        """Copy what has been announced of the next version, before it is committed; returns the bytes copied."""
+        newest = self._region.latest()
+        announced = self._origin.announced(0 if newest is None else newest + 1)
+        return self._copy_packs(pack for announcement in announced for pack in announcement.packs)
+
+    def advance(self) -> int | None:
+        """Copy everything up to the origin's newest version and return it; ``None`` while there is none.
+
+        Each version is visible in the region as soon as it is complete. Raises
+        :class:`~etude.errors.DamagedError` when the origin has no sound way to its newest version,
+        :class:`~etude.errors.FencedError` when the region holds another log.
+        """
+        if self._held is not None and not self._is_due_for_a_look():
+            with suppress(DamagedError):  # whatever is unusual is left to a look at everything
+                while self._copy_next(self._held):
+                    self._held += 1
+                return self._held
+        held = self._newest_sound()
+        target = self._origin.latest(after=held)
+        if held is not None:
+            self._require_same(held)
+        if target is None or target == held:
+            self._held = held
+            return held
+        broken: frozenset[tuple[int | None, int]] = frozenset()
+        while held != target:
+            edge = plan(self._origin.edges(held, target, broken), target, held, LinkSpeed()).edges[0]
+            try:
+                self._copy_edge(edge)
+                held = edge.target
+            except DamagedError:
+                broken |= {(edge.source, edge.target)}  # the plan says so when there is no other way
+        self._copied.clear()
+        with suppress(DamagedError):  # links are a convenience
+            self._compactor.after(target)
+        self._held = target
+        return target
+
+    def _is_due_for_a_look(self) -> bool:
+        """Whether to look at everything again, rather than for the next version alone."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S:
+            return False
+        self._looked_s = now_s
+        return True
+
+    def _copy_next(self, held: int) -> bool:
+        """Copy the version after ``held``, if it is there: two requests, one after the other.
+
+        Raises :class:`~etude.errors.DamagedError` when it is not simply a sound change of ``held``.
+        """
+        key = commit_key(held + 1)
+        data = self._origin.store.get(key)
+        if data is None:
+            return False
+        record = parse_record(data, WeightVersion, key, self._origin.key)
+        if record.base != held:
+            raise DamagedError(f"weight version {record.version} does not follow version {held}")
+        self._copy_content(record.packs, record.layouts)
+        self._copied.clear()
+        if not create(self._region.store, key, data):
+            raise DamagedError(f"{key} is already in {self._region.store.url}, with other bytes")
+        with suppress(DamagedError):  # links are a convenience
+            self._compactor.after(record.version)
+        return True
+
+    def _require_same(self, version: int) -> None:
+        """Raise :class:`~etude.errors.FencedError` when a version is another at the origin than in the region."""
+        with suppress(DamagedError):  # a damaged record says nothing
+            origin, region = self._origin.read(version), self._region.read(version)
+            if origin is not None and region is not None and origin.digest != region.digest:
+                raise FencedError(
+                    f"weight version {version} is another in {self._region.store.url} than in "
+                    f"{self._origin.store.url}: give each log a regional store of its own"
+                )
+
+    def _newest_sound(self) -> int | None:
+        """The newest version in the region whose record can be read; those above it are copied again."""
+        return next((version for version in reversed(self._region.versions()) if self._is_sound(version)), None)
+
+    def _is_sound(self, version: int) -> bool:
+        try:
+            return self._region.read(version) is not None
+        except DamagedError:
+            return False
+
+    def _copy_edge(self, edge: Edge) -> None:
+        """Packs and layouts, then the record of the link if it is one, then that of the version."""
+        self._copy_content(edge.packs, edge.layouts)
+        if edge.kind != "delta":
+            self._copy_record(Link, link_key(edge.source, edge.target))
+        if not self._copy_record(WeightVersion, commit_key(edge.target)):
+            raise DamagedError(f"version {edge.target} vanished from {self._origin.store.url} while it was copied")
+
+    def _copy_content(self, packs: Iterable[WeightPack], layouts: Iterable[str]) -> None:
+        self._copy_packs(packs)
+        for digest in layouts:
+            layout = self._origin.layout(digest)
+            if layout is None:
+                raise DamagedError(f"layout {digest[:12]} is missing from {self._origin.store.url}")
+            self._region.put_layout(layout)
+
+    def _copy_record(self, kind: type[WeightVersion] | type[Link], key: str) -> bool:
+        """Copy a record, byte for byte, once it has been checked; false when there is none."""
+        data = self._origin.store.get(key)
+        if data is None:
+            return False
+        parse_record(data, kind, key, self._origin.key)
+        if not create(self._region.store, key, data):
+            try:
+                self._region.records.read_again(kind, key)
+            except DamagedError:
+                self._region.store.renew(key, data)  # what lies there nobody can read
+        return True
+
+    def _copy_packs(self, packs: Iterable[WeightPack]) -> int:
+        return sum(self._threads.map(self._copy_pack, {pack.digest: pack for pack in packs}.values()))
+
+    def _copy_pack(self, pack: WeightPack) -> int:
+        if pack.digest in self._copied:
+            return 0
+        self._region.put_pack(self._origin.pack(pack))
+        self._copied.add(pack.digest)
+        return pack.size_bytes

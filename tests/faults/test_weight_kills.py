@@ -1,0 +1,148 @@
+"""Publishers and receivers as processes, killed at any moment, over a log in a local folder."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.weights.digest import state_digest
+from etude.weights.drift import alike, drifting
+from etude.weights.log import WeightLog
+from etude.weights.pull import Receiver
+from etude.weights.retention import collect
+from etude.weights.store import ObjectStore
+
+KILLS = 12
+
+NURSERY = """
+import os, signal, sys
+from concurrent.futures import ThreadPoolExecutor
+from etude.weights.chunks import Layout
+from etude.weights.encoding import DeltaEncoding
+from etude.weights.frames import Codec, parse
+from etude.weights.log import WeightLog
+from etude.weights.publish import Publisher, PublishOptions
+from etude.weights.pull import Receiver
+from etude.weights.drift import alike, drifting
+from etude.weights.share import Share
+from etude.weights.store import ObjectStore
+
+def publish(log):
+    options = PublishOptions(codec="gaps", chunk_numbers=100, pack_bytes=500, encoders=2, uploads=2, anchor_every=5)
+    with Publisher(log, options) as publisher:
+        newest = log.latest()
+        version = 0 if newest is None else newest  # again, as a trainer does that does not know how far it came
+        while True:
+            publisher.publish(drifting(version), version=version, step=version).result(20)
+            version += 1
+
+def receive(log):
+    lease = log.lease(f"reader-{os.getpid()}")
+    with Receiver(log) as receiver:
+        while True:
+            for target in (None, 0, 3, None, 1):
+                receiver.prefetch()
+                receiver.advance(target)
+                lease.renew(receiver.version)
+                if not alike(receiver.weights().state, drifting(receiver.version)):
+                    os._exit(3)
+
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+share, target = Share.copy_of(Layout.of(drifting(0)), drifting(0)), drifting(1)
+for chunk in share.layout.chunks:  # compiles all there is to compile, once for all children
+    move = share.advance(chunk, target, Codec.GAPS)
+    other = Share.empty(share.layout)
+    other.apply(chunk, parse(share.full(chunk)))
+    if move:
+        share.undo(move)
+        share.apply(chunk, parse(move.frame))
+print("ready", flush=True)
+for line in sys.stdin:
+    role, folder = line.split()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            {"publish": publish, "receive": receive}[role](WeightLog(ObjectStore(folder)))
+        finally:
+            os._exit(2)
+    print(pid, flush=True)
+"""
+"""Forks a child for each line of its input, so that not each of them has to import and compile everything."""
+
+Start = Callable[[str, Path], int]
+"""Starts a process in a role over a folder and gives its id."""
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    children, lines = process.stdin, process.stdout
+    assert children is not None and lines is not None
+    assert lines.readline() == "ready\n"
+
+    def fork(role: str, folder: Path) -> int:
+        children.write(f"{role} {folder}\n")
+        return int(lines.readline())
+
+    yield fork
+    children.close()
+    assert process.wait(10) == 0
+    lines.close()
+
+
+def kill(pid: int, after_s: float) -> None:
+    """Let a process run for a while; it must not end by itself."""
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)  # fails if it is gone
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.001)
+
+
+def assert_sound(log: WeightLog, first: int) -> int | None:
+    """Every version from ``first`` on can be had, bit for bit; returns the newest."""
+    with Receiver(log) as receiver:
+        for version in [version for version in log.versions() if version >= first]:
+            assert receiver.advance(version).faults == ()
+            held = receiver.weights()
+            assert held.digest == state_digest(held.state)
+            assert alike(held.state, drifting(version))
+        return receiver.version
+
+
+def test_killed_publishers_leave_a_log_that_the_next_one_goes_on_with(start: Start, tmp_path: Path) -> None:
+    draw, log = random.Random(11), WeightLog(ObjectStore(str(tmp_path)))
+    newest = 0
+    for _ in range(KILLS):
+        kill(start("publish", tmp_path), draw.uniform(0.05, 0.25))
+        newest = assert_sound(log, newest) or newest
+    assert newest > KILLS
+    assert log.versions() == list(range(newest + 1))
+
+
+def test_killed_receivers_leave_no_trace_but_leases(start: Start, tmp_path: Path) -> None:
+    draw, store = random.Random(12), ObjectStore(str(tmp_path))
+    log = WeightLog(store)
+    while len(log.versions()) < 6:
+        kill(start("publish", tmp_path), 0.3)
+    kept = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
+    for _ in range(KILLS):
+        kill(start("receive", tmp_path), draw.uniform(0.02, 0.2))
+        assert {folder: store.list(folder) for folder in kept} == kept
+    assert_sound(log, 0)
+    assert 0 < len(store.list("leases")) <= 3 * KILLS
+    time.sleep(0.02)
+    collect(log, keep=0, grace_s=0.01, lease_s=0.01)
+    assert store.list("leases") == []
+    assert assert_sound(log, 0) is not None
