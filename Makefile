@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+NAME ?= loop
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,10 +31,10 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
 
-bench-setup: .venv/bench.stamp ## prepare the contestants: étude alone today, so only the bench extra in .venv
+bench-setup: .venv/bench.stamp ## prepare the contestants of the benches, in .venv
 
-bench: bench-setup ## measure the loop, print one JSON object
-	@$(BIN)/etude bench loop --json $(ARGS)
+bench: bench-setup ## measure, print one JSON object; NAME=loop, weights or sync
+	@$(BIN)/etude bench $(NAME) --json $(ARGS)
 
 clean: ## remove .venv, caches and build output; runs/ is yours and stays
 	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info

@@ -107,6 +107,9 @@ def _add_weights(commands: "Commands[argparse.ArgumentParser]") -> None:
     for action in ("pull", "export"):
         parsers[action].add_argument("out", type=Path, help="folder to write")
         parsers[action].add_argument("--version", type=int, help="weight version (default: the newest)")
+    parsers["pull"].add_argument(
+        "--versions", action="store_true", help="extend a folder of weight_vNNNNNN deltas, as SGLang and slime read it"
+    )
     parsers["repair"].add_argument("--mirror", help="another store of the same log to take sound objects from")
     parsers["gc"].add_argument("--keep", type=int, default=64, help="versions before the newest that stay anyway")
     parsers["gc"].add_argument("--grace-s", type=float, default=3600.0, help="age from which unused objects go")
@@ -227,7 +230,8 @@ def _weights(options: argparse.Namespace) -> int:
         case "repair":
             weights.repair_store(log, options.mirror, console)
         case "pull":
-            weights.pull_store(log, options.out, options.version, console)
+            pull = weights.extend_folder if options.versions else weights.pull_store
+            pull(log, options.out, options.version, console)
         case "gc":
             weights.collect_store(
                 log, keep=options.keep, grace_s=options.grace_s, dry_run=options.dry_run, console=console

@@ -24,13 +24,14 @@ from etude.tokens.chat import ChatTemplate
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.interop.checkpoint import write_checkpoint
+from etude.weights.interop.version_folder import write_delta, write_full
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver, pull
 from etude.weights.relay import Relay
 from etude.weights.repair import repair
 from etude.weights.replica import PulledWeights
 from etude.weights.retention import collect
-from etude.weights.state import state_bytes
+from etude.weights.state import snapshot, state_bytes
 from etude.weights.verify import verify
 
 POLL_S = 0.1
@@ -109,6 +110,27 @@ def pull_store(log: WeightLog, out: Path, version: int | None, console: Console)
         f"version {pulled.version} ({pulled.digest[:12]}): {arrival.size_bytes:,} bytes fetched for {size:,} in "
         f"{arrival.seconds:.1f} s → {out}"
     )
+
+
+def extend_folder(log: WeightLog, root: Path, version: int | None, console: Console) -> None:
+    """Bring a folder of ``weight_vNNNNNN`` versions, as slime, miles and SGLang read it, up to ``version``.
+
+    An empty one starts with everything; one that has versions gets a delta for each that is missing.
+    """
+    held = max((int(folder.name[-6:]) for folder in root.glob("weight_v" + "[0-9]" * 6)), default=None)
+    with Receiver(log) as receiver:
+        target = log.latest() if version is None else version
+        if held is None:
+            receiver.advance(target)
+            pulled = receiver.weights()
+            console.print(f"{write_full(root, pulled.version, pulled.state)}: everything")
+            return
+        receiver.advance(held)
+        for following in range(held + 1, 1 + (held if target is None else target)):
+            before = snapshot(receiver.weights().state)
+            receiver.advance(following)
+            folder = write_delta(root, following, before, receiver.weights().state)
+            console.print(f"{folder}: what changed since version {following - 1}")
 
 
 def collect_store(log: WeightLog, *, keep: int, grace_s: float, dry_run: bool, console: Console) -> None:
