@@ -131,7 +131,10 @@ with Wan(("a", "b")) as wan:
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert len(pids) == 2
         owner.send_signal(number)
-        owner.wait(20)
+        try:
+            owner.wait(20)
+        finally:
+            owner.kill()
     assert all(gone(pid) for pid in pids)
 
 
