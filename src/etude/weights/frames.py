@@ -369,8 +369,8 @@ def _check_alike(old: Pieces, new: Pieces, element: Element) -> int:
 def _scan_scratch(old: Pieces, new: Pieces, element: Element) -> Changes:
     """As :func:`scan`, but what it returns is overwritten by the next call in this thread."""
     elements = _check_alike(old, new, element)
-    positions = scratch.take("positions", np.uint32, elements)
-    steps = scratch.take("steps", np.int32, elements)
+    positions = scratch.take("positions", np.uint32, elements + 2)
+    steps = scratch.take("steps", np.int32, elements + 2)
     start, count, fold = 0, 0, kernels.fold_of(element)
     for one, other in zip(old, new, strict=True):
         count = kernels.scan(readonly(one), readonly(other), (start, count), fold, positions, steps)

@@ -371,3 +371,12 @@ ROW: Sequence[Json] = ("m", "BF16", [4, 6], 0, 24, 24, 1)
 def test_lying_layouts_are_damage(fields: Json) -> None:
     assert read(orjson.dumps({"chunk_numbers": 7, "parts": [[*ROW]]})) is not None
     assert read(orjson.dumps(fields)) is None
+
+
+def test_tensors_of_more_than_four_billion_numbers_are_cut_like_any_other() -> None:
+    count = 2**33 + 5
+    part = Part(spec=TensorSpec(name="huge", dtype="BF16", shape=(count,)), region=Region.run(0, count))
+    chunks = Layout(parts=(part,)).chunks
+    assert sum(chunk.count for chunk in chunks) == count
+    ((piece, local),) = chunks[-1].local(np.array([0, 4], np.uint32))
+    assert piece.part.indices(local + piece.start).tolist() == [2**33, 2**33 + 4]
