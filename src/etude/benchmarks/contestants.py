@@ -9,7 +9,7 @@ owns how each is called; timing them and judging the figures is ``weights.py``'s
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol, TypeAlias, final
@@ -58,9 +58,14 @@ class DeltaContestant(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class FrameContestant:
-    """One codec of ours. Digests are left out: what they cost is part of the all-in figure."""
+    """One codec of ours. Digests are left out: what they cost is part of the all-in figure.
+
+    So is the layout, which stays the same from version to version: it is made once per state and kept.
+    """
 
     codec: Codec
+    layouts: dict[int, Layout] = field(default_factory=dict)
+    """Number of tensors → their layout: no two cases have as many."""
 
     @property
     def name(self) -> str:
@@ -73,13 +78,19 @@ class FrameContestant:
 
     def encode(self, old: State, new: State) -> Packets:
         """A frame per chunk."""
-        return [self._frame(chunk.numbers(old), chunk.numbers(new), chunk.element) for chunk in Layout.of(new).chunks]
+        chunks = self._layout(new).chunks
+        return [self._frame(chunk.numbers(old), chunk.numbers(new), chunk.element) for chunk in chunks]
 
     def decode(self, packets: Packets, held: State) -> State:
         """In place."""
-        for chunk, packet in zip(Layout.of(held).chunks, packets, strict=True):
+        for chunk, packet in zip(self._layout(held).chunks, packets, strict=True):
             frames.apply(frames.parse(packet), chunk.numbers(held))
         return held
+
+    def _layout(self, state: State) -> Layout:
+        if len(state) not in self.layouts:
+            self.layouts[len(state)] = Layout.of(state)
+        return self.layouts[len(state)]
 
     def _frame(self, old: frames.Pieces, new: frames.Pieces, element: Element) -> bytes:
         if self.codec is Codec.FULL:

@@ -146,6 +146,15 @@ class Layout:
         parts = [Part(spec=tensor.spec, region=tensor.held) for tensor in ordered(share)]
         return cls(parts=tuple(sorted(parts, key=lambda part: part.spec.dtype)), chunk_numbers=chunk_numbers)
 
+    def is_of(self, share: State) -> bool:
+        """Whether this is the layout of a share: the question that a publisher asks anew for every version."""
+        return len(share) == len(self.parts) and all(
+            (tensor := share.get(part.spec.name)) is not None
+            and tensor.spec == part.spec
+            and (_is_whole(part) if tensor.region is None else tensor.region == part.region)
+            for part in self.parts
+        )
+
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks, in order; parts without numbers are in none."""

@@ -173,7 +173,8 @@ class Publisher:
     def _publish(self, publication: Publication, state: State, step: int, recipe: str) -> WeightVersion:
         """Packs, then the record; when either fails the share goes back to where it was."""
         version = publication.version
-        layout = Layout.of(state, self._options.chunk_numbers)
+        known = self._held[1].layout if self._held else None
+        layout = known if known and known.is_of(state) else Layout.of(state, self._options.chunk_numbers)
         held, self._held = self._base(version, layout), None
         if held is None:
             share = Share.copy_of(layout, state)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -380,3 +380,15 @@ def test_tensors_of_more_than_four_billion_numbers_are_cut_like_any_other() -> N
     assert sum(chunk.count for chunk in chunks) == count
     ((piece, local),) = chunks[-1].local(np.array([0, 4], np.uint32))
     assert piece.part.indices(local + piece.start).tolist() == [2**33, 2**33 + 4]
+
+
+@given(sharded())
+@settings(deadline=None)
+def test_a_layout_knows_its_own_shares(example: Sharded) -> None:
+    for layout, share in zip(example.layouts, example.shares, strict=True):
+        assert layout.is_of(share)
+        assert not layout.is_of({**share, "one more": random_tensor(replace(VECTOR, name="one more"), 0)})
+        if share:
+            name = min(share)
+            other = random_tensor(replace(share[name].spec, shape=(*share[name].spec.shape, 1)), 0)
+            assert not layout.is_of({**share, name: other})
