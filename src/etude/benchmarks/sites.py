@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -100,6 +101,8 @@ def train_etude(plan: SitePlan) -> None:
             changed = weights.step()
             ended_s = time.monotonic()
             publication = publisher.publish(weights.state, version=version, step=version)
+            visible: list[float] = []
+            publication.record.add_done_callback(partial(_note_time, visible))
             blocked_s = time.monotonic() - ended_s
             time.sleep(COMPUTE_S)
             blocked_s += publication.wait_read()
@@ -109,10 +112,14 @@ def train_etude(plan: SitePlan) -> None:
                 version=version,
                 ended_s=ended_s,
                 blocked_s=blocked_s,
-                visible_s=time.monotonic(),
+                visible_s=visible[0],
                 size_bytes=size_bytes,
                 changed=changed,
             )
+
+
+def _note_time(times: list[float], _done: object) -> None:
+    times.append(time.monotonic())
 
 
 def relay_etude(plan: SitePlan) -> None:
@@ -145,6 +152,7 @@ def receive_etude(plan: SitePlan) -> None:
             continue
         pause_s = followers[0].swap_into(engine, *followers[0].stage())
         served_s = time.monotonic()
+        followers[0].settle()
         pulled = pull(log, engine.weights.version)
         with tempfile.TemporaryDirectory() as folder:
             other.save_checkpoint(Path(folder), pulled.state)

@@ -50,6 +50,7 @@ async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLo
         weights, scatters = await asyncio.to_thread(follower.stage)
         stage_s = time.perf_counter() - started_s
         pause_s = follower.swap_into(engine, weights, scatters)
+        await asyncio.to_thread(follower.settle)
         events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
 
 
