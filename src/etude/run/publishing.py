@@ -49,6 +49,7 @@ class WeightPublishing:
         self._recipe = recipe
         self._events = events
         self._started_s = 0.0
+        self._ended_s = 0.0
         self._blocked_s = 0.0
         self._state_bytes = 0
         self._publication: Publication | None = None
@@ -68,6 +69,7 @@ class WeightPublishing:
         self._started_s, self._blocked_s = time.perf_counter(), 0.0
         self._state_bytes = state_bytes(stored)
         self._publication = self._publisher.publish(stored, version=version, step=version, recipe=self._recipe)
+        self._publication.record.add_done_callback(self._note_end)
 
     def release(self) -> None:
         """Wait until the published tensors may change; that is usually long true."""
@@ -93,8 +95,11 @@ class WeightPublishing:
                 kind=record.kind,
                 size_bytes=record.size_bytes,
                 state_bytes=self._state_bytes,
-                seconds=time.perf_counter() - self._started_s,
+                seconds=self._ended_s - self._started_s,
                 blocked_s=self._blocked_s,
             )
         )
         return record.version
+
+    def _note_end(self, _record: object) -> None:
+        self._ended_s = time.perf_counter()
