@@ -1,6 +1,10 @@
 """What holds for all tests."""
 
 import signal
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
 
 
 def pytest_sessionstart() -> None:
@@ -9,3 +13,17 @@ def pytest_sessionstart() -> None:
     Shells do that to background jobs, and children would inherit it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Where a server answers that speaks S3 and has one bucket."""
+    from moto.server import ThreadedMotoServer  # takes a second, which only these tests need
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    bucket = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
+    with urllib.request.urlopen(bucket, timeout=30):
+        yield f"http://{host}:{port}"
+    server.stop()

@@ -4,33 +4,19 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.weights.faulty import FaultyStore
 from etude.weights.store import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """Where a server answers that speaks S3 and has one bucket."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    bucket = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
-    with urllib.request.urlopen(bucket, timeout=30):
-        yield f"http://{host}:{port}"
-    server.stop()
 
 
 def cloud(endpoint: str, request_s: float = 30.0, deadline_s: float = 90.0) -> StoreOptions:

@@ -5,7 +5,6 @@ broke, the publisher's next version reaches everyone without a human.
 """
 
 import random
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,10 +13,10 @@ from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightVersion
+from etude.weights.clocked import ClockedStore
 from etude.weights.digest import state_digest
 from etude.weights.drift import alike, drifting
 from etude.weights.faulty import Failure, FaultyStore, random_failures
@@ -46,18 +45,6 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
     if request.param == "memory":
         return lambda: ObjectStore("memory://")
     return lambda: ObjectStore(str(tmp_path / f"{random.getrandbits(64):x}"))
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    """Where a server answers that speaks S3 and has one bucket."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    bucket = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
-    with urllib.request.urlopen(bucket, timeout=30):
-        yield f"http://{host}:{port}"
-    server.stop()
 
 
 @pytest.fixture
@@ -345,38 +332,6 @@ def test_of_two_writers_one_goes_on(fresh: Fresh, seed: int) -> None:
 
 
 # --- Collection and clocks ---
-
-
-class ClockedStore:
-    """A memory store whose clock moves only when told to."""
-
-    def __init__(self) -> None:
-        inner = ObjectStore("memory://")
-        self.url = inner.url
-        self.get, self.get_ranges, self.exists, self.list = inner.get, inner.get_ranges, inner.exists, inner.list
-        self.delete = inner.delete
-        self.now_s = 1e9
-        self._inner = inner
-        self._written_s: dict[str, float] = {}
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        created = self._inner.put_if_absent(key, data)
-        if created:
-            self._written_s[key] = self.now_s
-        return created
-
-    def renew(self, key: str, data: bytes) -> None:
-        self._inner.renew(key, data)
-        self._written_s[key] = self.now_s
-
-    def entries(self, prefix: str) -> "list[ObjectEntry]":
-        return [
-            ObjectEntry(key=one.key, size_bytes=one.size_bytes, modified_s=self._written_s.get(one.key, self.now_s))
-            for one in self._inner.entries(prefix)
-        ]
-
-    def now(self) -> float:
-        return self.now_s
 
 
 def test_readers_arrive_while_a_collector_removes_what_they_came_over() -> None:

@@ -16,7 +16,7 @@ from typing import TypeAlias, final
 
 from torch import Tensor
 
-from etude.engines.inplace import InPlaceWeights, Scatter
+from etude.engines.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.engines.native import NativeEngine, Weights
 from etude.errors import DamagedError
 from etude.models.checkpoint import load_state
@@ -30,9 +30,6 @@ PROOF_EVERY = 16
 """Every how many versions the resident weights are read and compared with what was published."""
 LEASE_S = 30.0
 """How often the engine says which version it holds, so that nothing it needs is collected."""
-
-LOAD_SHARE = 0.125
-"""From this share of changed numbers on, loading everything moves fewer bytes than positions and bits."""
 
 Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 """What one version changed, by tensor; ``None`` for so much that everything shall be loaded."""
@@ -107,7 +104,8 @@ class WeightFollower:
         arrival = self._receiver.advance()
         self._renew_lease()
         pulled = self._receiver.weights()
-        changed = None if self._receiver.changed_share(arrival) > LOAD_SHARE else self._receiver.changed(arrival)
+        dense = self._receiver.changed_share(arrival) * RELOAD_SHARE > 1
+        changed = None if dense else self._receiver.changed(arrival)
         for resident in self._residents:
             resident.fall_behind(changed)
         self._residents.append(self._residents.pop(0))  # the spare comes first; alone, a model is its own

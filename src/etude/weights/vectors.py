@@ -82,21 +82,6 @@ def unequal(_context: Any, first: Any, second: Any, offset: Any) -> Any:
 
 
 @vector
-def at_least(_context: Any, array: Any, offset: Any, mask: Any, threshold: Any) -> Any:
-    """Bit j: ``(array[offset + j] & mask) >= threshold``, unsigned."""
-    number = array.dtype
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x = _load(context, builder, signature.args[0], arguments[0], arguments[1])
-        masked = builder.and_(x, _splat(builder, x.type, arguments[2]))
-        return builder.bitcast(
-            builder.icmp_unsigned(">=", masked, _splat(builder, x.type, arguments[3])), ir.IntType(64)
-        )
-
-    return types.uint64(array, types.int64, number, number), generate
-
-
-@vector
 def trailing_zeros(_context: Any, mask: Any) -> Any:
     """Index of the lowest set bit; undefined for 0."""
 
@@ -122,9 +107,3 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) 
     loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
     loaded.align = array_type.dtype.bitwidth // 8
     return loaded
-
-
-def _splat(builder: Any, vector: Any, number: Any) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, number, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))

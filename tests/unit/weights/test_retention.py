@@ -9,46 +9,12 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
+from etude.weights.clocked import ClockedStore
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.plan import LinkSpeed, edge_of, plan, reachable
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
 from etude.weights.retention import CollectReport, collect, retained
-from etude.weights.store import ObjectEntry, ObjectStore
-
-
-class AgedStore:
-    """A memory store whose clock moves only when told to."""
-
-    def __init__(self) -> None:
-        inner = ObjectStore("memory://")
-        self.url = inner.url
-        self.get, self.get_ranges, self.exists, self.list = inner.get, inner.get_ranges, inner.exists, inner.list
-        self.delete = inner.delete
-        self.now_s = 1000.0
-        self._inner = inner
-        self._written_s: dict[str, float] = {}
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        created = self._inner.put_if_absent(key, data)
-        if created:
-            self._written_s[key] = self.now_s
-        return created
-
-    def renew(self, key: str, data: bytes) -> None:
-        self._inner.renew(key, data)
-        self._written_s[key] = self.now_s
-
-    def entries(self, prefix: str) -> "list[ObjectEntry]":
-        return [
-            ObjectEntry(
-                key=entry.key, size_bytes=entry.size_bytes, modified_s=self._written_s.get(entry.key, self.now_s)
-            )
-            for entry in self._inner.entries(prefix)
-        ]
-
-    def now(self) -> float:
-        return self.now_s
 
 
 def put(log: WeightLog, content: str) -> WeightPack:
@@ -179,7 +145,7 @@ def test_whoever_got_somewhere_before_still_gets_there(
 def test_the_floor_is_the_newest_sound_anchor_that_nobody_is_below(
     leases: set[int], keep: int, lost: str, floor: int
 ) -> None:
-    log = WeightLog(AgedStore())
+    log = WeightLog(ClockedStore(now_s=1000.0))
     chain(log, 20, anchors=(8, 16))
     log.store.delete(pack_key(put(log, lost).digest))
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
@@ -190,7 +156,7 @@ def test_the_floor_is_the_newest_sound_anchor_that_nobody_is_below(
 
 
 def test_a_version_whose_base_is_below_the_floor_keeps_it_down() -> None:
-    log = WeightLog(AgedStore())
+    log = WeightLog(ClockedStore(now_s=1000.0))
     chain(log, 4, anchors=(4,))
     publish(log, 5, 3)
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
@@ -203,7 +169,7 @@ def test_a_version_whose_base_is_below_the_floor_keeps_it_down() -> None:
 
 
 def test_a_collection_frees_what_is_below_the_floor() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 20, anchors=(8, 16))
     connect(log, 4, 8)
@@ -231,7 +197,7 @@ def test_a_collection_frees_what_is_below_the_floor() -> None:
 
 
 def test_without_an_anchor_nothing_is_freed() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     log = WeightLog(store)
     assert sweep(log).keep_from is None
     chain(log, 20)
@@ -240,7 +206,7 @@ def test_without_an_anchor_nothing_is_freed() -> None:
 
 
 def test_a_lease_holds_the_floor_down_until_it_expires() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 20, anchors=(8, 16))
     store.now_s += 200
@@ -258,7 +224,7 @@ def test_a_lease_holds_the_floor_down_until_it_expires() -> None:
 
 
 def test_what_is_being_uploaded_is_left_alone() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 0)
     old, again = put(log, "of a dead writer"), put(log, "uploaded a second time")
@@ -275,7 +241,7 @@ def test_what_is_being_uploaded_is_left_alone() -> None:
 
 
 def test_a_damaged_commit_stops_the_collection_before_it_starts() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     chain(WeightLog(store), 20, anchors=(16,))
     store.delete(commit_key(3))
     store.put_if_absent(commit_key(3), b"{}")
@@ -289,7 +255,7 @@ def test_a_damaged_commit_stops_the_collection_before_it_starts() -> None:
 
 def test_a_collection_that_dies_anywhere_is_finished_by_the_next() -> None:
     for number in range(40):
-        store = AgedStore()
+        store = ClockedStore(now_s=1000.0)
         chain(WeightLog(store), 12, anchors=(4, 8))
         store.now_s += 200
         try:
@@ -304,7 +270,7 @@ def test_a_collection_that_dies_anywhere_is_finished_by_the_next() -> None:
 @given(st.lists(st.sampled_from(["publish", "anchor", "merge", "lease", "collect", "wait"]), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_readers_can_go_on(events: list[str]) -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     log = WeightLog(store)
     lease, held, newest = log.lease("reader-1"), 0, 0
     publish(log, 0, None)
@@ -331,7 +297,7 @@ def test_whatever_happens_readers_can_go_on(events: list[str]) -> None:
 
 
 def test_a_writer_a_collector_and_readers_at_once() -> None:
-    store = AgedStore()
+    store = ClockedStore(now_s=1000.0)
     publish(WeightLog(store), 0, None)
     newest = 60
 
