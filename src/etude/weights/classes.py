@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from etude.compiled import borrowing, inlined
 from etude.errors import DamagedError
 from etude.weights.classwalk import (
     CLASSES,
@@ -60,7 +61,7 @@ from etude.weights.rangecoder import (
     write_plain,
 )
 from etude.weights.state import Numbers
-from etude.weights.vectors import LANES, borrowing, inlined
+from etude.weights.vectors import LANES
 
 Pieces: TypeAlias = Sequence[Numbers]
 """The numbers of a chunk: arrays of one type, to be read as if they were one."""

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
+from etude.compiled import borrowing, inlined, vector
 from etude.weights.elements import Element
 from etude.weights.kernels import Positions, Steps, fold_of, readonly, step_between
 from etude.weights.state import Numbers
-from etude.weights.vectors import LANES, borrowing, inlined, popcount, trailing_zeros, unequal, vector
+from etude.weights.vectors import LANES, popcount, trailing_zeros, unequal
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 """[CLASSES] one number per class."""

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from etude.compiled import inlined, kernel
 from etude.weights.elements import Element
 from etude.weights.state import Bytes1d, Numbers
-from etude.weights.vectors import LANES, inlined, kernel, popcount, trailing_zeros, unequal
+from etude.weights.vectors import LANES, popcount, trailing_zeros, unequal
 
 Positions = npt.NDArray[np.uint32]
 """[k] ascending places in a chunk."""

@@ -5,68 +5,15 @@ NEON). What comes back is a 64-bit mask: bit j speaks of element ``offset + j``.
 ``offset`` on; nothing checks that here.
 """
 
-import hashlib
-import os
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any
 
-import numba
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
+
+from etude.compiled import vector
 
 LANES = 64
 """Elements per mask."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _cache_folder() -> str:
-    """Where compiled kernels are kept: one folder per state of the source.
-
-    Left to itself numba looks at the file of a kernel only and would go on using it after an edit of another file that
-    it inlined.
-    """
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return str(Path(root) / "etude" / "kernels" / digest[:16])
-
-
-_SETTINGS: Any = numba.config
-if not _SETTINGS.CACHE_DIR:
-    _SETTINGS.CACHE_DIR = _cache_folder()
-
-
-def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile with numba: no GIL, no bounds checks, kept on disk between processes."""
-    compiled = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
-    return cast("Callable[P, R]", compiled)
-
-
-def borrowing(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile like :func:`kernel`, but without counting references to arrays, so that nothing can be allocated.
-
-    Counting is atomic, and numba leaves some of it in loops that hand arrays to inlined functions: it cost the range
-    coder more than half of its time.
-    """
-    # The stubs of numba do not know its private options.
-    compiled: Any = partial(njit, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-    return cast("Callable[P, R]", compiled(_nrt=False)(function))
-
-
-def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile with numba, to be called from kernels."""
-    compiled = njit(nogil=True, inline="always", boundscheck=False, error_model="numpy")(function)
-    return cast("Callable[P, R]", compiled)
-
-
-def vector(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make generated LLVM code callable from kernels; numba resolves its context, callers pass the rest."""
-    return cast("Callable[..., Any]", intrinsic(function))
 
 
 @vector

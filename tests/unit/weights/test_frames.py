@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.compiled import kernel
 from etude.errors import DamagedError
 from etude.weights import kernels
 from etude.weights.digest import Digest
@@ -31,7 +32,6 @@ from etude.weights.frames import (
 )
 from etude.weights.kernels import fold_of, step_between, stepped
 from etude.weights.state import NUMBER_TYPES, Numbers
-from etude.weights.vectors import kernel
 
 BF16 = ELEMENTS["BF16"]
 FLOATS = tuple(element for element in ELEMENTS.values() if element.is_float)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.compiled import borrowing
 from etude.weights.rangecoder import (
     LIKELY_BITS,
     SEEN_BITS,
@@ -26,7 +27,6 @@ from etude.weights.rangecoder import (
     write,
     write_plain,
 )
-from etude.weights.vectors import borrowing
 
 Script = npt.NDArray[np.int64]
 """[n, 3] what to code: 0 for a decision or the width of plain bits, the value, the model."""
