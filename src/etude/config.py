@@ -181,6 +181,33 @@ class EngineConfig(Section):
     """0 picks a free port."""
 
 
+class NumericsConfig(Section):
+    """``[numerics]``: the numbers that engine and trainer compute with; one section, because both must obey it."""
+
+    arithmetic: Literal["auto", "invariant", "fast"] = "auto"
+    """``invariant``: every sum in one written order, so that engine and trainer agree to the last bit (CPU). ``fast``:
+    torch's own kernels, on any device. ``auto``: invariant on a CPU, where it is also the faster one, else fast.
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of published weights and of the key/value cache; the trainer's own copy stays float32."""
+    experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
+    """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
+    replay: Literal["auto", "off", "completion", "full"] = "auto"
+    """Whether the trainer sends tokens to the experts that the engine used: for none, for sampled tokens, or for all.
+    ``auto``: ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
+    """
+    replay_floor: float = Field(default=0.5, ge=0, le=1)
+    """A replayed expert that the live router scores below this share of its own k-th best is replaced by the router's
+    best that is not in use; 0 replays whatever comes.
+    """
+    warn_k3: float = Field(default=1e-3, gt=0)
+    """Mismatch above which a step warns."""
+    stop_k3: float = Field(default=1e-2, gt=0)
+    """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
+    at 0.013 in practice).
+    """
+
+
 class GatewayConfig(Section):
     """``[gateway]``: the door between harnesses and engines."""
 
@@ -247,6 +274,8 @@ class RunConfig(Section):
     """Concurrency and staleness."""
     engine: EngineConfig = EngineConfig()
     """Inference."""
+    numerics: NumericsConfig = NumericsConfig()
+    """The numbers of both."""
     gateway: GatewayConfig = GatewayConfig()
     """The door to it."""
     trainer: TrainerConfig = TrainerConfig()

@@ -12,6 +12,7 @@
     ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
+        │   └── EngineBusy      one did: it has as much waiting as it takes
         ├── SessionLost         the gateway no longer knows a session (it restarted)
         └── SandboxError        a sandbox could not start or died under a command
 
@@ -62,6 +63,10 @@ class InfrastructureError(EtudeError):
 
 class EngineUnavailable(InfrastructureError):
     """No engine answered before the deadline."""
+
+
+class EngineBusy(EngineUnavailable):
+    """The engine has as much waiting as it takes; ask again later, or another one."""
 
 
 class SessionLost(InfrastructureError):

@@ -3,11 +3,11 @@
 Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.types import Finish, Floats, Ids, Split, Task
+from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task
 
 
 class Clock(Protocol):
@@ -29,10 +29,18 @@ class SamplingParams:
     max_tokens: int
     temperature: float = 1.0
     """0 means greedy."""
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens whose probabilities at ``temperature`` add up to this; 1 keeps all."""
+    top_k: int = 0
+    """Draw from this many likeliest tokens; 0 keeps all. Applied before ``top_p``."""
     stop_ids: tuple[int, ...] = ()
     """Sampling any of these ends the completion; the token is kept."""
     seed: int | None = None
     """``None``: the engine's own stream of randomness."""
+    priority: int = 0
+    """Lower is served first, and may take the place of higher ones that are running."""
+    want_routes: bool = False
+    """Whether the answer shall say which experts were used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +53,23 @@ class Completion:
     versions: Ids
     """The weight version that sampled each token; it may change inside one completion."""
     finish: Finish
+    routes: Routes | None = None
+    """[P + C − 1, layers, k] of every token that was read: all but the last one; ``None`` where nobody asked, or the
+    model has no experts.
+    """
+    kept: KeptSets | None = None
+    """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some tokens of a completion in progress, [c] each."""
+
+    token_ids: Ids
+    logprobs: Floats
+    versions: Ids
+    completion: Completion | None = None
+    """The whole, with the last piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +90,15 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; calls of one ``session`` may share a prefix cache.
 
-        Raises :class:`~etude.errors.EngineUnavailable` when no answer can be had.
+        Raises :class:`~etude.errors.EngineUnavailable` when no answer can be had, and its kind
+        :class:`~etude.errors.EngineBusy` when the engine has as much waiting as it takes.
+        """
+        ...
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> AsyncIterator[Piece]:
+        """Sample one completion and hand out its tokens as they come; closing the iterator cancels it.
+
+        Raises like :meth:`generate`.
         """
         ...
 

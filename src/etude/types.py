@@ -20,11 +20,15 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 """One real number per token."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 """One truth value per token."""
+Routes: TypeAlias = npt.NDArray[np.uint16]
+"""[tokens, sparse layers, experts per token] which experts each token was sent to, best first."""
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """Any value that JSON can carry."""
 
 UNSAMPLED = -1
 """The weight version of a token that no model sampled (prompts, tool output)."""
+NO_ROUTE = 0xFFFF
+"""What stands for an expert where no engine said which: the trainer's own router decides."""
 
 
 class Split(StrEnum):
@@ -124,6 +128,27 @@ class Turn:
             raise ValueError(f"a turn needs one logprob and one version per sampled token, got lengths {lengths}")
         if len(self.versions) and int(self.versions.min()) < 0:
             raise ValueError(f"a sampled token has no weight version: {self.versions!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSets:
+    """From which part of the vocabulary each token was drawn: what top-p and top-k left over.
+
+    Token t was drawn from ``token_ids[offsets[t]:offsets[t + 1]]``, ascending ids; an empty set stands for the whole
+    vocabulary.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    """[C + 1] ascending from 0."""
+    token_ids: Ids
+    """[Σ kept]"""
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) < 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.token_ids):
+            raise ValueError(f"kept sets of {len(self.token_ids)} ids have offsets {self.offsets!r}")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
 
 
 class RolloutStatus(StrEnum):

@@ -1,0 +1,119 @@
+"""What a decoder is computed with: the seam between a model's shape and the machine's numbers.
+
+Two leaves. :class:`~etude.models.fast.FastArithmetic` is torch, on any device, as fast as its libraries: a row's last
+bits depend on what else is in the batch. :class:`~etude.models.invariant.InvariantArithmetic` adds every sum up in one
+order that is written down: a token's bits depend on its own past and on nothing else, be it sampled alone, in a batch,
+after a reused prefix or in the trainer's forward pass.
+
+Shape legend: N tokens, R rows (a token once per expert it is sent to), I inputs, O outputs, H hidden, E experts, k
+experts per token, B sequences, T positions, Q query heads, K key/value heads, h heads of either kind, D width of a key,
+W width of a value, P pages, S positions per page, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Rows in the order of their experts."""
+
+    order_R: Tensor
+    """int64: row r of the sorted ones is pair ``order[r]``, that is slot ``order[r] % k`` of token ``order[r] // k``."""
+    ends_E: Tensor
+    """int32: expert e's rows end before this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """Where the tokens of one step lie in a paged cache. Rows of one sequence are adjacent and ascend."""
+
+    tables_BP: Tensor
+    """int32: the pages of each sequence in this step, in order; what is beyond its length is arbitrary but valid."""
+    sequences_N: Tensor
+    """int32: which row of ``tables_BP`` each token belongs to."""
+    positions_N: Tensor
+    """int64: each token's position; it sees all positions up to its own."""
+    counts: tuple[int, ...]
+    """[B] how many of the tokens each sequence has, on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Kept sets as tensors: row n was drawn from ``token_ids[offsets[n]:offsets[n + 1]]``, from all if that is empty."""
+
+    offsets_N1: Tensor
+    """int64 [N + 1]."""
+    token_ids: Tensor
+    """int64, ascending in each set."""
+
+
+class Arithmetic(Protocol):
+    """Everything a decoder computes that is not indexing or adding. Tensors in, new tensors out.
+
+    All but the paged calls can be differentiated. Activations have one floating type per call and keep it.
+    """
+
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """The type that activations have in a model with weights of type ``weights``."""
+        ...
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """[N,O]: a matrix product, its sums in float32 or finer; the weight may have a narrower type than ``x``."""
+        ...
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Root-mean-square normalisation of the last axis, times ``gain``."""
+        ...
+
+    def gated(self, gate_up_NI: Tensor) -> Tensor:
+        """[N,I/2]: silu of the first half times the second half of the last axis."""
+        ...
+
+    def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
+        """Rotary positions by halves: x·cos + [−x₂, x₁]·sin."""
+        ...
+
+    def best(self, scores_NE: Tensor, k: int) -> Tensor:
+        """[N,k] int64: the columns of the k largest scores, best first; of equals, the lower column."""
+        ...
+
+    def softmax(self, scores_NE: Tensor) -> Tensor:
+        """[N,E] float32."""
+        ...
+
+    def dispatch(self, experts_Nk: Tensor, experts: int) -> Dispatch:
+        """Sort the pairs of token and expert by expert, stably, without waiting for the device."""
+        ...
+
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """[R,O]: each expert's rows times that expert's matrix."""
+        ...
+
+    def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+        """[N,H]: what the experts of a token said, weighted and added up in the order of its slots."""
+        ...
+
+    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
+        """[B,T,Q,W]: causal attention inside each row of a batch. Query head i reads key head i // (Q/K)."""
+        ...
+
+    def write_pages(self, pages_PKSD: Tensor, x_NKD: Tensor, rows: PagedRows) -> None:
+        """Store keys or values of this step's tokens in the cache, rounded to its type."""
+        ...
+
+    def attend_pages(
+        self, q_NQD: Tensor, keys_PKSD: Tensor, values_PKSW: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
+        """[N,Q,W]: each token attends to its own sequence up to itself; this step's keys are in the cache."""
+        ...
+
+    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+        """[N] float32: log-probability of each token under softmax(logits / temperature), of the kept set if given.
+
+        A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.
+        """
+        ...
