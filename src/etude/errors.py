@@ -13,6 +13,7 @@
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
         │   └── EngineBusy      one did: it has as much waiting as it takes
+        ├── CaptureError        an engine's record of what it did is missing or does not fit
         ├── SessionLost         the gateway no longer knows a session (it restarted)
         └── SandboxError        a sandbox could not start or died under a command
 
@@ -67,6 +68,10 @@ class EngineUnavailable(InfrastructureError):
 
 class EngineBusy(EngineUnavailable):
     """The engine has as much waiting as it takes; ask again later, or another one."""
+
+
+class CaptureError(InfrastructureError):
+    """An engine's record of a turn, its routes or kept sets, is missing or does not fit the turn."""
 
 
 class SessionLost(InfrastructureError):

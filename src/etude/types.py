@@ -29,6 +29,8 @@ UNSAMPLED = -1
 """The weight version of a token that no model sampled (prompts, tool output)."""
 NO_ROUTE = 0xFFFF
 """What stands for an expert where no engine said which: the trainer's own router decides."""
+SHA256_HEX = 64
+"""Length of a SHA-256 in hex."""
 
 
 class Split(StrEnum):
@@ -109,25 +111,34 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One model call inside a rollout, exactly as the engine saw and sampled it."""
+class RouteSpace:
+    """Which routes a model can have: what an engine's record of them is checked against before it is used."""
 
-    prompt_ids: Ids
-    """[P] everything the model was conditioned on."""
-    completion_ids: Ids
-    """[C] what it sampled."""
-    logprobs: Floats
-    """[C] natural log of the probability with which each token was sampled."""
-    versions: Ids
-    """[C] the weight version that sampled each token."""
-    finish: Finish
+    layers: int
+    """Layers with experts."""
+    slots: int
+    """Experts that each token is sent to."""
+    experts: int
 
-    def __post_init__(self) -> None:
-        lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
-        if len(lengths) != 1:
-            raise ValueError(f"a turn needs one logprob and one version per sampled token, got lengths {lengths}")
-        if len(self.versions) and int(self.versions.min()) < 0:
-            raise ValueError(f"a sampled token has no weight version: {self.versions!r}")
+    def check(self, routes: Routes, rows: int) -> None:
+        """Raise ``ValueError`` unless ``routes`` are those of ``rows`` tokens.
+
+        A token has, layer by layer, either ``slots`` different experts that exist or ``NO_ROUTE`` in every slot.
+        """
+        expected = (rows, self.layers, self.slots)
+        if routes.shape != expected or routes.dtype != np.uint16:
+            raise ValueError(f"routes are {routes.dtype}{list(routes.shape)}, expected uint16{list(expected)}")
+        ordered = np.sort(routes, axis=-1)
+        unknown = (ordered == NO_ROUTE).all(-1)
+        beyond = ordered[..., -1] >= self.experts
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        wrong = np.argwhere((beyond | twice) & ~unknown)
+        if len(wrong):
+            row, layer = wrong[0].tolist()
+            raise ValueError(
+                f"{len(wrong)} routes name an expert twice or beyond the {self.experts} there are, the first at token "
+                f"{row}, sparse layer {layer}: {routes[row, layer].tolist()}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +155,82 @@ class KeptSets:
     """[Σ kept]"""
 
     def __post_init__(self) -> None:
-        if len(self.offsets) < 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.token_ids):
+        ascend = len(self.offsets) > 0 and self.offsets[0] == 0 and bool((np.diff(self.offsets) >= 0).all())
+        if not ascend or self.offsets[-1] != len(self.token_ids):
             raise ValueError(f"kept sets of {len(self.token_ids)} ids have offsets {self.offsets!r}")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """[C] tokens in each set; 0 where nothing was cut."""
+        sizes: npt.NDArray[np.int64] = np.diff(self.offsets)
+        return sizes
+
+    def holds(self, token_ids: Ids) -> bool:
+        """Whether each of ``token_ids`` [C] is in its set."""
+        sizes = self.sizes
+        found = np.repeat(token_ids, sizes) == self.token_ids
+        hits = np.bincount(np.repeat(np.arange(len(self)), sizes)[found], minlength=len(self))
+        return bool((hits[sizes > 0] == 1).all())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadRef:
+    """Where a turn's routes and kept sets lie: a file that is named by its own digest."""
+
+    digest: str
+    """SHA-256 of its bytes, in hex."""
+    size_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
+            raise ValueError(f"payload digest {self.digest!r} is no SHA-256 in hex")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One model call inside a rollout, exactly as the engine saw and sampled it."""
+
+    prompt_ids: Ids
+    """[P] everything the model was conditioned on."""
+    completion_ids: Ids
+    """[C] what it sampled."""
+    logprobs: Floats
+    """[C] natural log of the probability with which each token was sampled."""
+    versions: Ids
+    """[C] the weight version that sampled each token."""
+    finish: Finish
+    temperature: float = 1.0
+    """What the logits were divided by; 0 is greedy."""
+    routes: Routes | None = None
+    """[P + C − 1, layers, k] of every token that was read: all but the last one sampled."""
+    kept: KeptSets | None = None
+    """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
+    payload: PayloadRef | None = None
+    """Where routes and kept sets lie while they are not in memory; never beside them."""
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"a turn needs one logprob and one version per sampled token, got lengths {lengths}")
+        if len(self.versions) and int(self.versions.min()) < 0:
+            raise ValueError(f"a sampled token has no weight version: {self.versions!r}")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature!r} of a turn is negative")
+        self._check_payload()
+
+    def _check_payload(self) -> None:
+        read, sampled = len(self.prompt_ids) + len(self.completion_ids) - 1, len(self.completion_ids)
+        if self.payload is not None and (self.routes is not None or self.kept is not None):
+            raise ValueError(f"a turn refers to payload {self.payload.digest} and holds routes or kept sets, too")
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != read):
+            raise ValueError(f"a turn that read {read} tokens has routes of shape {list(self.routes.shape)}")
+        if self.kept is not None and (len(self.kept) != sampled or not self.kept.holds(self.completion_ids)):
+            raise ValueError(
+                f"the {sampled} tokens of a turn were not all drawn from the {len(self.kept)} kept sets it came with"
+            )
 
 
 class RolloutStatus(StrEnum):
@@ -219,15 +301,22 @@ class Trajectory:
     """[L] the engine's logprob of each sampled token; 0 elsewhere."""
     versions: Ids
     """[L] the sampling weight version; ``UNSAMPLED`` elsewhere."""
+    temperatures: Floats
+    """[L] the sampling temperature; 1 elsewhere."""
     turn_starts: tuple[int, ...]
     """Index of the first sampled token of each turn, ascending."""
     advantages: Floats
     """[L] 0 where not sampled."""
+    routes: Routes | None = None
+    """[L, layers, k] which experts the engine used; ``NO_ROUTE`` where nobody said."""
+    kept: KeptSets | None = None
+    """[L] from what each token was drawn; empty where not sampled or not cut."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "versions", "advantages"):
-            if len(getattr(self, name)) != length:
+        for name in ("loss_mask", "logprobs", "versions", "temperatures", "advantages", "routes", "kept"):
+            array = getattr(self, name)
+            if array is not None and len(array) != length:
                 raise ValueError(f"trajectory of {self.rollout_id}: {name} is not [{length}]")
         if bool((self.versions == UNSAMPLED)[self.loss_mask].any()):
             raise ValueError(f"trajectory of {self.rollout_id}: a trained token has no weight version")

@@ -22,7 +22,7 @@ class Dispatch:
     """Rows in the order of their experts."""
 
     order_R: Tensor
-    """int64: row r of the sorted ones is pair ``order[r]``, that is slot ``order[r] % k`` of token ``order[r] // k``."""
+    """int64: sorted row r is pair ``order[r]``: slot ``order[r] % k`` of token ``order[r] // k``."""
     ends_E: Tensor
     """int32: expert e's rows end before this."""
 
@@ -43,7 +43,7 @@ class PagedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Kept sets as tensors: row n was drawn from ``token_ids[offsets[n]:offsets[n + 1]]``, from all if that is empty."""
+    """Kept sets as tensors: row n drew from ``token_ids[offsets[n]:offsets[n + 1]]``, from all if that is empty."""
 
     offsets_N1: Tensor
     """int64 [N + 1]."""
@@ -101,13 +101,11 @@ class Arithmetic(Protocol):
         """[B,T,Q,W]: causal attention inside each row of a batch. Query head i reads key head i // (Q/K)."""
         ...
 
-    def write_pages(self, pages_PKSD: Tensor, x_NKD: Tensor, rows: PagedRows) -> None:
-        """Store keys or values of this step's tokens in the cache, rounded to its type."""
+    def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
+        """Store this step's keys and values in the cache, keys [P,K,D,S] and values [P,K,S,W], rounded to its type."""
         ...
 
-    def attend_pages(
-        self, q_NQD: Tensor, keys_PKSD: Tensor, values_PKSW: Tensor, rows: PagedRows, scale: float
-    ) -> Tensor:
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
         """[N,Q,W]: each token attends to its own sequence up to itself; this step's keys are in the cache."""
         ...
 

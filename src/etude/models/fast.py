@@ -1,0 +1,139 @@
+"""Arithmetic by torch's own kernels: any device, any type, last bits as they come.
+
+Shape legend: see :mod:`etude.models.arithmetic`.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from etude.models.arithmetic import Dispatch, Kept, PagedRows
+
+
+@final
+class FastArithmetic:
+    """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device."""
+
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Activations have the type of the weights."""
+        return weights
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """[N,O]."""
+        return functional.linear(x_NI, weight_OI.to(x_NI.dtype), bias_O)
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Over the last axis."""
+        return functional.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), eps)
+
+    def gated(self, gate_up_NI: Tensor) -> Tensor:
+        """[N,I/2]."""
+        gate, up = gate_up_NI.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
+        """[N,h,D]; the tables are rounded to the type of ``x``."""
+        low, high = x_NhD.chunk(2, -1)
+        cosines, sines = (table.unsqueeze(1).to(x_NhD.dtype) for table in (cosines_ND, sines_ND))
+        return x_NhD * cosines + torch.cat([-high, low], -1) * sines
+
+    def best(self, scores_NE: Tensor, k: int) -> Tensor:
+        """[N,k]."""
+        return scores_NE.topk(k, -1).indices
+
+    def softmax(self, scores_NE: Tensor) -> Tensor:
+        """[N,E] float32."""
+        return scores_NE.softmax(-1, dtype=torch.float32)
+
+    def dispatch(self, experts_Nk: Tensor, experts: int) -> Dispatch:
+        """A stable sort, and where each expert's rows end."""
+        pairs = experts_Nk.reshape(-1)
+        order_R = pairs.argsort(stable=True)
+        counts_E = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
+        counts_E.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32))
+        return Dispatch(order_R=order_R, ends_E=counts_E.cumsum(0, dtype=torch.int32))
+
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """[R,O] by one grouped matrix product."""
+        return functional.grouped_mm(x_RI, weight_EOI.to(x_RI.dtype).transpose(1, 2), offs=ends_E)
+
+    def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+        """[N,H], added up in float32."""
+        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        y_NkH = y_RH[inverse_R].view(*gates_Nk.shape, -1)
+        return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)
+
+    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
+        """[B,T,Q,W]."""
+        q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTKD, v_BTKW))
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
+        """Scatter keys and values to their places."""
+        keys_PKDS, values_PKSW = cache
+        page = keys_PKDS.shape[-1]
+        pages_N = rows.tables_BP[rows.sequences_N.long(), rows.positions_N // page].long()
+        places_N = rows.positions_N % page
+        keys_PKDS[pages_N, :, :, places_N] = k_NKD.to(keys_PKDS.dtype)
+        values_PKSW[pages_N, :, places_N] = v_NKW.to(values_PKSW.dtype)
+
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
+        """[N,Q,W]: sequences with one token together, every other one by itself."""
+        singles = _leading_ones(rows.counts)
+        parts = []
+        if singles:
+            tables = rows.tables_BP[:singles]
+            parts.append(_attend(q_NQD[:singles, :, None], cache, tables, rows.positions_N[:singles, None], scale))
+        start = singles
+        for sequence, count in enumerate(rows.counts[singles:], singles):
+            q_1QTD = q_NQD[start : start + count].transpose(0, 1)[None]
+            reach_1T = rows.positions_N[None, start : start + count]
+            parts.append(_attend(q_1QTD, cache, rows.tables_BP[sequence, None], reach_1T, scale))
+            start += count
+        return torch.cat(parts)
+
+    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+        """[N] float32."""
+        greedy_N = temperatures_N == 0
+        scaled_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
+        if kept is not None:
+            scaled_NV = scaled_NV.masked_fill(~_allowed(kept, scaled_NV), -torch.inf)
+        logprobs_N = scaled_NV.log_softmax(-1).gather(1, token_ids_N.unsqueeze(1)).squeeze(1)
+        return torch.where(greedy_N, torch.zeros_like(logprobs_N), logprobs_N)
+
+
+def _leading_ones(counts: Sequence[int]) -> int:
+    """How many sequences, from the first on, have one token in this step."""
+    return next((index for index, count in enumerate(counts) if count != 1), len(counts))
+
+
+def _attend(q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, reach_BT: Tensor, scale: float) -> Tensor:
+    """[B·T,Q,W]: attention of some sequences to their pages, each token up to its reach."""
+    keys_PKDS, values_PKSW = cache
+    k_BKTD = keys_PKDS[tables_BP].permute(0, 2, 1, 4, 3).flatten(2, 3)
+    v_BKTW = values_PKSW[tables_BP].transpose(1, 2).flatten(2, 3)
+    visible_B1TX = (torch.arange(k_BKTD.shape[2], device=q_BQTD.device) <= reach_BT[..., None])[:, None]
+    grouped = q_BQTD.shape[1] != k_BKTD.shape[1]
+    out_BQTW = functional.scaled_dot_product_attention(
+        q_BQTD,
+        k_BKTD.to(q_BQTD.dtype),
+        v_BKTW.to(q_BQTD.dtype),
+        attn_mask=visible_B1TX,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return out_BQTW.transpose(1, 2).flatten(0, 1)
+
+
+def _allowed(kept: Kept, logits_NV: Tensor) -> Tensor:
+    """[N,V] bool: what may be drawn."""
+    counts_N = kept.offsets_N1.diff()
+    rows = torch.repeat_interleave(torch.arange(len(counts_N), device=counts_N.device), counts_N)
+    allowed_NV = (counts_N == 0).unsqueeze(1).expand(logits_NV.shape).clone()
+    allowed_NV[rows, kept.token_ids] = True
+    return allowed_NV

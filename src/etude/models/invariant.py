@@ -1,0 +1,299 @@
+"""Arithmetic in one fixed order of sums: engine and trainer agree to the last bit, whatever is computed together.
+
+Forward passes are the numba kernels of ``models/kernels/``; backward passes are torch's, for nobody compares gradients
+bit by bit. Activations are float32 throughout: a bfloat16 model has its weights and its cache in bfloat16, and every
+product of two of them is exact in float32. Runs on CPUs.
+
+    weights, cache ── float32 or bfloat16 ──▶ kernel ──▶ float32 ──▶ the next kernel
+    gradients      ◀── torch, from the same inputs ──
+
+Shape legend: see :mod:`etude.models.arithmetic`.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from etude.models.arithmetic import Dispatch, Kept, PagedRows
+from etude.models.fast import FastArithmetic
+from etude.models.kernels import pages, products
+from etude.models.kernels import rows as rowwise
+
+Forward: TypeAlias = Callable[..., Tensor]
+
+TORCH = FastArithmetic()
+"""What gradients are computed with."""
+ROWS_PER_TASK = 256
+"""Products of fewer rows than this are not worth handing to another thread."""
+
+
+@final
+class InvariantArithmetic:
+    """Implements :class:`~etude.models.arithmetic.Arithmetic` on CPUs."""
+
+    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Always float32."""
+        return torch.float32
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        """[N,O]."""
+        if _tracked(x_NI, weight_OI, bias_O):
+            return _Twofold.run(_linear, TORCH.linear, x_NI, weight_OI, bias_O)
+        return _linear(x_NI, weight_OI, bias_O)
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Over the last axis."""
+        if _tracked(x, gain):
+            return _Twofold.run(_norm, TORCH.norm, x, gain, eps)
+        return _norm(x, gain, eps)
+
+    def gated(self, gate_up_NI: Tensor) -> Tensor:
+        """[N,I/2]."""
+        if _tracked(gate_up_NI):
+            return _Twofold.run(_gated, TORCH.gated, gate_up_NI)
+        return _gated(gate_up_NI)
+
+    def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
+        """[N,h,D]."""
+        if _tracked(x_NhD):
+            return _Twofold.run(_rotate, TORCH.rotate, x_NhD, cosines_ND, sines_ND)
+        return _rotate(x_NhD, cosines_ND, sines_ND)
+
+    def best(self, scores_NE: Tensor, k: int) -> Tensor:
+        """[N,k]."""
+        out_Nk = torch.empty(len(scores_NE), k, dtype=torch.int64)
+        rowwise.best(_floats(scores_NE), out_Nk.numpy())
+        return out_Nk
+
+    def softmax(self, scores_NE: Tensor) -> Tensor:
+        """[N,E] float32."""
+        if _tracked(scores_NE):
+            return _Twofold.run(_softmax, TORCH.softmax, scores_NE)
+        return _softmax(scores_NE)
+
+    def dispatch(self, experts_Nk: Tensor, experts: int) -> Dispatch:
+        """A stable counting sort."""
+        order_R = torch.empty(experts_Nk.numel(), dtype=torch.int64)
+        ends_E = torch.empty(experts, dtype=torch.int32)
+        rowwise.dispatch(experts_Nk.reshape(-1).numpy(), order_R.numpy(), ends_E.numpy())
+        return Dispatch(order_R=order_R, ends_E=ends_E)
+
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """[R,O]."""
+        if _tracked(x_RI, weight_EOI):
+            return _Twofold.run(_grouped, _grouped_by_expert, x_RI, ends_E, weight_EOI)
+        return _grouped(x_RI, ends_E, weight_EOI)
+
+    def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+        """[N,H]."""
+        if _tracked(y_RH, gates_Nk):
+            return _Twofold.run(_combine, TORCH.combine, y_RH, order_R, gates_Nk)
+        return _combine(y_RH, order_R, gates_Nk)
+
+    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
+        """[B,T,Q,W]."""
+        if _tracked(q_BTQD, k_BTKD, v_BTKW):
+            return _Twofold.run(self._attend_padded, TORCH.attend_padded, q_BTQD, k_BTKD, v_BTKW, scale)
+        return self._attend_padded(q_BTQD, k_BTKD, v_BTKW, scale)
+
+    def _attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
+        """The paged attention over pages that are made for the occasion."""
+        batch, length, key_heads, width = k_BTKD.shape
+        per_row = -(-length // pages.PAGE)
+        padding = (0, 0, 0, 0, 0, per_row * pages.PAGE - length)
+        k, v = (functional.pad(x, padding).unflatten(1, (per_row, pages.PAGE)) for x in (k_BTKD, v_BTKW))
+        keys_PKDS = k.permute(0, 1, 3, 4, 2).reshape(-1, key_heads, width, pages.PAGE)
+        values_PKSW = v.permute(0, 1, 3, 2, 4).reshape(-1, key_heads, pages.PAGE, v_BTKW.shape[-1])
+        rows = PagedRows(
+            tables_BP=torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row),
+            sequences_N=torch.arange(batch, dtype=torch.int32).repeat_interleave(length),
+            positions_N=torch.arange(length).repeat(batch),
+            counts=(length,) * batch,
+        )
+        out_NQW = self.attend_pages(q_BTQD.flatten(0, 1), (keys_PKDS, values_PKSW), rows, scale)
+        return out_NQW.view(batch, length, *out_NQW.shape[1:])
+
+    def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
+        """Copy keys and values to their places."""
+        keys, values = cache
+        pages.write(_numbers(k_NKD.to(keys.dtype)), _numbers(v_NKW.to(values.dtype)), _pair(cache), _places(rows))
+
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
+        """[N,Q,W]."""
+        keys_PKDS, values_PKSW = cache
+        tokens, heads = q_NQD.shape[:2]
+        out = np.empty((tokens, heads, values_PKSW.shape[-1]), np.float32)
+        q, both, (tables, sequences, positions) = _floats(q_NQD), _pair(cache), _places(rows)
+        shape = (heads // keys_PKDS.shape[1], tables.shape[1] * pages.PAGE)
+
+        def part(start: int, end: int) -> None:
+            places = (tables, sequences[start:end], positions[start:end])
+            pages.attend(q[start:end], both, places, scale, np.empty(shape, np.float32), out[start:end])
+
+        _in_parts(part, tokens)
+        return torch.from_numpy(out)
+
+    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+        """[N] float32."""
+        if _tracked(logits_NV):
+            return _Twofold.run(_logprobs, TORCH.logprobs, logits_NV, token_ids_N, temperatures_N, kept)
+        return _logprobs(logits_NV, token_ids_N, temperatures_N, kept)
+
+
+class _Twofold(torch.autograd.Function):
+    """Computed by a kernel, differentiated by torch: the backward pass runs torch's form of the same function."""
+
+    @staticmethod
+    def run(kernel: Forward, twin: Forward, *inputs: Any) -> Tensor:
+        """``kernel(*inputs)`` with the gradient of ``twin(*inputs)``."""
+        out: Tensor = _Twofold.apply(kernel, twin, *inputs)  # type: ignore[no-untyped-call]
+        return out
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Forward, twin: Forward, *inputs: Any) -> Tensor:
+        """Run the kernel and keep the inputs."""
+        ctx.twin = twin
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Differentiate the twin at the inputs that were kept."""
+        wanted = ctx.needs_input_grad[2:]
+        inputs = [
+            other if saved is None else saved.detach().requires_grad_(need)
+            for saved, other, need in zip(ctx.saved_tensors, ctx.others, wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            out = ctx.twin(*inputs)
+        leaves = [value for value, need in zip(inputs, wanted, strict=True) if need]
+        grads = iter(torch.autograd.grad(out, leaves, grad))
+        return (None, None, *(next(grads) if need else None for need in wanted))
+
+
+def _linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    x, weight = _floats(x_NI), _numbers(weight_OI)
+    bias = NO_BIAS if bias_O is None else _floats(bias_O)
+    out = np.empty((len(x), len(weight)), np.float32)
+    _in_parts(lambda start, end: products.linear(x[start:end], weight, bias, out[start:end]), len(x))
+    return torch.from_numpy(out)
+
+
+def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    rows = _floats(x.reshape(-1, x.shape[-1]))
+    out = np.empty_like(rows)
+    rowwise.norm(rows, _numbers(gain), eps, out)
+    return torch.from_numpy(out).view(x.shape)
+
+
+def _gated(gate_up_NI: Tensor) -> Tensor:
+    out = np.empty((len(gate_up_NI), gate_up_NI.shape[1] // 2), np.float32)
+    rowwise.gated(_floats(gate_up_NI), out)
+    return torch.from_numpy(out)
+
+
+def _rotate(x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
+    x = _floats(x_NhD)
+    out = np.empty_like(x)
+    rowwise.rotate(x, _floats(cosines_ND), _floats(sines_ND), out)
+    return torch.from_numpy(out)
+
+
+def _softmax(scores_NE: Tensor) -> Tensor:
+    scores = _floats(scores_NE)
+    out = np.empty_like(scores)
+    rowwise.softmax(scores, out)
+    return torch.from_numpy(out)
+
+
+def _grouped(x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    x, ends, weight = _floats(x_RI), ends_E.numpy(), _numbers(weight_EOI)
+    out = np.empty((len(x), weight.shape[1]), np.float32)
+
+    def part(start: int, end: int) -> None:
+        products.grouped(x[start:end], np.clip(ends - start, 0, end - start), weight, out[start:end])
+
+    _in_parts(part, len(x))
+    return torch.from_numpy(out)
+
+
+def _grouped_by_expert(x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    """Torch's form, one product per expert: on a CPU its grouped product has a slow gradient."""
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    weights = weight_EOI.to(x_RI.dtype).unbind(0)
+    return torch.cat([functional.linear(x, w) for x, w in zip(x_RI.split(counts), weights, strict=True)])
+
+
+def _combine(y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+    y, order = _floats(y_RH), order_R.numpy()
+    out = np.empty((len(gates_Nk), y.shape[1]), np.float32)
+    rowwise.combine(y, order, _floats(gates_Nk), np.empty_like(order), out)
+    return torch.from_numpy(out)
+
+
+def _logprobs(logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+    logits = _floats(logits_NV)
+    sets = (NO_IDS, NO_IDS) if kept is None else (kept.offsets_N1.numpy(), kept.token_ids.numpy())
+    out = np.empty(len(logits), np.float32)
+    scratch = np.empty(logits.shape[1], np.float32)
+    rowwise.logprobs(logits, token_ids_N.numpy(), _floats(temperatures_N), sets, scratch, out)
+    return torch.from_numpy(out)
+
+
+NO_BIAS = np.zeros(0, np.float32)
+NO_IDS = np.zeros(0, np.int64)
+
+
+def _tracked(*tensors: Tensor | None) -> bool:
+    """Whether a gradient will be asked for."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _floats(x: Tensor) -> npt.NDArray[np.float32]:
+    """A float32 array of a tensor's values; activations are shared, anything else is copied."""
+    values: npt.NDArray[np.float32] = x.detach().float().contiguous().numpy()
+    return values
+
+
+def _numbers(x: Tensor) -> npt.NDArray[Any]:
+    """The array of a weight or a cache, shared: float32, or the bits of bfloat16."""
+    stored = x.detach().contiguous()
+    if stored.dtype is torch.bfloat16:
+        stored = stored.view(torch.int16)
+    values: npt.NDArray[Any] = stored.numpy()
+    assert values.dtype in (np.float32, np.int16), values.dtype
+    return values
+
+
+def _pair(cache: tuple[Tensor, Tensor]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    return _numbers(cache[0]), _numbers(cache[1])
+
+
+def _places(rows: PagedRows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    return rows.tables_BP.numpy(), rows.sequences_N.numpy(), rows.positions_N.numpy()
+
+
+def _in_parts(part: Callable[[int, int], None], rows: int) -> None:
+    """Call ``part(start, end)`` over all rows, on as many threads as torch may use; rows do not know of each other."""
+    threads = min(torch.get_num_threads(), rows // ROWS_PER_TASK)
+    if threads <= 1:
+        part(0, rows)
+        return
+    ends = [rows * index // threads for index in range(threads + 1)]
+    for done in [_pool().submit(part, start, end) for start, end in pairwise(ends)]:
+        done.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads of this process for kernels, which do not hold the interpreter's lock."""
+    return ThreadPoolExecutor(thread_name_prefix="kernel")
