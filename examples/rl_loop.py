@@ -21,12 +21,13 @@ from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import spec_from_config
-from etude.models.qwen3_moe import Qwen3Moe
+from etude.models.decoder import Decoder
 from etude.protocols import HarnessResult, SamplingParams
 from etude.rewards.tests import HiddenTests
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
 from etude.tokens.chat import ChatTemplate
+from etude.trainer.kept import sampled_logprobs
 from etude.trainer.loss import policy_loss
 from etude.trainer.midtrain import midtrain
 from etude.trainer.padding import pad_rows
@@ -42,7 +43,7 @@ LEARNING_RATE, IMPORTANCE_CAP = 5e-4, 2.0
 TASKS = TaskConfig(kinds=("arith",))
 MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
 HARNESS = HarnessConfig(max_turns=6)
-ENGINE = EngineConfig(slots=64, max_length=512)
+ENGINE = EngineConfig(max_running=64, max_length=512)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ async def pass_rate(tasks: Sequence[Task], world: World, label: str, temperature
     return sum(rollout.reward or 0.0 for rollout in rollouts) / len(tasks)
 
 
-def train_step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, batch: Batch) -> None:
+def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -> None:
     """One optimiser step: truncated importance weight × advantage × log-probability, mean over the batch's tokens."""
     if not batch.trajectories:
         return
@@ -123,10 +124,11 @@ def train_step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, batch: Batch) 
         mask_BT = torch.from_numpy(pad_rows([row.loss_mask for row in rows]))[:, 1:]
         logprobs_BT = torch.from_numpy(pad_rows([row.logprobs for row in rows]))[:, 1:]
         advantages_BT = torch.from_numpy(pad_rows([row.advantages for row in rows]))[:, 1:]
+        temperatures_BT = torch.from_numpy(pad_rows([row.temperatures for row in rows]))[:, 1:]
         hidden_NH = model.forward_padded(token_ids_BT)[:, :-1][mask_BT]
+        token_ids_N = token_ids_BT[:, 1:][mask_BT]
         policy_loss(
-            model.logits(hidden_NH),
-            token_ids_BT[:, 1:][mask_BT],
+            sampled_logprobs(model, hidden_NH, token_ids_N, temperatures_BT[mask_BT], kept=None),
             logprobs_BT[mask_BT],
             advantages_BT[mask_BT],
             cap=IMPORTANCE_CAP,
@@ -136,10 +138,10 @@ def train_step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, batch: Batch) 
     optimiser.step()
 
 
-def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Qwen3Moe]:
+def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
     chat = ChatTemplate.train(tokenizer_texts(family, TranscriptConfig(), SEED), vocab_size=512)
-    model = Qwen3Moe(spec_from_config(ModelConfig(), chat.vocab_size))
+    model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
     model.initialise(SEED)
     corpus = Corpus(family, chat, MIDTRAIN, TranscriptConfig())
     midtrain(
@@ -167,7 +169,7 @@ async def main() -> None:
         tasks = [family.task(Split.TRAIN, step * TASKS_PER_STEP + i) for i in range(TASKS_PER_STEP)]
         batch = build_batch(step, await play_groups(tasks, world, version=step - 1))
         train_step(model, optimiser, batch)
-        engine.swap(Weights(copy.deepcopy(model), step, ""))
+        await engine.swap(Weights(copy.deepcopy(model), step, ""))
         print(f"step {step:2}: reward {batch.rewards.mean():.2f}, {batch.num_degenerate_groups} groups without signal")
 
     sampled, greedy = [await pass_rate(heldout, world, f"after {t}", t) for t in (1.0, 0.0)]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from etude.config import dump_toml, load_recipe
+from etude.config import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_weights(commands)
     _add_tasks(commands)
     _add_show(commands)
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
 
@@ -66,6 +67,7 @@ def _add_run(commands: "Commands[argparse.ArgumentParser]") -> None:
 def _add_processes(commands: "Commands[argparse.ArgumentParser]") -> None:
     for name, text in (
         ("midtrain", "one process: mid-training, then weight version 0"),
+        ("parity", "one process: engine against trainer, before they run"),
         ("serve", "one process: the engine"),
         ("gateway", "one process: the gateway"),
         ("rollouts", "one process: rollouts and evaluations"),
@@ -140,6 +142,16 @@ def _add_show(commands: "Commands[argparse.ArgumentParser]") -> None:
     show.set_defaults(command=_show)
 
 
+def _add_doctor(commands: "Commands[argparse.ArgumentParser]") -> None:
+    doctor = commands.add_parser("doctor", help="what works on this machine; whether engine and trainer agree")
+    doctor.add_argument("--parity", action="store_true", help="compare engine and trainer layer by layer, bit by bit")
+    weights = doctor.add_mutually_exclusive_group()
+    weights.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint (default: random)")
+    weights.add_argument("--run", type=Path, metavar="DIR", help="a run folder: its newest weights, its numerics")
+    doctor.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe")
+    doctor.set_defaults(command=_doctor)
+
+
 def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     bench = commands.add_parser("bench", help="measure a claim on this machine")
     names = bench.add_subparsers(required=True, metavar="NAME")
@@ -148,12 +160,18 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
         ("loop", "asynchronous against synchronous RL"),
         ("weights", "delta codecs and publishing, against other systems' codecs and memcpy"),
         ("sync", "from a step's end to the last engine, over emulated long-distance links"),
+        ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
+        ("numerics", "how far the trainer's logprobs are from the engine's, and what replay removes"),
     ):
         parsers[name] = names.add_parser(name, help=text)
         parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
         parsers[name].set_defaults(command=_bench, name=name)
     parsers["loop"].add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
     parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
+    parsers["engine"].add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
+    for name in ("engine", "numerics"):
+        parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
+        parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these engines (default: all)")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -260,6 +278,28 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    ignored = [name for name in ("model", "run", "set") if getattr(options, name)]
+    if ignored and not options.parity:
+        raise ConfigError(f"--{', --'.join(ignored)} would have no effect without --parity")
+    from rich.console import Console
+
+    from etude.run import doctor
+    from etude.run.folder import RunFolder
+
+    console = Console()
+    if not options.parity:
+        doctor.show_machine(console)
+        return 0
+    if options.run is None:
+        parity = doctor.parity_of_model(options.model, default_recipe(options.set))
+    else:
+        folder = RunFolder.open(options.run)
+        parity = doctor.parity_of_run(folder, load_recipe(folder.config_file, options.set))
+    doctor.show_parity(parity, console)
+    return 0 if parity.passed else USER_ERROR
+
+
 def _bench(options: argparse.Namespace) -> int:
     match options.name:
         case "loop":
@@ -270,9 +310,25 @@ def _bench(options: argparse.Namespace) -> int:
             from etude.benchmarks.weights import bench_weights, table
 
             result = bench_weights(size_gb=options.size_gb)
+        case "engine":
+            from etude.benchmarks.engine import bench_engine, table
+            from etude.benchmarks.engine_options import engine_options
+
+            result = bench_engine(
+                engine_options(_names(options.contestants), quick=options.quick, threads=options.threads)
+            )
+        case "numerics":
+            from etude.benchmarks.numerics import bench_numerics, numerics_options, table
+
+            result = bench_numerics(numerics_options(_names(options.contestants), quick=options.quick))
         case _:
             from etude.benchmarks.sync import bench_sync, table
 
             result = bench_sync()
     print(json.dumps(result, indent=2) if options.json else table(result))
     return 0
+
+
+def _names(listed: str | None) -> tuple[str, ...] | None:
+    """The names in a list with commas; ``None`` for all there are."""
+    return None if listed is None else tuple(listed.split(","))

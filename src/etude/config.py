@@ -161,14 +161,28 @@ class RolloutConfig(Section):
 
 
 class EngineConfig(Section):
-    """``[engine]``: the native inference engine."""
+    """``[engine]``: inference."""
 
-    slots: int = Field(default=96, ge=1)
+    kind: Literal["native", "vllm"] = "native"
+    """Our own engine, or a vLLM server in a Python environment of its own."""
+    vllm_python: str = ""
+    """The interpreter of vLLM's environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
+    max_running: int = Field(default=96, ge=1)
     """Sequences decoded together."""
-    max_length: int = Field(default=640, ge=64, le=4096)
-    """Tokens of one sequence, prompt and completion; the model has 4096 positions."""
-    prefill_tokens: int = Field(default=2048, ge=16)
-    """Prompt tokens processed per step beside decoding."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Calls in line before callers are told to come back later."""
+    max_length: int = Field(default=640, ge=64)
+    """Tokens of one sequence, prompt and completion."""
+    step_tokens: int = Field(default=2048, ge=16)
+    """Tokens computed in one step: one for every sequence that decodes, the rest for reading prompts."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Positions of the key/value cache, which is all the memory that calls take; 0 holds ``max_running`` sequences of
+    ``max_length``. With less, the least urgent calls give way and are read again.
+    """
+    swap: Literal["keep", "recompute", "drain"] = "keep"
+    """What new weights do to turns in progress: they go on with the keys they have, are read again under the new
+    weights, or are waited for.
+    """
     spare_weights: bool = True
     """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it
     pauses for writing what changed.
@@ -179,6 +193,21 @@ class EngineConfig(Section):
     """``cpu``, ``cuda`` or ``auto``."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
+
+    @property
+    def resolved_cache_tokens(self) -> int:
+        """Positions of the cache that was asked for."""
+        return self.cache_tokens or self.max_running * self.max_length
+
+    @model_validator(mode="after")
+    def _roomy(self) -> Self:
+        if self.step_tokens < self.max_running:
+            raise ValueError(f"step_tokens={self.step_tokens} is below max_running={self.max_running}: not all decode")
+        if self.resolved_cache_tokens < self.max_length:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} cannot hold one sequence of max_length={self.max_length}"
+            )
+        return self
 
 
 class NumericsConfig(Section):
@@ -206,6 +235,14 @@ class NumericsConfig(Section):
     """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
     at 0.013 in practice).
     """
+    decide_tokens: int = Field(default=100, ge=1)
+    """Fewer compared tokens than this neither warn nor stop."""
+
+    @model_validator(mode="after")
+    def _ladder(self) -> Self:
+        if self.warn_k3 > self.stop_k3:
+            raise ValueError(f"warn_k3={self.warn_k3:g} is above stop_k3={self.stop_k3:g}: no step would ever warn")
+        return self
 
 
 class GatewayConfig(Section):
@@ -299,6 +336,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         _apply_override(tree, override)
     return parse_config(tree, source=str(file))
+
+
+def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
+    """The defaults with ``section.key=value`` overrides. Raises like :func:`load_recipe`."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, source="--set")
 
 
 def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:

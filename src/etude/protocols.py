@@ -3,7 +3,8 @@
 Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,14 @@ class SamplingParams:
     """Lower is served first, and may take the place of higher ones that are running."""
     want_routes: bool = False
     """Whether the answer shall say which experts were used."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: expected a finite number of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p!r}: expected a number above 0 and up to 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k!r}: expected a whole number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +104,7 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> AsyncIterator[Piece]:
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its tokens as they come; closing the iterator cancels it.
 
         Raises like :meth:`generate`.

@@ -162,6 +162,9 @@ class KeptSets:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def __getitem__(self, token: int) -> Ids:
+        return self.token_ids[self.offsets[token] : self.offsets[token + 1]]
+
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         """[C] tokens in each set; 0 where nothing was cut."""

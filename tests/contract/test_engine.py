@@ -16,7 +16,8 @@ from etude.engines.fake import FakeEngine
 from etude.engines.http import HttpEngine
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app
-from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
 from etude.protocols import Engine, SamplingParams
 from etude.types import Finish
 
@@ -42,9 +43,9 @@ async def fake_over_http() -> AsyncIterator[Engine]:
 
 @asynccontextmanager
 async def native() -> AsyncIterator[Engine]:
-    model = Qwen3Moe(SPEC)
+    model = Decoder(SPEC)
     model.initialise(0, std=0.2)
-    engine = NativeEngine(Weights(model, 0, "digest"), EngineConfig(slots=4, max_length=MAX_LENGTH), seed=0)
+    engine = NativeEngine(Weights(model, 0, "digest"), EngineConfig(max_running=4, max_length=MAX_LENGTH), seed=0)
     stepping = asyncio.create_task(engine.run())
     try:
         yield engine

@@ -197,12 +197,14 @@ def check_export(folder: RunFolder, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from etude.models.checkpoint import load_spec
-    from etude.run.states import build_model
+    from etude.run.numerics import load_published, training_model
+    from etude.run.states import to_tensors
     from etude.weights.pull import pull
 
     exported = etude("weights", "export", folder.path, out)
     assert exported.returncode == 0, exported.stderr
-    ours = build_model(load_spec(folder.model), pull(open_log(folder)).state, "cpu")
+    ours = training_model(load_spec(folder.model), folder.config().numerics, "cpu")
+    load_published(ours, to_tensors(pull(open_log(folder)).state), folder.config().numerics)
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
     with torch.no_grad():

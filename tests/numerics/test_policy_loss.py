@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import torch
 
 from etude.trainer.loss import policy_loss
@@ -19,19 +18,22 @@ def reference(logits: list[list[float]], ids: list[int], engine: list[float], ad
     return -total / z
 
 
+def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
 def make_case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 5, (6,), generator=generator)
-    own = logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-    engine = own + torch.tensor([0.0, -0.2, 0.3, -2.0, -1.0, 0.1], dtype=torch.float64)
+    engine = logprobs_of(logits, ids) + torch.tensor([0.0, -0.2, 0.3, -2.0, -1.0, 0.1], dtype=torch.float64)
     advantages = torch.tensor([0.5, -0.5, 0.25, 1.0, -1.0, 0.0], dtype=torch.float64)
     return logits, ids, engine, advantages
 
 
 def test_it_is_the_formula() -> None:
     logits, ids, engine, advantages = make_case()
-    loss = policy_loss(logits, ids, engine, advantages, cap=CAP, normaliser=11)
+    loss = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=11)
     expected = reference(logits.tolist(), ids.tolist(), engine.tolist(), advantages.tolist(), 11)
     assert math.isclose(float(loss.loss), expected, rel_tol=1e-12)
 
@@ -40,12 +42,11 @@ def test_the_gradient_is_the_weighted_score_function() -> None:
     """The importance weight is a constant: differentiate −(1/Z) Σ w·A·log π with w frozen, by finite differences."""
     logits, ids, engine, advantages = make_case()
     logits.requires_grad_()
-    policy_loss(logits, ids, engine, advantages, cap=CAP, normaliser=6).loss.backward()
-    own = logits.detach().log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
-    weights = (own - engine).exp().clamp(max=CAP) * advantages
+    policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=6).loss.backward()
+    weights = (logprobs_of(logits.detach(), ids) - engine).exp().clamp(max=CAP) * advantages
 
     def frozen(at: torch.Tensor) -> float:
-        return float(-(weights * at.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)).sum() / 6)
+        return float(-(weights * logprobs_of(at, ids)).sum() / 6)
 
     step = 1e-6
     for row in range(6):
@@ -59,24 +60,16 @@ def test_the_gradient_is_the_weighted_score_function() -> None:
 
 def test_weights_above_the_cap_are_counted_and_cut() -> None:
     logits, ids, engine, advantages = make_case()
-    loss = policy_loss(logits, ids, engine, advantages, cap=CAP, normaliser=6)
+    loss = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=6)
     assert loss.truncated == 2  # π/μ = e² and e
-    uncut = policy_loss(logits, ids, engine, advantages, cap=100.0, normaliser=6)
+    uncut = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=100.0, normaliser=6)
     assert uncut.truncated == 0
     assert float(uncut.loss) != float(loss.loss)
 
 
-def test_entropy_is_the_sum_over_tokens() -> None:
-    logits, ids, engine, advantages = make_case()
-    p = logits.softmax(-1).numpy()
-    loss = policy_loss(logits, ids, engine, advantages, cap=CAP, normaliser=6)
-    assert math.isclose(loss.entropy_sum, float(-(p * np.log(p)).sum()), rel_tol=1e-12)
-
-
 def test_microbatches_add_up_to_the_batch() -> None:
     logits, ids, engine, advantages = make_case()
-    whole = policy_loss(logits, ids, engine, advantages, cap=CAP, normaliser=6)
-    parts = [
-        policy_loss(logits[s], ids[s], engine[s], advantages[s], cap=CAP, normaliser=6) for s in (slice(2), slice(2, 6))
-    ]
+    logprobs = logprobs_of(logits, ids)
+    whole = policy_loss(logprobs, engine, advantages, cap=CAP, normaliser=6)
+    parts = [policy_loss(logprobs[s], engine[s], advantages[s], cap=CAP, normaliser=6) for s in (slice(2), slice(2, 6))]
     assert math.isclose(float(whole.loss), sum(float(part.loss) for part in parts), rel_tol=1e-12)

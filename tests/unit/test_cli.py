@@ -94,6 +94,20 @@ def test_tasks_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("── heldout task") == 2
 
 
+def test_the_doctor_compares_engine_and_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--set", "model.layers=1", "--set", "model.hidden_size=32", "--set", "numerics.arithmetic=invariant"]
+    assert main(["doctor", "--parity", *tiny]) == 0
+    assert "agree to the last bit" in capsys.readouterr().out
+    strict = ["--set", "numerics.arithmetic=fast", "--set", "numerics.warn_k3=1e-30", "--set", "numerics.stop_k3=1e-30"]
+    assert main(["doctor", "--parity", *tiny, *strict]) == 2
+    assert "disagree" in capsys.readouterr().out
+
+
+def test_the_doctor_says_which_options_would_do_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "--model, --set would have no effect" in fail(capsys, "doctor", "--model", tmp_path, "--set", "seed=1")
+    assert "run.toml" in fail(capsys, "doctor", "--parity", "--run", tmp_path)
+
+
 def test_an_unknown_command_is_refused_by_the_parser() -> None:
     with pytest.raises(SystemExit) as stop:
         main(["fly"])

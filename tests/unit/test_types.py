@@ -8,13 +8,18 @@ import pytest
 
 from etude import types
 from etude.types import (
+    NO_ROUTE,
     UNSAMPLED,
     Case,
     Document,
     Finish,
     FunctionChecks,
+    KeptSets,
+    PayloadRef,
     Rollout,
     RolloutStatus,
+    Routes,
+    RouteSpace,
     Trajectory,
     Turn,
     WeightPack,
@@ -58,6 +63,7 @@ def trajectory(**changes: Any) -> Trajectory:
         "loss_mask": np.array([False, False, False, True, True]),
         "logprobs": np.array([0, 0, 0, -0.5, -0.5], np.float32),
         "versions": np.array([UNSAMPLED] * 3 + [7, 7], np.int32),
+        "temperatures": np.ones(5, np.float32),
         "turn_starts": (3,),
         "advantages": np.array([0, 0, 0, 1, 1], np.float32),
     }
@@ -119,10 +125,90 @@ def test_what_is_not_graded_has_no_reward(status: RolloutStatus) -> None:
     assert rollout(status=status, reward=None, turns=()).reward is None
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "versions", "advantages"])
+@pytest.mark.parametrize("name", ["loss_mask", "logprobs", "versions", "temperatures", "advantages"])
 def test_the_arrays_of_a_trajectory_are_as_long_as_its_tokens(name: str) -> None:
     with pytest.raises(ValueError, match=rf"trajectory of r1: {name} is not \[5\]"):
         trajectory(**{name: getattr(trajectory(), name)[:-1]})
+
+
+def test_routes_and_kept_sets_of_a_trajectory_are_as_long_as_its_tokens() -> None:
+    with pytest.raises(ValueError, match=r"routes is not \[5\]"):
+        trajectory(routes=np.zeros((4, 1, 2), np.uint16))
+    with pytest.raises(ValueError, match=r"kept is not \[5\]"):
+        trajectory(kept=kept([3], []))
+
+
+def kept(*sets: list[int]) -> KeptSets:
+    offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
+    return KeptSets(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
+
+
+def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
+    sets = kept([1, 3], [], [2])
+    assert len(sets) == 3
+    assert sets.sizes.tolist() == [2, 0, 1]
+    assert sets.holds(np.array([3, 9, 2], np.int32))
+    assert not sets.holds(np.array([2, 9, 2], np.int32))
+
+
+@pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 2, 1, 3]])
+def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="kept sets of 3 ids have offsets"):
+        KeptSets(offsets=np.array(offsets, np.int64), token_ids=np.arange(3, dtype=np.int32))
+
+
+def test_a_turn_drew_each_token_from_its_kept_set() -> None:
+    assert turn(kept=kept([2, 3], [], [5])).kept is not None
+    for wrong in (kept([2], [], [5]), kept([3], [4])):
+        with pytest.raises(ValueError, match="not all drawn from the"):
+            turn(kept=wrong)
+
+
+def test_a_turn_has_routes_of_every_token_that_was_read() -> None:
+    assert turn(routes=np.zeros((4, 2, 1), np.uint16)).routes is not None
+    for shape in ((5, 2, 1), (3, 2, 1), (4, 2)):
+        with pytest.raises(ValueError, match="a turn that read 4 tokens has routes of shape"):
+            turn(routes=np.zeros(shape, np.uint16))
+
+
+def test_a_turn_holds_its_payload_or_refers_to_it() -> None:
+    ref = PayloadRef(digest="ab" * 32, size_bytes=9)
+    assert turn(payload=ref).payload == ref
+    with pytest.raises(ValueError, match=r"refers to payload abab.* and holds"):
+        turn(payload=ref, kept=kept([3], [], []))
+    with pytest.raises(ValueError, match=r"'\.\./etc' is no SHA-256"):
+        PayloadRef(digest="../etc", size_bytes=9)
+
+
+def test_a_temperature_is_not_negative() -> None:
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="temperature"):
+            turn(temperature=wrong)
+
+
+SPACE = RouteSpace(layers=2, slots=2, experts=8)
+
+
+def routes(*row: list[int]) -> Routes:
+    """One token's routes in two layers."""
+    return np.array([row], np.uint16)
+
+
+def test_routes_name_different_experts_that_exist_or_none() -> None:
+    SPACE.check(routes([0, 7], [NO_ROUTE, NO_ROUTE]), 1)
+    for wrong, named in (
+        (routes([0, 1], [3, 3]), r"layer 1: \[3, 3\]"),
+        (routes([0, 8], [1, 2]), r"layer 0: \[0, 8\]"),
+        (routes([0, 1], [NO_ROUTE, 2]), rf"layer 1: \[{NO_ROUTE}, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            SPACE.check(wrong, 1)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 2, 2), "uint16"), ((1, 1, 2), "uint16"), ((1, 2, 2), "int64")])
+def test_routes_of_another_shape_or_type_are_refused(shape: tuple[int, ...], dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"expected uint16\[1, 2, 2\]"):
+        SPACE.check(np.zeros(shape, dtype), 1)
 
 
 def test_a_trained_token_has_a_weight_version() -> None:

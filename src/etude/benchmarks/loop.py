@@ -89,7 +89,7 @@ def _config(contestant: Contestant, steps: int) -> RunConfig:
     tree = {
         "name": "bench-loop",
         "rollouts": {"max_staleness": contestant.max_staleness, "concurrency": contestant.concurrency},
-        "engine": {"slots": contestant.concurrency, "threads": contestant.threads},
+        "engine": {"max_running": contestant.concurrency, "threads": contestant.threads},
         "trainer": {"steps": steps, "threads": contestant.threads, "mismatch_share": 0.0},
         "eval": {"enabled": False},
     }

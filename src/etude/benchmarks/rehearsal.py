@@ -35,7 +35,8 @@ from torch.nn import functional
 
 from etude.errors import UserError
 from etude.models.checkpoint import state_of
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.types import TensorSpec
 from etude.weights.state import State, StoredTensor
 
@@ -46,12 +47,9 @@ _MODEL = ModelSpec(
     vocab_size=4096,
     hidden_size=384,
     layers=4,
-    heads=6,
-    kv_heads=3,
-    head_dim=64,
-    experts=8,
-    experts_per_token=2,
-    expert_size=384,
+    attention=GroupedSpec(heads=6, kv_heads=3, head_dim=64, normed=True),
+    experts=ExpertsSpec(count=8, per_token=2, size=384),
+    sparse_layers=tuple(range(4)),
     max_positions=256,
 )
 """17.5 million weights: the smallest model whose state fills several chunks."""
@@ -151,7 +149,7 @@ def published_pairs(rehearsal: Rehearsal, cache: Path, say: Callable[[str], None
 def _make(rehearsal: Rehearsal, folder: Path) -> None:
     """Train, and save a pair per learning rate."""
     token_ids = _corpus(rehearsal)
-    pretrained = Qwen3Moe(rehearsal.model)
+    pretrained = Decoder(rehearsal.model)
     pretrained.initialise(rehearsal.seed, _INIT_STD)
     _pretrain(pretrained, token_ids, rehearsal)
     for rate in rehearsal.rates:
@@ -203,7 +201,7 @@ def _batches(token_ids: Tensor, rehearsal: Rehearsal, seed: int) -> Iterator[Ten
         yield token_ids[starts + window]
 
 
-def _pretrain(model: Qwen3Moe, token_ids: Tensor, rehearsal: Rehearsal) -> None:
+def _pretrain(model: Decoder, token_ids: Tensor, rehearsal: Rehearsal) -> None:
     """Next-token prediction with a warm-up and a cosine down to a tenth, in place."""
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = _batches(token_ids, rehearsal, rehearsal.seed)
@@ -217,7 +215,7 @@ def _pretrain(model: Qwen3Moe, token_ids: Tensor, rehearsal: Rehearsal) -> None:
         _step(model, optimiser, loss)
 
 
-def _policy_gradient(model: Qwen3Moe, token_ids: Tensor, rehearsal: Rehearsal, rate: float) -> Iterator[float]:
+def _policy_gradient(model: Decoder, token_ids: Tensor, rehearsal: Rehearsal, rate: float) -> Iterator[float]:
     """Steps on the policy gradient, in place; gives out the mean reward of each.
 
     In every place of a text the model draws its own next token, G times; a sample's reward is the share of tokens that
@@ -238,12 +236,12 @@ def _policy_gradient(model: Qwen3Moe, token_ids: Tensor, rehearsal: Rehearsal, r
         yield float(rewards_BG.mean())
 
 
-def _logits(model: Qwen3Moe, texts_BT: Tensor) -> Tensor:
+def _logits(model: Decoder, texts_BT: Tensor) -> Tensor:
     """[B,T] → [B,T,V]."""
     return model.logits(model.forward_padded(texts_BT))
 
 
-def _step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
+def _step(model: Decoder, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), _MOST_CLIPPED_NORM)
@@ -253,7 +251,7 @@ def _step(model: Qwen3Moe, optimiser: torch.optim.Optimizer, loss: Tensor) -> No
 # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _published(model: Qwen3Moe) -> npt.NDArray[np.uint16]:
+def _published(model: Decoder) -> npt.NDArray[np.uint16]:
     """[n] bits of all tensors by ascending name, rounded to bfloat16."""
     tensors = [tensor.to(torch.bfloat16).flatten() for _, tensor in sorted(state_of(model).items())]
     bits: npt.NDArray[np.uint16] = torch.cat(tensors).view(torch.uint16).numpy()
@@ -262,4 +260,4 @@ def _published(model: Qwen3Moe) -> npt.NDArray[np.uint16]:
 
 def _weights(spec: ModelSpec) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Qwen3Moe(spec).parameters())
+        return sum(parameter.numel() for parameter in Decoder(spec).parameters())

@@ -26,9 +26,9 @@ import torch
 
 from etude.benchmarks.bucket import serve_bucket
 from etude.benchmarks.trainee import ReloadedModel, TrainedWeights, model_spec
-from etude.config import EngineConfig
+from etude.config import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
-from etude.run.following import WeightFollower
+from etude.run.following import Serving, WeightFollower
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -141,8 +141,12 @@ def receive_etude(plan: SitePlan) -> None:
     while log.latest() is None:
         time.sleep(POLL_S)
     torch.set_num_threads(1)
-    followers = [WeightFollower(log, model_spec(plan.layers), "cpu", spare=spare) for spare in (True, False)]
-    engine, single = (NativeEngine(follower.start(), EngineConfig(slots=1), seed=0) for follower in followers)
+    numerics = NumericsConfig(dtype="bfloat16")
+    followers = [
+        WeightFollower(log, Serving(spec=model_spec(plan.layers), numerics=numerics, device="cpu", spare=spare))
+        for spare in (True, False)
+    ]
+    engine, single = (NativeEngine(follower.start(), EngineConfig(max_running=1), seed=0) for follower in followers)
     other = ReloadedModel(plan.layers)
     _say(event="ready")
     while True:
@@ -150,7 +154,7 @@ def receive_etude(plan: SitePlan) -> None:
         if log.latest(after=version) == version:
             time.sleep(POLL_S)
             continue
-        pause_s = followers[0].swap_into(engine, *followers[0].stage())
+        pause_s = asyncio.run(followers[0].swap_into(engine, *followers[0].stage()))
         served_s = time.monotonic()
         followers[0].settle()
         pulled = pull(log, engine.weights.version)
@@ -162,7 +166,7 @@ def receive_etude(plan: SitePlan) -> None:
             version=engine.weights.version,
             served_s=served_s,
             pause_s=pause_s,
-            in_place_s=followers[1].swap_into(single, *followers[1].stage()),
+            in_place_s=asyncio.run(followers[1].swap_into(single, *followers[1].stage())),
             reload_s=statistics.median(other.load(pulled.state) for _ in range(RELOADS)),
             reload_disk_s=from_disk_s,
         )

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.run.states import to_tensors
 from etude.types import TensorSpec
 from etude.weights.state import State, StoredTensor
@@ -32,12 +33,9 @@ def model_spec(layers: int) -> ModelSpec:
         vocab_size=8192,
         hidden_size=512,
         layers=layers,
-        heads=8,
-        kv_heads=4,
-        head_dim=64,
-        experts=16,
-        experts_per_token=2,
-        expert_size=192,
+        attention=GroupedSpec(heads=8, kv_heads=4, head_dim=64, normed=True),
+        experts=ExpertsSpec(count=16, per_token=2, size=192),
+        sparse_layers=tuple(range(layers)),
     )
 
 
@@ -48,7 +46,7 @@ class TrainedWeights:
     def __init__(self, layers: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
         with torch.device("meta"):
-            shapes = {name: tuple(tensor.shape) for name, tensor in state_of(Qwen3Moe(model_spec(layers))).items()}
+            shapes = {name: tuple(tensor.shape) for name, tensor in state_of(Decoder(model_spec(layers))).items()}
         self._specs = [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
         self._masters: list[Masters] = [
             self._random.standard_normal(int(np.prod(spec.shape)), dtype=np.float32) * np.float32(INITIAL_SCALE)
@@ -76,7 +74,7 @@ class ReloadedModel:
 
     def __init__(self, layers: int) -> None:
         self._spec = model_spec(layers)
-        self._model = Qwen3Moe(self._spec).to(torch.bfloat16).eval()
+        self._model = Decoder(self._spec).to(torch.bfloat16).eval()
 
     def load(self, state: State) -> float:
         """Load from host memory; returns the seconds this took."""

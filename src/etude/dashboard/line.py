@@ -17,8 +17,10 @@ def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
         recent = [timed.event for timed in story.steps[-4:]]
         reward = sum(step.reward_mean for step in recent) / len(recent)
         last = recent[-1]
+        bound = config.numerics.warn_k3
+        warning = f" above {bound:g}!" if last.mismatch_k3 > bound else ""
         return (
             f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, "
-            f"entropy {last.entropy:.3f}, staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}"
+            f"entropy {last.entropy:.3f}, staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
         )
     return start

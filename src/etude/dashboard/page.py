@@ -61,6 +61,10 @@ path.dots.main { stroke: var(--main); stroke-width: 6; }
 table { width: 100%; border-collapse: collapse; }
 th, td { padding: 6px 0; border-bottom: 1px solid var(--hair); text-align: left; vertical-align: top; }
 th { width: 9.5em; padding-right: 16px; font-weight: 400; color: var(--soft); }
+.figures caption { padding-bottom: 6px; text-align: left; font: 600 14px/1.4 system-ui, sans-serif; }
+.figures th, .figures td { width: auto; padding: 5px 0; }
+.figures td, .figures thead th + th { padding-left: 12px; text-align: right; white-space: nowrap; }
+.figures thead th { color: var(--soft); font-size: 13px; }
 details { margin-top: 40px; } summary { cursor: pointer; font-weight: 600; font-size: 14px; }
 details h3 { margin: 20px 0 4px; font: 600 13px/1.4 ui-monospace, monospace; }
 details td, details th { padding: 2px 0; border: 0; font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
@@ -101,6 +105,7 @@ def render_page(report: Mapping[str, Json]) -> str:
 {_staleness(report)}
 {_mismatch(report)}
 </div>
+{_positions(report)}
 <h2>Machine</h2>
 <div class="pair">
 {_busy(report)}
@@ -183,7 +188,43 @@ def _mismatch(report: Mapping[str, Json]) -> str:
     points = _points(report, "k3")
     label = units.small(points[-1][1]) if points else ""
     title = "Mismatch k3, trainer against engine"
-    return line_plot(title, [Line(points=points, label=label, style="main")], log=True)
+    warn = figure(report, "config.numerics.warn_k3")
+    bound = None if warn is None else (warn, "warn")
+    return line_plot(title, [Line(points=points, label=label, style="main")], log=True, bound=bound)
+
+
+def _positions(report: Mapping[str, Json]) -> str:
+    """The mismatch along the completion; what comes from the cache grows down this table."""
+    section = report["mismatch"]
+    rows = section["by_position"] if isinstance(section, dict) else None
+    if not isinstance(rows, list):
+        return ""
+    columns = ("tokens", "k3", "p99", "max", "equal bits")
+    heads = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    lines = (
+        f'<tr><th scope="row">{_range(figure(row, "first"), figure(row, "last"))}</th>{_cells(row)}</tr>'
+        for row in rows
+        if isinstance(row, dict)
+    )
+    return (
+        '<table class="figures below"><caption>Mismatch by position in the completion</caption>'
+        f'<thead><tr><th scope="col">position</th>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    )
+
+
+def _range(first: float | None, last: float | None) -> str:
+    if last is None:
+        return f"{first:g} and beyond"
+    return f"{first:g}" if last == first else f"{first:g}–{last:g}"
+
+
+def _cells(row: Mapping[str, Json]) -> str:
+    texts = (
+        units.count(figure(row, "tokens")),
+        *(units.small(figure(row, key)) for key in ("k3", "p99", "max")),
+        units.percent(figure(row, "equal"), 0),
+    )
+    return "".join(f"<td>{text}</td>" for text in texts)
 
 
 def _busy(report: Mapping[str, Json]) -> str:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from etude.config import RunConfig
 from etude.dashboard.story import TRAIN, RunStory, Tally
-from etude.telemetry.events import EvalDone, StepDone
+from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.types import Json, RolloutStatus
 
 Figures: TypeAlias = dict[str, Json]
@@ -35,7 +35,7 @@ def build_report(
         "tokens": _tokens(story, steps),
         **_load(story, steps),
         "staleness": _staleness(steps, config.rollouts.max_staleness),
-        "mismatch": _mismatch(steps),
+        "mismatch": _mismatch(story, steps),
         "weights": _weights(story),
         "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
         "restarts": story.restarts,
@@ -135,15 +135,44 @@ def _staleness(steps: list[StepDone], bound: int) -> Figures:
     }
 
 
-def _mismatch(steps: list[StepDone]) -> Figures:
+def _mismatch(story: RunStory, steps: list[StepDone]) -> Figures:
     compared = [step for step in steps if step.mismatch_tokens]
     tokens = sum(step.mismatch_tokens for step in compared)
+    pairs = sum(step.mismatch_pairs for step in compared)
     return {
         "k1": _significant(_mean((step.mismatch_k1, step.mismatch_tokens) for step in compared)),
         "k3": _significant(_mean((step.mismatch_k3, step.mismatch_tokens) for step in compared)),
         "p99": _significant(_mean((step.mismatch_p99, step.mismatch_tokens) for step in compared)),
         "p99_worst": _significant(max((step.mismatch_p99 for step in compared), default=None)),
+        "max": _significant(max((step.mismatch_max for step in compared), default=None)),
+        "equal": _share(sum(step.mismatch_equal for step in compared), tokens),
+        "flips": _significant(_divide(sum(step.mismatch_flips for step in compared), pairs)),
         "coverage": _ratio(_divide(tokens, sum(step.staleness_tokens for step in steps))),
+        "warnings": len(story.warnings) if compared else None,
+        "by_position": _breakdown(story, "position"),
+        "by_version": _breakdown(story, "version"),
+    }
+
+
+def _breakdown(story: RunStory, by: str) -> list[Json] | None:
+    """The rows of all steps that have the same first position, or version, as one."""
+    rows = [row for row in story.mismatch.values() if row.by == by]
+    firsts = sorted({row.first for row in rows})
+    return [_row([row for row in rows if row.first == first]) for first in firsts] or None
+
+
+def _row(rows: list[MismatchMeasured]) -> dict[str, Json]:
+    tokens = sum(row.tokens for row in rows)
+    return {
+        "first": rows[0].first,
+        "last": rows[0].last,
+        "tokens": tokens,
+        "k1": _significant(_mean((row.k1, row.tokens) for row in rows)),
+        "k3": _significant(_mean((row.k3, row.tokens) for row in rows)),
+        "p99": _significant(_mean((row.p99, row.tokens) for row in rows)),
+        "max": _significant(max(row.max for row in rows)),
+        "equal": _share(sum(row.equal for row in rows), tokens),
+        "flips": _significant(_divide(sum(row.flips for row in rows), sum(row.pairs for row in rows))),
     }
 
 
@@ -201,6 +230,12 @@ def _curve(story: RunStory) -> list[Json]:
 
 def _divide(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    """A share that says 1 only of all: rounding never turns nearly all into all."""
+    share = _divide(part, whole)
+    return None if share is None else math.floor(share * 10_000) / 10_000
 
 
 def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:

@@ -22,6 +22,8 @@ from etude.telemetry.events import (
     EvalDone,
     MemoryUsed,
     MidtrainProgress,
+    MismatchMeasured,
+    MismatchWarned,
     PhaseStarted,
     ProcessStarted,
     RolloutClosed,
@@ -89,6 +91,9 @@ class RunStory:
         self.segments: list[Segment] = []
         self.midtrain: list[Timed[MidtrainProgress]] = []
         self.steps: list[Timed[StepDone]] = []
+        self.mismatch: dict[tuple[int, str, int], MismatchMeasured] = {}
+        """(step, by what, first) → the newest row of the mismatch's breakdown."""
+        self.warnings: list[Timed[MismatchWarned]] = []
         self.published: list[Timed[WeightsPublished]] = []
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
@@ -122,6 +127,10 @@ class RunStory:
                 _supersede(self.midtrain, Timed(at_s, event))
             case StepDone():
                 _supersede(self.steps, Timed(at_s, event))
+            case MismatchMeasured():
+                self.mismatch[event.step, event.by, event.first] = event
+            case MismatchWarned():
+                _insert(self.warnings, Timed(at_s, event))
             case WeightsPublished():
                 _insert(self.published, Timed(at_s, event))
             case WeightsSwapped():

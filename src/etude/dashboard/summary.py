@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from etude.dashboard.report import figure
-from etude.dashboard.units import brief, count, decimal, duration, milliseconds, percent, size, small
+from etude.dashboard.units import brief, count, decimal, duration, milliseconds, percent, size, small, small_percent
 from etude.types import Json
 
 
@@ -36,8 +36,13 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         ),
         (
             "mismatch",
-            f"k3 {small(of('mismatch.k3'))}, p99 {small(of('mismatch.p99'))}, "
-            f"{percent(of('mismatch.coverage'))} of tokens compared",
+            f"k3 {small(of('mismatch.k3'))}, p99 {small(of('mismatch.p99'))}, max {small(of('mismatch.max'))}, "
+            f"{percent(of('mismatch.equal'))} equal to the last bit; {percent(of('mismatch.coverage'))} of tokens "
+            f"compared",
+        ),
+        (
+            "routes",
+            f"{small_percent(of('mismatch.flips'))} of the engine’s experts differ from the trainer’s own choice",
         ),
         (
             "weights",

@@ -49,7 +49,7 @@ def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
         _trainer_row(story),
         _engine_row(story),
         _staleness_row(story, config),
-        _mismatch_row(story),
+        _mismatch_row(story, config),
         _weights_row(story),
         _rollouts_row(story),
         _processes_row(story),
@@ -260,12 +260,18 @@ def _staleness_row(story: RunStory, config: RunConfig) -> Row:
     return "staleness", Bar(mean / bound if bound else 0.0), words
 
 
-def _mismatch_row(story: RunStory) -> Row:
+def _mismatch_row(story: RunStory, config: RunConfig) -> Row:
     compared = [timed.event for timed in story.steps if timed.event.mismatch_tokens]
     if not compared:
         return "mismatch", "", _missing()
-    now = compared[-1]
-    words = _words(f"k3 {units.small(now.mismatch_k3)}", f"p99 {units.small(now.mismatch_p99)}")
+    now, bound = compared[-1], config.numerics.warn_k3
+    words = _words(f"k3 {units.small(now.mismatch_k3)}", f"max {units.small(now.mismatch_max)}")
+    if now.mismatch_k3 > bound:
+        words.append(f" · above {units.small(bound)}", WARN)
+    elif now.mismatch_equal == now.mismatch_tokens:
+        words.append(" · equal to the last bit", GOOD)
+    elif now.mismatch_pairs:
+        words.append(" · ", DIM).append(f"{units.small_percent(now.mismatch_flips / now.mismatch_pairs)} flips")
     return "mismatch", Sparkline([step.mismatch_k3 for step in compared], DIM), words
 
 

@@ -67,6 +67,11 @@ def small(number: float | None) -> str:
     return f"{mantissa.replace('-', '−')}×10{superscript(int(exponent))}"
 
 
+def small_percent(share: float | None) -> str:
+    """A share that may be tiny, as a percentage with two digits: 0.0000164 → ``0.0016%``."""
+    return MISSING if share is None else f"{float(f'{100 * share:.2g}'):.10f}".rstrip("0").rstrip(".") + "%"
+
+
 def superscript(number: int) -> str:
     """An exponent: −6 → ``⁻⁶``."""
     return str(number).translate(_SUPERSCRIPTS)

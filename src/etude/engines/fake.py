@@ -7,14 +7,14 @@ is given, weight versions change when told to, and failures happen when asked fo
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import count
 from random import Random
 
 import numpy as np
 
 from etude.errors import EngineUnavailable
-from etude.protocols import Clock, Completion, EngineHealth, SamplingParams
+from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
 from etude.types import Finish
 
 STOP_SHARE = 0.1
@@ -58,6 +58,20 @@ class FakeEngine:
             return await self._sample(tokens, params)
         finally:
             self._running -= 1
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion, then hand it out token by token."""
+        whole = await self.generate(prompt_ids, params, session=session)
+        last = len(whole.token_ids) - 1
+        for token in range(last + 1):
+            yield Piece(
+                token_ids=whole.token_ids[token : token + 1],
+                logprobs=whole.logprobs[token : token + 1],
+                versions=whole.versions[token : token + 1],
+                completion=whole if token == last else None,
+            )
 
     async def health(self) -> EngineHealth:
         """The version, a digest made up from it, and the load; nothing ever waits."""

@@ -1,20 +1,26 @@
 """An engine behind HTTP: the client of :mod:`etude.engines.server`.
 
-Owns the wire format of a request and of an answer, and the retries while an engine restarts. An engine keeps nothing
+Owns the retries while an engine restarts; the wire format is engines/wire.py's. An engine keeps nothing
 between two calls that an answer depends on, so a call whose answer was lost is simply made again.
 """
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import chain, repeat
+from typing import TypeVar
 
 import aiohttp
-import numpy as np
 import orjson
+from aiohttp.http_exceptions import LineTooLong
 
 from etude.clock import SystemClock
-from etude.errors import EngineUnavailable
-from etude.protocols import Clock, Completion, EngineHealth, SamplingParams
-from etude.types import Finish
+from etude.engines.wire import decode_completion, decode_piece, encode_request
+from etude.errors import EngineBusy, EngineUnavailable
+from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
+
+Answer = TypeVar("Answer")
 
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Between two tries; the last one repeats. Short, because an engine on the same machine restarts in seconds."""
@@ -52,12 +58,12 @@ class HttpEngine:
         Raises ``ValueError`` with the engine's words if it refuses the request, and
         :class:`~etude.errors.EngineUnavailable` once its outages during the call come to more than ``timeout_s``.
         """
-        body = _encode(prompt_ids, params, session)
+        body = encode_request(prompt_ids, params, session)
         down_s = 0.0
         for pause_s in _pauses_s():
             asked_at = self._clock.now()
             try:
-                return _completion(await self._call("POST", "/generate", body, GENERATE_TIMEOUT))
+                return _readable(decode_completion, await self._call("POST", "/generate", body, GENERATE_TIMEOUT))
             except EngineUnavailable:
                 # Time spent on an answer that was then lost is no outage: the engine was up, and is to be had again.
                 down_s += min(self._clock.now() - asked_at, CONNECT_TIMEOUT_S) + pause_s
@@ -66,57 +72,74 @@ class HttpEngine:
             await self._clock.sleep(pause_s)
         raise AssertionError("the pauses are endless")
 
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion and hand out its pieces as they come; a stream that breaks is not taken up again.
+
+        Raises like :meth:`generate`, at the first trouble.
+        """
+        body = encode_request(prompt_ids, params, session)
+        async with self._exchange("POST", "/stream", body, GENERATE_TIMEOUT) as response:
+            content = response.content
+            while line := await _next_line(content):
+                piece, size = _readable(decode_piece, line)
+                if size:
+                    whole = _readable(decode_completion, await content.readexactly(size))
+                    yield replace(piece, completion=whole)
+                    return
+                yield piece
+            raise EngineUnavailable(f"the engine at {self._base_url} broke off its stream")
+
     async def health(self) -> EngineHealth:
         """Ask once. Raises :class:`~etude.errors.EngineUnavailable` at once if there is no answer."""
         return _health(await self._call("GET", "/health", None, HEALTH_TIMEOUT))
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout) -> bytes:
         """One exchange; everything but an answer or a refusal is an unavailable engine."""
+        async with self._exchange(method, path, body, timeout) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer with status 200, being read."""
         url = self._base_url + path
         try:
             async with self._http.request(method, url, data=body, timeout=timeout) as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                if response.status != 200:
+                    raise _refused(url, response.status, await response.read())
+                yield response
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
             raise EngineUnavailable(f"no answer from the engine at {url}: {type(error).__name__}: {error}") from error
-        if response.status == 200:
-            return answer
-        if response.status in (400, 413):
-            raise ValueError(_error_message(answer))
-        raise EngineUnavailable(f"the engine at {url} answered {response.status}: {_error_message(answer)}")
+
+
+def _refused(url: str, status: int, answer: bytes) -> Exception:
+    """What an answer that is no completion means."""
+    if status in (400, 413):
+        return ValueError(_error_message(answer))
+    kind = EngineBusy if status == 429 else EngineUnavailable
+    return kind(f"the engine at {url} answered {status}: {_error_message(answer)}")
+
+
+async def _next_line(content: aiohttp.StreamReader) -> bytes:
+    """With its end; empty at the end of the stream."""
+    try:
+        return await content.readline()
+    except (ValueError, LineTooLong) as error:  # which of them is aiohttp's version's choice
+        raise EngineUnavailable(f"the engine's answer is not in lines: {error}") from error
+
+
+def _readable(decode: Callable[[bytes], Answer], data: bytes) -> Answer:
+    try:
+        return decode(data)
+    except ValueError as error:
+        raise EngineUnavailable(f"the engine's answer cannot be read: {error}") from error
 
 
 def _pauses_s() -> Iterator[float]:
     return chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1]))
-
-
-def _encode(prompt_ids: Sequence[int], params: SamplingParams, session: str) -> bytes:
-    return orjson.dumps(
-        {
-            "prompt_ids": np.asarray(prompt_ids, dtype=np.int64),
-            "session": session,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "stop_ids": params.stop_ids,
-            "seed": params.seed,
-        },
-        option=orjson.OPT_SERIALIZE_NUMPY,
-    )
-
-
-def _completion(answer: bytes) -> Completion:
-    try:
-        fields = orjson.loads(answer)
-        completion = Completion(
-            token_ids=np.array(fields["token_ids"], dtype=np.int32),
-            logprobs=np.array(fields["logprobs"], dtype=np.float32),
-            versions=np.array(fields["versions"], dtype=np.int32),
-            finish=Finish(fields["finish"]),
-        )
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-        raise EngineUnavailable(f"the engine's answer cannot be read: {type(error).__name__}: {error}") from error
-    if not np.isfinite(completion.logprobs).all():  # JSON has no NaN: it comes as null and would poison the loss
-        raise EngineUnavailable("the engine sent a log probability that is not finite")
-    return completion
 
 
 def _health(answer: bytes) -> EngineHealth:

@@ -1,81 +1,114 @@
 """The native engine: continuous batching on the trainer's own model code.
 
-    generate() ──▶ Scheduler.plan ──▶ one forward pass ──▶ sample ──▶ futures
+    generate() ──▶ Scheduler.plan ──▶ one forward pass ──▶ draw ──▶ futures, streams
                         ▲                                    │
                         └──────────── next step ◀────────────┘   swap() takes effect between two steps
 
-Owns the key/value cache and the step loop. Decisions are the :class:`~etude.engines.scheduler.Scheduler`'s; where
-weights come from is the caller's business. Runs in one event loop: a step computes for some milliseconds, then I/O has
-its turn.
+Owns the step loop and the calls in progress. Who is computed when is the :class:`~etude.engines.scheduler.Scheduler`'s
+to decide, keys and values are the :class:`~etude.engines.cache.PagedCache`'s, where weights come from is the caller's
+business. Runs in one event loop: a step computes for some milliseconds, then I/O has its turn. A step waits for the
+device once, for the tokens it drew.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from etude.config import EngineConfig
+from etude.engines.cache import PagedCache, as_routes
 from etude.engines.inplace import Scatter
-from etude.engines.scheduler import Counters, Request, Scheduler, Work
-from etude.models.qwen3_moe import Qwen3Moe
-from etude.protocols import Completion, EngineHealth, SamplingParams
-from etude.types import Finish
+from etude.engines.pages import PAGE
+from etude.engines.requests import Counters, Request, Work
+from etude.engines.sampling import Sampler, cuts, kept_sets
+from etude.engines.scheduler import Scheduler, SwapMode
+from etude.errors import EngineUnavailable
+from etude.models.decoder import Decoder
+from etude.models.spec import ModelSpec
+from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.types import Finish, Ids, Routes
+
+SEED_BITS = 63
+"""Random bits of the seed of a call that brings none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     """A model with the name and the proof of its weights; while it serves, changed between two steps only."""
 
-    model: Qwen3Moe
+    model: Decoder
     version: int
     digest: str
 
 
-class KeyValueCache:
-    """Keys and values of every slot, [layers, slots, kv heads, length, head width]."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    """A request and whoever waits for it."""
 
-    def __init__(self, model: Qwen3Moe, slots: int, length: int) -> None:
-        spec = model.spec
-        shape = (spec.layers, slots, spec.kv_heads, length, spec.head_dim)
-        self.keys = torch.zeros(shape, dtype=model.embedding.dtype, device=model.embedding.device)
-        self.values = torch.zeros_like(self.keys)
+    request: Request
+    seed: int
+    done: asyncio.Future[Completion]
+    pieces: asyncio.Queue[Piece | EngineUnavailable] | None
+    """Where tokens go as they come, if somebody looks; it holds no more than the completion has."""
+    routes: list[Routes] = field(default_factory=list)
+    """[L,k] of each token that a token was sampled after, as the router chose then."""
+    kept: list[Ids] = field(default_factory=list)
+    """What each token was drawn from, if anything may be cut."""
 
 
+@final
 class NativeEngine:
-    """Samples with a :class:`~etude.models.qwen3_moe.Qwen3Moe`; implements :class:`~etude.protocols.Engine`."""
+    """Samples with a :class:`~etude.models.decoder.Decoder`; implements :class:`~etude.protocols.Engine`."""
 
-    def __init__(self, weights: Weights, config: EngineConfig, *, seed: int) -> None:
+    def __init__(self, weights: Weights, config: EngineConfig, *, seed: int, record_routes: bool = False) -> None:
         self._weights = weights
+        self._mode = SwapMode(config.swap)
         self._scheduler = Scheduler(
-            slots=config.slots, max_length=config.max_length, prefill_tokens=config.prefill_tokens
+            pages=-(-config.resolved_cache_tokens // PAGE),
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_length=config.max_length,
+            step_tokens=config.step_tokens,
         )
-        self._cache = KeyValueCache(weights.model, config.slots, config.max_length)
-        self._random = np.random.default_rng(seed)
-        self._futures: dict[Request, asyncio.Future[Completion]] = {}
+        self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
+        self._sampler = Sampler(weights.model.arithmetic)
+        self._seeds = np.random.default_rng(seed)
+        self._calls: dict[Request, _Call] = {}
         self._work = asyncio.Event()
+        self._stepped = asyncio.Event()
+        self._failure = ""
+        """Why there are no more steps, if there are none."""
         self.busy_s = 0.0
         """Seconds spent computing."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
-        """Sample one completion. Raises ``ValueError`` on ids outside the vocabulary or a prompt that is too long."""
-        vocabulary = self._weights.model.spec.vocab_size
-        if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= vocabulary:
-            raise ValueError(f"prompt ids must be in 0 … {vocabulary - 1} and not empty")
-        request = Request(session=session, params=params, token_ids=list(prompt_ids), prompt_length=len(prompt_ids))
-        self._scheduler.add(request)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._futures[request] = future
-        self._work.set()
-        try:
-            return await future
-        finally:
-            if self._futures.pop(request, None) is not None:  # the caller went away before the end
-                self._scheduler.cancel(request)
+        """Sample one completion.
+
+        Raises ``ValueError`` on what can never be served (ids outside the vocabulary, a prompt that is too long), and
+        :class:`~etude.errors.EngineBusy` when as many calls as the engine takes are waiting.
+        """
+        with self._submitted(prompt_ids, params, session, streaming=False) as call:
+            return await call.done
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
+        with self._submitted(prompt_ids, params, session, streaming=True) as call:
+            assert call.pieces is not None
+            while True:
+                piece = await call.pieces.get()
+                if isinstance(piece, EngineUnavailable):
+                    raise piece
+                yield piece
+                if piece.completion is not None:
+                    return
 
     async def health(self) -> EngineHealth:
         """Which weights are serving, and the load."""
@@ -91,168 +124,188 @@ class NativeEngine:
         """What is serving now."""
         return self._weights
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key/value cache; it never grows."""
+        return self._cache.size_bytes
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the cache that no call holds."""
+        return self._scheduler.free_pages
+
     def take_counters(self) -> Counters:
         """Token counts since the last call."""
         counters, self._scheduler.counters = self._scheduler.counters, Counters()
         return counters
 
-    def swap(self, weights: Weights, scatters: Sequence[Scatter] = ()) -> float:
+    async def swap(self, weights: Weights, scatters: Sequence[Scatter] = ()) -> float:
         """Sample with other weights from the next token on; returns the pause in seconds.
 
         ``scatters`` are written into their model first; they may go into the one that serves. When that raises, the
-        weights are of no version: load them anew. Turns in progress keep their cache; later turns start from a clean
-        prefix (see the scheduler).
+        weights are of no version: load them anew. What becomes of turns in progress is the configured
+        :class:`~etude.engines.scheduler.SwapMode`'s; no later turn starts from a prefix of other weights. In mode
+        drain the call returns when the turns in progress have ended, which is no part of the pause; cancelled before
+        that, nothing was exchanged. One exchange at a time.
         """
+        if self._mode is SwapMode.DRAIN:
+            self._scheduler.begin_drain()
+            try:
+                while not (self._scheduler.drained or self._failure):
+                    self._stepped.clear()
+                    await self._stepped.wait()
+            except asyncio.CancelledError:
+                self._scheduler.end_drain()
+                self._work.set()
+                raise
         started_s = time.perf_counter()
         for scatter in scatters:
             scatter.apply()
         self._weights = weights
-        return time.perf_counter() - started_s
+        pause_s = time.perf_counter() - started_s
+        if self._mode is SwapMode.DRAIN:
+            self._scheduler.end_drain()
+        else:
+            self._scheduler.swapped(self._mode)
+        self._work.set()
+        return pause_s
 
     async def run(self) -> None:
         """Step for ever.
 
         consumes: queued requests; produces: completions; waits for: a request; woken by: :meth:`generate`;
-        on shutdown: cancelled, pending calls are cancelled by their callers.
+        on shutdown: cancelled, pending calls are cancelled by their callers; when a step fails, so do they.
         """
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            while self.step():
-                await asyncio.sleep(0)  # I/O has its turn
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                while self.step():
+                    await asyncio.sleep(0)  # I/O has its turn
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def step(self) -> bool:
         """Compute one step; false when there was nothing to do."""
         started_s = time.perf_counter()
         plan = self._scheduler.plan(self._weights.version)
-        if not plan:
-            return False
-        hidden_RH = self._forward(plan)
-        self._sample([work.request for work in plan if work.samples], hidden_RH)
-        self.busy_s += time.perf_counter() - started_s
-        return True
+        if plan:
+            self._compute(plan)
+            self.busy_s += time.perf_counter() - started_s
+        self._stepped.set()
+        return bool(plan)
 
     @torch.inference_mode()
-    def _forward(self, plan: list[Work]) -> Tensor:
-        """Run the planned tokens through the model; returns the hidden states [R,H] of rows that sample."""
+    def _compute(self, plan: Sequence[Work]) -> None:
+        """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
         model = self._weights.model
-        token_ids = [token for work in plan for token in work.request.token_ids[work.start : work.start + work.count]]
-        positions = [position for work in plan for position in range(work.start, work.start + work.count)]
-        slots = [work.request.slot for work in plan for _ in range(work.count)]
-        device = model.embedding.device
-        attention = CachedAttention(
-            self._cache, plan, torch.tensor(slots, device=device), torch.tensor(positions, device=device)
-        )
-        hidden_NH: Tensor = model(torch.tensor(token_ids, device=device), attention.positions_N, attention)
-        ends = np.cumsum([work.count for work in plan]) - 1
-        last = [int(end) for end, work in zip(ends, plan, strict=True) if work.samples]
+        hidden_NH, routes_NLk = self._cache.forward(model, plan)
         for work in plan:
             self._scheduler.advance(work)
-        return hidden_NH[last]
-
-    @torch.inference_mode()
-    def _sample(self, requests: list[Request], hidden_RH: Tensor) -> None:
-        """Draw the next token of each request and complete those that ended."""
-        if not requests:
+        ends = np.cumsum([work.count for work in plan]) - 1
+        last = [int(end) for end, work in zip(ends, plan, strict=True) if work.samples]
+        calls = [self._calls[work.request] for work in plan if work.samples]
+        if not calls:
             return
-        weights = self._weights
-        logits_RV = weights.model.logits(hidden_RH).float().cpu()
-        temperatures = [request.params.temperature for request in requests]
-        greedy = torch.tensor([temperature == 0 for temperature in temperatures])
-        scale_R1 = torch.tensor([temperature or 1.0 for temperature in temperatures]).unsqueeze(1)
-        logprobs_RV = (logits_RV / scale_R1).log_softmax(-1)
-        cumulative_RV = logprobs_RV.double().exp().cumsum(-1)
-        draws_R1 = torch.tensor([[self._uniform(request)] for request in requests], dtype=torch.float64)
-        drawn_R1 = torch.searchsorted(cumulative_RV, draws_R1 * cumulative_RV[:, -1:], right=True)
-        drawn_R1.clamp_(max=logits_RV.shape[1] - 1)
-        tokens_R = torch.where(greedy, logits_RV.argmax(-1), drawn_R1.squeeze(1))
-        chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
-        chosen_R = torch.where(greedy, torch.zeros(()), chosen_R)
-        for request, token, logprob in zip(requests, tokens_R.tolist(), chosen_R.tolist(), strict=True):
-            self._scheduler.append(request, token, logprob, weights.version)
-            if request.finished:
-                self._complete(request)
+        if routes_NLk is not None:
+            for call, routes in zip(calls, as_routes(routes_NLk[last]), strict=True):
+                call.routes.append(routes)
+        self._draw(calls, model.logits(hidden_NH[last]))
 
-    def _uniform(self, request: Request) -> float:
-        if request.params.seed is None:
-            return float(self._random.random())
-        return float(np.random.default_rng((request.params.seed, request.sampled)).random())
-
-    def _complete(self, request: Request) -> None:
-        self._scheduler.finish(request)
-        future = self._futures.pop(request, None)
-        if future is None or future.done():
-            return
-        stopped = request.token_ids[-1] in request.params.stop_ids
-        future.set_result(
-            Completion(
-                token_ids=np.array(request.token_ids[request.prompt_length :], np.int32),
-                logprobs=np.array(request.logprobs, np.float32),
-                versions=np.array(request.versions, np.int32),
-                finish=Finish.STOP if stopped else Finish.LENGTH,
-            )
+    def _draw(self, calls: Sequence[_Call], logits_RV: Tensor) -> None:
+        """Draw the next token of each call and complete those that ended."""
+        drawn = self._sampler.sample(
+            logits_RV,
+            [call.request.params for call in calls],
+            [call.seed for call in calls],
+            [call.request.sampled for call in calls],
         )
+        version = self._weights.version
+        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
+        for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
+            self._scheduler.append(call.request, token, logprob, version)
+            if cuts(call.request.params):
+                call.kept.append(drawn.kept_row(row))
+            completion = self._complete(call) if call.request.finished else None
+            if call.pieces is not None:
+                call.pieces.put_nowait(_piece(token, logprob, version, completion))
+
+    def _complete(self, call: _Call) -> Completion:
+        request = call.request
+        completion = Completion(
+            token_ids=np.array(request.token_ids[request.prompt_length :], np.int32),
+            logprobs=np.array(request.logprobs, np.float32),
+            versions=np.array(request.versions, np.int32),
+            finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
+            routes=_routes(call, self._cache) if request.params.want_routes else None,
+            kept=kept_sets(call.kept) if cuts(request.params) else None,
+        )
+        self._scheduler.finish(request)
+        del self._calls[request]
+        if not call.done.done():
+            call.done.set_result(completion)
+        return completion
+
+    @contextmanager
+    def _submitted(
+        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, *, streaming: bool
+    ) -> Iterator[_Call]:
+        """A call in line while the context is open; leaving it early takes it back."""
+        if self._failure:
+            raise EngineUnavailable(self._failure)
+        _check(prompt_ids, params, self._weights.model.spec, self._cache)
+        request = Request(session=session, params=params, token_ids=list(prompt_ids), prompt_length=len(prompt_ids))
+        self._scheduler.add(request)
+        call = _Call(
+            request=request,
+            seed=int(self._seeds.integers(1 << SEED_BITS)) if params.seed is None else params.seed,
+            done=asyncio.get_running_loop().create_future(),
+            pieces=asyncio.Queue() if streaming else None,
+        )
+        self._calls[request] = call
+        self._work.set()
+        try:
+            yield call
+        finally:
+            if self._calls.pop(request, None) is not None:
+                self._scheduler.cancel(request)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell every caller that there will be no answer, later ones too."""
+        self._failure = f"the engine's step failed: {type(error).__name__}: {error}"
+        failure = EngineUnavailable(self._failure)
+        for call in self._calls.values():
+            if call.pieces is not None:
+                call.pieces.put_nowait(failure)
+            if not call.done.done():
+                call.done.set_exception(failure)
+                call.done.exception()  # a stream's future is awaited by nobody
+        self._stepped.set()
 
 
-class CachedAttention:
-    """Attention of one step's tokens over the cache: the ``attend`` of the native engine.
+def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, cache: PagedCache) -> None:
+    if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
+        raise ValueError(f"prompt ids must be in 0 … {spec.vocab_size - 1} and not empty")
+    if params.want_routes and spec.experts is not None and not cache.records_routes:
+        raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
-    Decoding rows come first in the plan and are computed together, over all slots in use; each prefill chunk is its own
-    causal attention.
+
+def _piece(token: int, logprob: float, version: int, completion: Completion | None) -> Piece:
+    return Piece(
+        token_ids=np.array([token], np.int32),
+        logprobs=np.array([logprob], np.float32),
+        versions=np.array([version], np.int32),
+        completion=completion,
+    )
+
+
+def _routes(call: _Call, cache: PagedCache) -> Routes | None:
+    """[P + C − 1, L, k]: of the prompt as it lies in the cache, of sampled tokens as they were sampled.
+
+    The two differ where new weights or a lack of pages made the engine read sampled tokens again.
     """
-
-    def __init__(self, cache: KeyValueCache, plan: list[Work], slots_N: Tensor, positions_N: Tensor) -> None:
-        self._cache = cache
-        self._slots_N = slots_N
-        self.positions_N = positions_N
-        self._decoding = sum(work.count == 1 and work.samples for work in plan)
-        self._chunks = plan[self._decoding :]
-        if self._decoding:
-            slots = slots_N[: self._decoding]
-            self._rows = int(slots.max()) + 1
-            self._length = int(positions_N[: self._decoding].max()) + 1
-            # Few of many slots: gather their rows. Most of them: compute all rows and pick, which copies no cache.
-            self._gather = self._decoding * 2 < self._rows
-            reach = positions_N[: self._decoding]
-            if not self._gather:
-                reach = torch.zeros(self._rows, dtype=reach.dtype, device=reach.device).index_copy(0, slots, reach)
-            visible = torch.arange(self._length, device=slots.device) <= reach.unsqueeze(1)
-            self._bias = torch.zeros_like(visible, dtype=cache.keys.dtype).masked_fill_(~visible, float("-inf"))
-        self._masks = [_causal(work, slots_N.device) for work in self._chunks]
-
-    def __call__(self, layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        """Write this step's keys and values, then attend."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots_N, :, self.positions_N] = k_NKD
-        values[self._slots_N, :, self.positions_N] = v_NKD
-        out = torch.empty_like(q_NQD)
-        if self._decoding:
-            out[: self._decoding] = self._decode(q_NQD[: self._decoding], keys, values)
-        start = self._decoding
-        for work, mask in zip(self._chunks, self._masks, strict=True):
-            stop, end, slot = start + work.count, work.start + work.count, work.request.slot
-            q = q_NQD[start:stop].transpose(0, 1).unsqueeze(0)
-            k, v = keys[slot : slot + 1, :, :end], values[slot : slot + 1, :, :end]
-            grouped = q.shape[1] != k.shape[1]
-            attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
-            out[start:stop] = attended[0].transpose(0, 1)
-            start = stop
-        return out
-
-    def _decode(self, q_BQD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        slots = self._slots_N[: self._decoding]
-        if self._gather:
-            k, v, q = keys[slots, :, : self._length], values[slots, :, : self._length], q_BQD
-        else:
-            k, v = keys[: self._rows, :, : self._length], values[: self._rows, :, : self._length]
-            q = q_BQD.new_zeros(self._rows, *q_BQD.shape[1:]).index_copy(0, slots, q_BQD)
-        q = q.unflatten(1, (k.shape[1], -1))  # queries of one key/value head side by side: [rows, K, Q/K, D]
-        scores = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + self._bias[:, None, None]
-        attended = torch.matmul(scores.softmax(-1), v).flatten(1, 2)
-        return attended if self._gather else attended[slots]
-
-
-def _causal(work: Work, device: torch.device) -> Tensor:
-    """[count, start + count]: a chunk's token sees the cache before it and itself."""
-    columns = torch.arange(work.start + work.count, device=device)
-    return columns <= torch.arange(work.start, work.start + work.count, device=device).unsqueeze(1)
+    if not cache.records_routes:
+        return None
+    prompt = cache.routes(call.request)[: call.request.prompt_length - 1]
+    return np.concatenate([prompt, np.stack(call.routes)])

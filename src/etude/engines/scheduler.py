@@ -1,199 +1,201 @@
 """Which tokens the native engine computes next: a pure, synchronous core.
 
-Owns the waiting line, the slots of the key/value cache and what each slot holds. Knows neither tensors nor time. Each
-call of :meth:`Scheduler.plan` hands out one step: every running request that is ready to sample gets one token,
-requests that still have prompt to read share a budget of prefill tokens.
+    add ──▶ waiting ──▶ running ──plan──▶ works ──(forward pass)──▶ advance, append ──▶ finish
+               ▲           │
+               └───────────┘   preempted, or its keys are of old weights
 
-Prefix reuse is keyed by session *and* weight version: a slot keeps the tokens of its session's last turn, and the next
-turn starts behind the longest common prefix, unless the weights have changed meanwhile. So a token's context is never
-a mixture of versions, except inside the one turn during which a swap fell.
+Owns when requests are taken, in which step each token is computed and what an exchange of weights does to requests in
+progress. Knows neither tensors nor time. Seats and pages are the :class:`~etude.engines.roster.Roster`'s.
+
+Each step is bounded: every running request that is ready to sample gets one token, the others share what is left of
+the step's tokens to read their prompts in chunks, best rank first (Agrawal et al. 2024, arXiv:2403.02310: long prompts
+must not stall decoding).
 """
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from enum import StrEnum
 
-from etude.protocols import SamplingParams
+from etude.engines.pages import PAGE
+from etude.engines.requests import Counters, Request, State, Work
+from etude.engines.roster import Roster
+from etude.errors import EngineBusy
 
-MIXED = -1
-"""The version of a cache entry that more than one weight version wrote."""
 MAX_REREADS = 2
-"""After this many swaps during one prompt its cache may be a mixture: faster swaps than prompts must not starve it."""
+"""In mode keep, a prompt is read again this often, then its keys may be a mixture of versions: weights that change
+faster than prompts are read must not starve them.
+"""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Request:
-    """One completion in progress."""
+class SwapMode(StrEnum):
+    """What an exchange of weights does to completions in progress."""
 
-    session: str
-    params: SamplingParams
-    token_ids: list[int]
-    """Prompt, then what was sampled so far."""
-    prompt_length: int
-    cached: int = 0
-    """How many of ``token_ids`` are in the cache."""
-    slot: int = -1
-    rereads: int = 0
-    """How often a swap made its prompt be read anew."""
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def sampled(self) -> int:
-        """Tokens sampled so far."""
-        return len(self.token_ids) - self.prompt_length
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last sampled token ended the completion."""
-        stopped = self.sampled > 0 and self.token_ids[-1] in self.params.stop_ids
-        return stopped or self.sampled >= self.params.max_tokens
-
-
-@dataclass(slots=True)
-class Slot:
-    """One row of the cache and what it holds."""
-
-    request: Request | None = None
-    session: str = ""
-    token_ids: Sequence[int] = ()
-    """The tokens whose keys and values are in the row, when no request is running in it."""
-    version: int = MIXED
-    last_used: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Tokens ``start : start + count`` of a request, to be computed in this step."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether this work reaches the request's last token, so that a next one is sampled."""
-        return self.start + self.count == len(self.request.token_ids)
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the scheduler has handed out since it was last asked."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    reused_tokens: int = 0
+    KEEP = "keep"
+    """They go on with the keys they have. Prompts from which nothing was sampled are read again."""
+    RECOMPUTE = "recompute"
+    """Prompt and sampled tokens are read again under the new weights before the next one is sampled."""
+    DRAIN = "drain"
+    """None is in progress: the exchange waits for them, and new ones wait for the exchange."""
 
 
 class Scheduler:
-    """Continuous batching over a fixed number of slots."""
+    """Continuous batching over a fixed number of pages.
 
-    def __init__(self, *, slots: int, max_length: int, prefill_tokens: int) -> None:
-        self._slots = [Slot() for _ in range(slots)]
-        self._max_length = max_length
-        self._prefill_tokens = prefill_tokens
-        self._waiting: deque[Request] = deque()
-        self._sessions: dict[str, int] = {}
-        self._tick = 0
+    One step of its user: :meth:`plan`, compute, :meth:`advance` every work, :meth:`append` what the works that sample
+    gave, :meth:`finish` what ended. :meth:`add`, :meth:`cancel` and :meth:`swapped` come between steps; a request may
+    also be cancelled inside one, the rest of which then passes it by.
+    """
+
+    def __init__(self, *, pages: int, max_running: int, max_waiting: int, max_length: int, step_tokens: int) -> None:
+        """Bounds: pages of the cache, requests in a step, requests in line, tokens of a request, tokens of a step."""
+        if step_tokens < max_running:
+            raise ValueError(
+                f"step_tokens is {step_tokens}, less than max_running {max_running}: running requests need a token each"
+            )
+        self.max_running = max_running
         self.counters = Counters()
+        """Since somebody last put new ones here."""
+        self._pages = pages
+        self._max_waiting = max_waiting
+        self._max_length = max_length
+        self._step_tokens = step_tokens
+        self._roster = Roster(pages=pages, max_running=max_running)
+        self._version: int | None = None
+        """What the last plan was made for; ``None`` when the weights were exchanged since."""
+        self._arrivals = 0
+        self._draining = False
 
     @property
     def running(self) -> int:
-        """Requests that hold a slot."""
-        return sum(slot.request is not None for slot in self._slots)
+        """Requests that hold pages."""
+        return len(self._roster.running)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return len(self._waiting)
+        """Requests in line."""
+        return len(self._roster.waiting)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request holds, those kept for reuse included."""
+        return self._roster.pool.available
+
+    @property
+    def drained(self) -> bool:
+        """Whether the weights may be exchanged in mode drain: no completion is in progress, none can begin."""
+        begun = any(request.sampled for request in self._roster.waiting)
+        return self._draining and not self._roster.running and not begun
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ``ValueError`` when it cannot fit a slot even alone."""
-        if request.params.max_tokens < 1:
-            raise ValueError(f"max_tokens is {request.params.max_tokens}: a completion has at least one token")
-        needed = request.prompt_length + request.params.max_tokens
-        if needed > self._max_length:
+        """Put a request in line.
+
+        Raises ``ValueError`` when it could not run even alone, :class:`~etude.errors.EngineBusy` when the line is full.
+        """
+        tokens = request.prompt_length + request.params.max_tokens
+        if request.prompt_length < 1 or request.params.max_tokens < 1:
             raise ValueError(
-                f"prompt of {request.prompt_length} tokens + max_tokens {request.params.max_tokens} "
-                f"exceeds the engine's max_length {self._max_length}"
+                f"prompt of {request.prompt_length} tokens, max_tokens {request.params.max_tokens}: each is at least 1"
             )
-        self._waiting.append(request)
+        limit = min(self._max_length, self._pages * PAGE)
+        if tokens > limit:
+            raise ValueError(
+                f"prompt of {request.prompt_length} tokens + max_tokens {request.params.max_tokens} exceeds {limit}: "
+                f"the engine's max_length is {self._max_length}, its cache has {self._pages} pages of {PAGE} tokens"
+            )
+        if self.waiting >= self._max_waiting:
+            raise EngineBusy(f"{self.waiting} requests are waiting, which is all this engine takes: ask again later")
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._roster.enqueue(request)
 
     def cancel(self, request: Request) -> None:
-        """Forget a request, queued or running; its slot's content is kept for the session."""
-        if request.slot >= 0:
-            self.finish(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
+        """Forget a request, wherever it is; doing it twice, or after its end, is harmless."""
+        if request.state in (State.WAITING, State.RUNNING):
+            self._roster.dismiss(request)
 
     def plan(self, version: int) -> list[Work]:
-        """The next step under ``version``: decoding first, then prefill within the budget."""
-        self._tick += 1
-        while self._waiting and (index := self._slot_for(self._waiting[0].session)) is not None:
-            self._start(self._waiting.popleft(), index, version)
-        self._forget_stale_prefixes(version)
-        running = [slot.request for slot in self._slots if slot.request is not None]
-        decode = [Work(r, r.cached, 1) for r in running if r.cached == len(r.token_ids) - 1]
-        prefill, budget = list[Work](), self._prefill_tokens
-        for request in running:
-            missing = len(request.token_ids) - request.cached
-            if missing > 1 and budget > 0:
-                prefill.append(Work(request, request.cached, min(missing, budget)))
-                budget -= prefill[-1].count
-        self.counters.prefill_tokens += self._prefill_tokens - budget
-        return decode + prefill
+        """The next step under weights ``version``: first requests that decode, one token each, then chunks of prompts.
+
+        Pages for all of it are allocated. A version that differs from the last one without a call of :meth:`swapped`
+        counts as exchanged in mode keep. Empty when nothing can be computed: then nothing runs.
+        """
+        if version != self._version:
+            if self._version is not None:
+                self.swapped(SwapMode.KEEP)
+            self._roster.pool.serve(version)
+            self._version = version
+        evicted = self._roster.pool.evicted
+        self._roster.grow(self.counters)
+        self._roster.admit(self.counters, begun_only=self._draining)
+        self.counters.evicted_pages += self._roster.pool.evicted - evicted
+        return _works(self._roster.running, self._step_tokens)
 
     def advance(self, work: Work) -> None:
-        """Note that a piece of work is in the cache now."""
-        work.request.cached = work.start + work.count
+        """Note that the tokens of a work are in the cache now; pages that are full become known to others."""
+        request = work.request
+        if request.state is not State.RUNNING:
+            return  # cancelled while its step was computed
+        assert work.start == request.cached, f"a work starts at {work.start}, {request.cached} tokens are cached"
+        request.cached += work.count
+        if work.count > 1 or not request.sampled:
+            self.counters.prefill_tokens += work.count
+        self._roster.index(request)
 
     def append(self, request: Request, token_id: int, logprob: float, version: int) -> None:
         """Add a sampled token to a request."""
+        if request.state is not State.RUNNING:
+            return  # cancelled while its step was computed
         request.token_ids.append(token_id)
         request.logprobs.append(logprob)
         request.versions.append(version)
         self.counters.generated_tokens += 1
-        slot = self._slots[request.slot]
-        if slot.version != version:
-            slot.version = MIXED
 
     def finish(self, request: Request) -> None:
-        """Free the request's slot, which keeps its tokens for the session's next turn."""
-        slot = self._slots[request.slot]
-        slot.request, slot.token_ids, slot.last_used = None, request.token_ids[: request.cached], self._tick
-        request.slot = -1
+        """Free the pages of a request that ended; those known to others stay for reuse until pages are short."""
+        self.cancel(request)
 
-    def _forget_stale_prefixes(self, version: int) -> None:
-        """Prompts still being read when the weights changed are read again: nothing was sampled from the old ones."""
-        for slot in self._slots:
-            request = slot.request
-            if request is None or request.sampled or slot.version == version:
-                continue
-            if request.rereads == MAX_REREADS:
-                slot.version = MIXED
+    def swapped(self, mode: SwapMode) -> None:
+        """Note that the weights were exchanged: what running requests have in the cache is of the old ones.
+
+        Raises ``ValueError`` in mode drain while anything runs.
+        """
+        if mode is SwapMode.DRAIN and self.running:
+            raise ValueError(f"weights were exchanged in mode drain while {self.running} requests run: await drained")
+        for request in tuple(self._roster.running):
+            unread = not request.sampled and request.rereads < MAX_REREADS
+            if mode is SwapMode.RECOMPUTE or unread:
+                request.rereads += request.cached > 0
+                self.counters.rereads += request.cached > 0
+                self._roster.requeue(request)
             else:
-                request.cached, slot.version, request.rereads = 0, version, request.rereads + 1
+                request.leaf = None
+        self._version = None
 
-    def _slot_for(self, session: str) -> int | None:
-        own = self._sessions.get(session)
-        if own is not None and self._slots[own].request is None:
-            return own
-        idle = [index for index, slot in enumerate(self._slots) if slot.request is None]
-        return min(idle, key=lambda index: self._slots[index].last_used, default=None)
+    def begin_drain(self) -> None:
+        """Begin no further completion; those in progress go on to their end, preempted ones included."""
+        self._draining = True
 
-    def _start(self, request: Request, index: int, version: int) -> None:
-        slot = self._slots[index]
-        if slot.session == request.session and slot.version == version:
-            # The last prompt token is always computed anew: its logits choose the first sampled token.
-            request.cached = min(_common_prefix(slot.token_ids, request.token_ids), request.prompt_length - 1)
-            self.counters.reused_tokens += request.cached
-        elif self._sessions.get(slot.session) == index:
-            del self._sessions[slot.session]
-        self._sessions[request.session] = index
-        slot.request, slot.session, slot.version, slot.token_ids = request, request.session, version, ()
-        request.slot = index
+    def end_drain(self) -> None:
+        """Begin completions again."""
+        self._draining = False
+
+    def check(self) -> None:
+        """Assert every invariant; for tests, it reads everything."""
+        self._roster.check()
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+def _works(running: Sequence[Request], step_tokens: int) -> list[Work]:
+    """Share a step of ``step_tokens`` among running requests, given best first."""
+    works, readers = list[Work](), list[Request]()
+    for request in running:
+        missing = len(request.token_ids) - request.cached
+        if missing > 1:
+            readers.append(request)
+        elif missing and request.cached < len(request.pages) * PAGE:  # else it waits for a page
+            works.append(Work(request, request.cached, 1))
+    budget = step_tokens - len(works)
+    for request in readers:
+        if budget <= 0:
+            break
+        works.append(Work(request, request.cached, min(len(request.token_ids) - request.cached, budget)))
+        budget -= works[-1].count
+    return works

@@ -12,8 +12,8 @@ Owns no decision about conversations (:mod:`etude.gateway.sessions`) and no requ
 Consumes chat requests; produces turns. Waits for the engine, which gives up by itself when it is down for too long;
 woken by its answer. On shutdown the sessions are gone: their rollouts fail as infrastructure and are tried again.
 
-Serve it with ``handler_cancellation=True``: then a caller that hangs up before the engine has answered frees its place
-here and in the engine, and leaves no turn. After that the turn is recorded, whether or not the reply is received. A
+Serve it with ``handler_cancellation=True``: then a caller that hangs up before the turn is recorded frees its place
+here and in the engine, and leaves no turn. After that the turn stays, whether or not the reply is received. A
 caller that sends a random ``X-Request-Id``, the same with each retry of a call, is given the recorded reply again;
 without one, a retry is another sample, and the reply that nobody received stays a turn of the session.
 """
@@ -30,10 +30,11 @@ from aiohttp import web
 
 from etude.clock import date_utc
 from etude.config import GatewayConfig
-from etude.errors import EngineUnavailable, SessionLost
+from etude.errors import CaptureError, EngineUnavailable, SessionLost
 from etude.gateway.openai import ChatRequest, Refusal, chat_body, models_body, parse_chat
+from etude.gateway.recorder import Recorder
 from etude.gateway.sessions import Message, Session, Sessions
-from etude.protocols import Clock, Completion, Engine, SamplingParams
+from etude.protocols import Clock, SamplingParams
 from etude.types import Ids, Turn
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -63,7 +64,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine,
+        recorder: Recorder,
         sessions: Sessions,
         clock: Clock,
         config: GatewayConfig,
@@ -73,7 +74,7 @@ class Gateway:
     ) -> None:
         if not admin_key or not admin_key.isascii():
             raise ValueError("the admin key must be ASCII and not empty: it travels in a header and guards every turn")
-        self._engine = engine
+        self._recorder = recorder
         self._sessions = sessions
         self._clock = clock
         self._max_inflight = config.max_inflight
@@ -123,7 +124,7 @@ class Gateway:
     async def _health(self, request: web.Request) -> web.Response:
         """503 without an engine: the gateway lives, but nothing should be routed to it."""
         try:
-            health = await self._engine.health()
+            health = await self._recorder.engine.health()
         except EngineUnavailable:
             status, engine = 503, None
         else:
@@ -154,25 +155,28 @@ class Gateway:
         return SamplingParams(
             max_tokens=wanted,
             temperature=chat.temperature,
+            top_p=chat.top_p,
+            top_k=chat.top_k,
             stop_ids=(self._sessions.template.end_id,),
             seed=chat.seed,
+            priority=chat.priority,
         )
 
     async def _sample(self, session: Session, chat: ChatRequest, request_id: str) -> int:
         """Have the engine answer; says which turn of the session that became."""
         prompt_ids = _prompt(session, chat.messages)
-        completion = await self._generate(session, prompt_ids, self._sampling(chat, len(prompt_ids)))
-        return session.record(chat.messages, prompt_ids, completion, self._text(completion.token_ids), request_id)
+        turn = await self._generate(session, prompt_ids, self._sampling(chat, len(prompt_ids)))
+        return session.record(chat.messages, turn, self._text(turn.completion_ids), request_id)
 
     def _text(self, token_ids: Ids) -> str:
         return self._sessions.template.decode(token_ids.tolist())
 
-    async def _generate(self, session: Session, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def _generate(self, session: Session, prompt_ids: Sequence[int], params: SamplingParams) -> Turn:
         if self._inflight >= self._max_inflight:
             raise Refusal(429, "rate_limit_exceeded", f"{self._inflight} model calls are in progress: try again")
         self._inflight += 1
         try:
-            return await self._engine.generate(prompt_ids, params, session=session.session_id)
+            return await self._recorder.sample(prompt_ids, params, session.session_id)
         except ValueError as error:
             raise Refusal(400, "invalid_request", f"the engine refused: {error}") from error
         finally:
@@ -190,6 +194,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return _refuse(Refusal(404, "session_not_found", str(error)))
     except EngineUnavailable as error:
         return _refuse(Refusal(503, "engine_unavailable", str(error)))
+    except CaptureError as error:
+        # Not 503: asking again would be answered the same, and the rollout's record shall name the reason.
+        logger.error("%s %s: %s", request.method, request.rel_url.raw_path, error)
+        return _refuse(Refusal(500, "capture_failed", str(error)))
     except web.HTTPException as error:
         return _refuse(Refusal(error.status, HTTP_CODES.get(error.status, "invalid_request"), error.text or ""))
     except Exception as error:  # noqa: BLE001 - the last resort of a server: the caller gets an answer, we get a trace
@@ -213,6 +221,8 @@ def _turn_fields(turn: Turn) -> dict[str, object]:
         "logprobs": turn.logprobs,
         "versions": turn.versions,
         "finish": turn.finish.value,
+        "temperature": turn.temperature,
+        "payload": turn.payload,
     }
 
 

@@ -15,8 +15,10 @@ from etude.types import Json, Turn
 MODEL = "policy"
 """The one model of a gateway: whatever weights its engine serves now."""
 
-UNDERSTOOD = frozenset({"model", "messages", "temperature", "max_tokens", "max_completion_tokens", "seed"})
-"""Fields with an effect."""
+UNDERSTOOD = frozenset(
+    {"model", "messages", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "seed", "priority"}
+)
+"""Fields with an effect. ``top_k`` and ``priority`` are not OpenAI's; engines spell them like this."""
 
 INFORMATIVE = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that could not change the output anywhere."""
@@ -24,7 +26,6 @@ INFORMATIVE = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_
 NEUTRAL: dict[str, Json] = {
     "n": 1,
     "stream": False,
-    "top_p": 1,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logprobs": False,
@@ -41,6 +42,10 @@ MAX_TEMPERATURE = 2.0
 """OpenAI's own bound."""
 MAX_SEED = 2**63 - 1
 """What every random generator behind an engine takes."""
+MAX_TOP_K = 2**31 - 1
+"""Above any vocabulary."""
+MAX_PRIORITY = 2**31 - 1
+"""Of either sign; what engines keep it in."""
 QUOTED_CHARACTERS = 80
 """How much of a refused value an error message repeats."""
 
@@ -71,9 +76,15 @@ class ChatRequest:
 
     messages: tuple[Message, ...]
     temperature: float
+    top_p: float
+    """1: off."""
+    top_k: int
+    """0: off."""
     max_tokens: int | None
     """``None``: as many as the context has room for."""
     seed: int | None
+    priority: int
+    """Lower is served first."""
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -83,8 +94,11 @@ def parse_chat(body: bytes) -> ChatRequest:
     return ChatRequest(
         messages=_messages(fields.get("messages")),
         temperature=_temperature(fields.get("temperature")),
+        top_p=_top_p(fields.get("top_p")),
+        top_k=_integer(fields, "top_k", low=0, high=MAX_TOP_K) or 0,
         max_tokens=_max_tokens(fields),
         seed=_integer(fields, "seed", low=0, high=MAX_SEED),
+        priority=_integer(fields, "priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0,
     )
 
 
@@ -181,6 +195,14 @@ def _temperature(value: Json) -> float:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_TEMPERATURE:
         raise _invalid("temperature", f"temperature={_quote(value)}: expected a number from 0 to {MAX_TEMPERATURE}")
+    return float(value)
+
+
+def _top_p(value: Json) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise _invalid("top_p", f"top_p={_quote(value)}: expected a number above 0, at most 1")
     return float(value)
 
 

@@ -20,10 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from etude.errors import SessionLost
-from etude.protocols import Completion
 from etude.tokens.chat import ChatTemplate
 from etude.types import Turn
 
@@ -86,12 +83,11 @@ class Session:
     def record(
         self,
         messages: Sequence[Message],
-        prompt_ids: Sequence[int],
-        completion: Completion,
+        turn: Turn,
         text: str,
         request_id: str = "",
     ) -> int:
-        """Keep a completion as a turn, and ``messages`` with the reply ``text`` as a node; says which turn it became.
+        """Keep a turn, and ``messages`` with its reply ``text`` as a node; says which of ``turns`` it became.
 
         A request that another attempt of its caller had answered meanwhile keeps that answer. Where a caller without
         ids was given the same reply twice, the newer tokens are continued: it asked again because it never saw the
@@ -102,13 +98,6 @@ class Session:
         known = self.answered(request_id, messages)
         if known is not None:
             return known
-        turn = Turn(
-            prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish=completion.finish,
-        )
         self.turns.append(turn)
         *_, node = _prefix_digests([*messages, Message(role="assistant", content=text)])
         self._nodes[node] = turn

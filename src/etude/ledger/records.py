@@ -7,6 +7,8 @@ A task is JSON. A rollout is a JSON header and the raw arrays of all its turns, 
     │ uint32      │ JSON   │ int32 [ΣP]      │ int32 [ΣC]      │ float32 [ΣC]  │ int32 [ΣC]    │
     └─────────────┴────────┴─────────────────┴─────────────────┴───────────────┴───────────────┘
 
+Routes and kept sets of a turn are not in here but in a file that the header refers to (:mod:`etude.ledger.payloads`).
+
 Array legend: P prompt tokens of a turn, C sampled tokens of a turn. The JSON is Python's own, not orjson's: the cases
 of a task may hold integers beyond 64 bits and infinities, which must come back as they were.
 """
@@ -20,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import DamagedError
-from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Case, Finish, FunctionChecks, PayloadRef, Rollout, RolloutStatus, Split, Task, Turn
 
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
@@ -62,7 +64,10 @@ def decode_task(data: bytes) -> Task:
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """A rollout with all its turns; the size is the arrays' plus a few hundred bytes."""
+    """A rollout with all its turns; the size is the arrays' plus a few hundred bytes.
+
+    Raises ``ValueError`` for a turn whose routes or kept sets were not written to a file before.
+    """
     header = {
         "rollout_id": rollout.rollout_id,
         "group_index": rollout.group_index,
@@ -74,7 +79,7 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
-        "turns": [[len(turn.prompt_ids), len(turn.completion_ids), turn.finish] for turn in rollout.turns],
+        "turns": [_turn_header(turn) for turn in rollout.turns],
     }
     text = json.dumps(header).encode()
     return b"".join(
@@ -108,9 +113,21 @@ def _cases(pairs: list[Any]) -> tuple[Case, ...]:
     return tuple(Case(arguments=tuple(arguments), expected=expected) for arguments, expected in pairs)
 
 
-def _decode_turns(shapes: Sequence[tuple[int, int, str]], data: bytes, offset: int) -> tuple[Turn, ...]:
-    prompts = [prompt for prompt, _, _ in shapes]
-    completions = [completion for _, completion, _ in shapes]
+def _turn_header(turn: Turn) -> dict[str, Any]:
+    if turn.routes is not None or turn.kept is not None:
+        raise ValueError("a turn still holds its routes or kept sets: a ledger records where they lie, stow them first")
+    return {
+        "prompt": len(turn.prompt_ids),
+        "completion": len(turn.completion_ids),
+        "finish": turn.finish,
+        "temperature": turn.temperature,
+        "payload": None if turn.payload is None else [turn.payload.digest, turn.payload.size_bytes],
+    }
+
+
+def _decode_turns(headers: Sequence[dict[str, Any]], data: bytes, offset: int) -> tuple[Turn, ...]:
+    prompts = [header["prompt"] for header in headers]
+    completions = [header["completion"] for header in headers]
     if len(data) != (expected := offset + 4 * (sum(prompts) + 3 * sum(completions))):
         raise ValueError(f"expected {expected} bytes")
     prompt_ids = _split(data, INT32, offset, prompts)
@@ -125,10 +142,16 @@ def _decode_turns(shapes: Sequence[tuple[int, int, str]], data: bytes, offset: i
             completion_ids=token_ids[i],
             logprobs=logprobs[i],
             versions=versions[i],
-            finish=Finish(finish),
+            finish=Finish(header["finish"]),
+            temperature=header["temperature"],
+            payload=_payload(header["payload"]),
         )
-        for i, (_, _, finish) in enumerate(shapes)
+        for i, header in enumerate(headers)
     )
+
+
+def _payload(fields: tuple[str, int] | None) -> PayloadRef | None:
+    return None if fields is None else PayloadRef(digest=fields[0], size_bytes=fields[1])
 
 
 def _split(data: bytes, dtype: np.dtype[Any], offset: int, lengths: Sequence[int]) -> list[npt.NDArray[Any]]:

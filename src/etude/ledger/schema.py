@@ -15,8 +15,8 @@ from etude.errors import RunFolderError
 
 APPLICATION_ID = int.from_bytes(b"etud", "big")
 """Marks an SQLite file as ours, so that a stranger's database is never written to."""
-SCHEMA_VERSION = 1
-"""``user_version`` of the tables below; a file with another one is refused."""
+SCHEMA_VERSION = 2
+"""``user_version`` of the tables below and the records in them; a file with another one is refused."""
 BUSY_TIMEOUT_S = 30.0
 """How long a call waits for another process's transaction; those take about a millisecond."""
 

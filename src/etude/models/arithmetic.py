@@ -13,7 +13,6 @@ W width of a value, P pages, S positions per page, V vocabulary.
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -54,11 +53,13 @@ class Kept:
 class Arithmetic(Protocol):
     """Everything a decoder computes that is not indexing or adding. Tensors in, new tensors out.
 
-    All but the paged calls can be differentiated. Activations have one floating type per call and keep it.
+    All but the paged calls can be differentiated. An arithmetic may have a *type*: then parameters of another type are
+    rounded to it where they are used, and so are keys and values, so that a trainer with float32 parameters computes
+    what an engine with bfloat16 ones does.
     """
 
-    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """The type that activations have in a model with weights of type ``weights``."""
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+        """[N,H]: rows of the embedding, as activations."""
         ...
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -78,7 +79,7 @@ class Arithmetic(Protocol):
         ...
 
     def best(self, scores_NE: Tensor, k: int) -> Tensor:
-        """[N,k] int64: the columns of the k largest scores, best first; of equals, the lower column."""
+        """[N,k] int64: the columns of the k largest scores, best first."""
         ...
 
     def softmax(self, scores_NE: Tensor) -> Tensor:

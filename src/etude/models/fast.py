@@ -15,19 +15,26 @@ from etude.models.arithmetic import Dispatch, Kept, PagedRows
 
 @final
 class FastArithmetic:
-    """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device."""
+    """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device.
 
-    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Activations have the type of the weights."""
-        return weights
+    Activations have its type, or that of the model's parameters; parameters are rounded to it where they are used.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+        """[N,H]."""
+        return self._rounded(functional.embedding(token_ids_N, weight_VH))
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[N,O]."""
-        return functional.linear(x_NI, weight_OI.to(x_NI.dtype), bias_O)
+        bias_O = None if bias_O is None else self._rounded(bias_O).to(x_NI.dtype)
+        return functional.linear(x_NI, self._rounded(weight_OI).to(x_NI.dtype), bias_O)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """Over the last axis."""
-        return functional.rms_norm(x, (x.shape[-1],), gain.to(x.dtype), eps)
+        return functional.rms_norm(x, (x.shape[-1],), self._rounded(gain).to(x.dtype), eps)
 
     def gated(self, gate_up_NI: Tensor) -> Tensor:
         """[N,I/2]."""
@@ -41,7 +48,7 @@ class FastArithmetic:
         return x_NhD * cosines + torch.cat([-high, low], -1) * sines
 
     def best(self, scores_NE: Tensor, k: int) -> Tensor:
-        """[N,k]."""
+        """[N,k]; of equal scores, any."""
         return scores_NE.topk(k, -1).indices
 
     def softmax(self, scores_NE: Tensor) -> Tensor:
@@ -58,7 +65,7 @@ class FastArithmetic:
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """[R,O] by one grouped matrix product."""
-        return functional.grouped_mm(x_RI, weight_EOI.to(x_RI.dtype).transpose(1, 2), offs=ends_E)
+        return functional.grouped_mm(x_RI, self._rounded(weight_EOI).to(x_RI.dtype).transpose(1, 2), offs=ends_E)
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
         """[N,H], added up in float32."""
@@ -105,6 +112,9 @@ class FastArithmetic:
             scaled_NV = scaled_NV.masked_fill(~_allowed(kept, scaled_NV), -torch.inf)
         logprobs_N = scaled_NV.log_softmax(-1).gather(1, token_ids_N.unsqueeze(1)).squeeze(1)
         return torch.where(greedy_N, torch.zeros_like(logprobs_N), logprobs_N)
+
+    def _rounded(self, parameter: Tensor) -> Tensor:
+        return parameter if self._dtype is None else parameter.to(self._dtype)
 
 
 def _leading_ones(counts: Sequence[int]) -> int:

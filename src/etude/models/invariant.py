@@ -37,20 +37,25 @@ ROWS_PER_TASK = 256
 
 @final
 class InvariantArithmetic:
-    """Implements :class:`~etude.models.arithmetic.Arithmetic` on CPUs."""
+    """Implements :class:`~etude.models.arithmetic.Arithmetic` on CPUs; ``dtype`` is that of weights and cache."""
 
-    def activation_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Always float32."""
-        return torch.float32
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+        """[N,H]."""
+        return _stored(self._dtype, functional.embedding(token_ids_N, weight_VH)).float()
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[N,O]."""
+        weight_OI, bias_O = _stored(self._dtype, weight_OI), None if bias_O is None else _stored(self._dtype, bias_O)
         if _tracked(x_NI, weight_OI, bias_O):
             return _Twofold.run(_linear, TORCH.linear, x_NI, weight_OI, bias_O)
         return _linear(x_NI, weight_OI, bias_O)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         """Over the last axis."""
+        gain = _stored(self._dtype, gain)
         if _tracked(x, gain):
             return _Twofold.run(_norm, TORCH.norm, x, gain, eps)
         return _norm(x, gain, eps)
@@ -88,6 +93,7 @@ class InvariantArithmetic:
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """[R,O]."""
+        weight_EOI = _stored(self._dtype, weight_EOI)
         if _tracked(x_RI, weight_EOI):
             return _Twofold.run(_grouped, _grouped_by_expert, x_RI, ends_E, weight_EOI)
         return _grouped(x_RI, ends_E, weight_EOI)
@@ -100,6 +106,7 @@ class InvariantArithmetic:
 
     def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
         """[B,T,Q,W]."""
+        k_BTKD, v_BTKW = _stored(self._dtype, k_BTKD).float(), _stored(self._dtype, v_BTKW).float()
         if _tracked(q_BTQD, k_BTKD, v_BTKW):
             return _Twofold.run(self._attend_padded, TORCH.attend_padded, q_BTQD, k_BTKD, v_BTKW, scale)
         return self._attend_padded(q_BTQD, k_BTKD, v_BTKW, scale)
@@ -220,7 +227,8 @@ def _grouped(x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
     out = np.empty((len(x), weight.shape[1]), np.float32)
 
     def part(start: int, end: int) -> None:
-        products.grouped(x[start:end], np.clip(ends - start, 0, end - start), weight, out[start:end])
+        own = ends if end - start == len(x) else np.clip(ends - start, 0, end - start)
+        products.grouped(x[start:end], own, weight, out[start:end])
 
     _in_parts(part, len(x))
     return torch.from_numpy(out)
@@ -253,6 +261,11 @@ NO_BIAS = np.zeros(0, np.float32)
 NO_IDS = np.zeros(0, np.int64)
 
 
+def _stored(dtype: torch.dtype | None, weight: Tensor) -> Tensor:
+    """A parameter, key or value as an engine of this type holds it."""
+    return weight if dtype in (None, weight.dtype) else weight.to(dtype)
+
+
 def _tracked(*tensors: Tensor | None) -> bool:
     """Whether a gradient will be asked for."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -260,7 +273,9 @@ def _tracked(*tensors: Tensor | None) -> bool:
 
 def _floats(x: Tensor) -> npt.NDArray[np.float32]:
     """A float32 array of a tensor's values; activations are shared, anything else is copied."""
-    values: npt.NDArray[np.float32] = x.detach().float().contiguous().numpy()
+    if x.requires_grad or x.dtype is not torch.float32 or not x.is_contiguous():
+        x = x.detach().float().contiguous()
+    values: npt.NDArray[np.float32] = x.numpy()
     return values
 
 

@@ -1,7 +1,8 @@
 """Sessions of a gateway over HTTP.
 
 POST   /sessions         admin key   → {"session_id", "api_key"}
-DELETE /sessions/{id}    admin key   → {"turns": [{"prompt_ids", "completion_ids", "logprobs", "versions", "finish"}]}
+DELETE /sessions/{id}    admin key   → {"turns": [{"prompt_ids", "completion_ids", "logprobs", "versions", "finish",
+                                                     "temperature", "payload": {"digest", "size_bytes"} | null}]}
 
 Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
 in the gateway, and one that was closed but whose turns were lost is lost.
@@ -18,7 +19,7 @@ import orjson
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.protocols import Session
-from etude.types import Finish, Turn
+from etude.types import Finish, PayloadRef, Turn
 
 REASON_CHARS = 200
 """How much of a refusal is quoted."""
@@ -86,10 +87,13 @@ class GatewaySessions:
 
 
 def _turn(fields: dict[str, Any]) -> Turn:
+    payload = fields["payload"]
     return Turn(
         prompt_ids=np.array(fields["prompt_ids"], np.int32),
         completion_ids=np.array(fields["completion_ids"], np.int32),
         logprobs=np.array(fields["logprobs"], np.float32),
         versions=np.array(fields["versions"], np.int32),
         finish=Finish(fields["finish"]),
+        temperature=fields["temperature"],
+        payload=None if payload is None else PayloadRef(digest=payload["digest"], size_bytes=payload["size_bytes"]),
     )

@@ -10,15 +10,15 @@ from contextlib import closing
 
 import torch
 
-from etude.config import EngineConfig
+from etude.config import RunConfig
 from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
 from etude.models.checkpoint import load_spec
+from etude.run.decisions import decide
 from etude.run.folder import RunFolder
-from etude.run.following import WeightFollower
+from etude.run.following import Serving, WeightFollower
 from etude.run.publishing import open_log
 from etude.run.serving import listening, run_until_signal
-from etude.run.states import resolve_device
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
 
@@ -49,7 +49,7 @@ async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLo
         started_s = time.perf_counter()
         weights, scatters = await asyncio.to_thread(follower.stage)
         stage_s = time.perf_counter() - started_s
-        pause_s = follower.swap_into(engine, weights, scatters)
+        pause_s = await follower.swap_into(engine, weights, scatters)
         await asyncio.to_thread(follower.settle)
         events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
 
@@ -74,11 +74,20 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
         busy_s, since_s = engine.busy_s, now_s
 
 
-async def _serve(folder: RunFolder, config: EngineConfig, seed: int) -> None:
-    device = resolve_device(config.device)
-    follower = WeightFollower(open_log(folder), load_spec(folder.model), device, spare=config.spare_weights)
-    # A restarted engine must not repeat the random numbers of the one before.
-    engine = NativeEngine(follower.start(), config, seed=seed * 2**32 + os.getpid())
+async def _serve(folder: RunFolder, config: RunConfig) -> None:
+    serving = Serving(
+        spec=load_spec(folder.model),
+        numerics=config.numerics,
+        device=config.engine.device,
+        spare=config.engine.spare_weights,
+    )
+    follower = WeightFollower(open_log(folder), serving)
+    engine = NativeEngine(
+        follower.start(),
+        config.engine,
+        seed=config.seed * 2**32 + os.getpid(),  # a restarted engine must not repeat the numbers of the one before
+        record_routes=config.numerics.replay != "off",
+    )
     with EventLog(folder.events, "engine") as events, closing(follower):
         async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
             tasks.create_task(engine.run())
@@ -88,6 +97,6 @@ async def _serve(folder: RunFolder, config: EngineConfig, seed: int) -> None:
 
 def run_engine(folder: RunFolder) -> None:
     """Serve until told to stop."""
-    config = folder.config()
+    config = decide(folder.config())
     torch.set_num_threads(config.engine.threads)
-    run_until_signal(_serve(folder, config.engine, config.seed))
+    run_until_signal(_serve(folder, config))

@@ -4,7 +4,8 @@
     model/            mid-trained checkpoint       store/        weight versions (etude.weights)
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
-    admin.key         opens gateway sessions       report.json, report.html
+    payloads/         routes, kept sets of turns   report.json, report.html
+    admin.key         opens gateway sessions
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """

@@ -11,17 +11,19 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
 
 from torch import Tensor
 
+from etude.config import NumericsConfig
 from etude.engines.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.engines.native import NativeEngine, Weights
 from etude.errors import DamagedError
-from etude.models.checkpoint import load_state
-from etude.models.qwen3_moe import ModelSpec, Qwen3Moe
-from etude.run.states import DTYPES, to_tensors
+from etude.models.spec import ModelSpec
+from etude.run.numerics import load_published, serving_model
+from etude.run.states import to_tensors
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver
 from etude.weights.replica import ChangedNumbers, PulledWeights
@@ -35,14 +37,24 @@ Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 """What one version changed, by tensor; ``None`` for so much that everything shall be loaded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How weights are served."""
+
+    spec: ModelSpec
+    numerics: NumericsConfig
+    device: str
+    spare: bool
+    """Whether they are held twice."""
+
+
 @final
 class ResidentModel:
     """One copy of a model's weights, moved from version to version in place."""
 
-    def __init__(self, spec: ModelSpec, pulled: PulledWeights, device: str) -> None:
-        (dtype,) = {DTYPES[stored.spec.dtype] for stored in pulled.state.values()}
-        self.model = Qwen3Moe(spec).to(device, dtype).eval()
-        self._load = partial(load_state, self.model)
+    def __init__(self, pulled: PulledWeights, serving: Serving) -> None:
+        self.model = serving_model(serving.spec, serving.numerics, serving.device)
+        self._load = partial(load_published, self.model, config=serving.numerics)
         specs = [stored.spec for stored in pulled.state.values()]
         self._weights = InPlaceWeights(dict(self.model.named_parameters()), self._load, specs)
         self._load(to_tensors(pulled.state))
@@ -60,7 +72,12 @@ class ResidentModel:
         return [self._weights.prepare(changed, whole) for changed in behind if changed is not None]
 
     def prove(self, version: int, digest: str) -> None:
-        """Read the weights. Raises :class:`~etude.errors.DamagedError` when they are not those of ``digest``."""
+        """Read the weights. Raises :class:`~etude.errors.DamagedError` when they are not those of ``digest``.
+
+        Quantised experts are held decoded: what was pulled was proven, what is resident of them cannot be.
+        """
+        if self._weights.reloading:
+            return
         if (found := self._weights.digest()) != digest:
             raise DamagedError(
                 f"the engine holds {found[:12]}, weight version {version} is {digest[:12]}: it must load it anew"
@@ -71,11 +88,10 @@ class ResidentModel:
 class WeightFollower:
     """Moves one engine to the newest version of a log; for one thread at a time."""
 
-    def __init__(self, log: WeightLog, spec: ModelSpec, device: str, *, spare: bool) -> None:
+    def __init__(self, log: WeightLog, serving: Serving) -> None:
         self.log = log
-        self._spec = spec
-        self._device = device
-        self._copies = 2 if spare else 1
+        self._serving = serving
+        self._copies = 2 if serving.spare else 1
         self._residents: list[ResidentModel] = []
         self._receiver = Receiver(log)
         self._lease = log.lease(f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}")
@@ -86,7 +102,7 @@ class WeightFollower:
         self._receiver.advance()
         self._renew_lease()
         pulled = self._receiver.weights()
-        self._residents = [ResidentModel(self._spec, pulled, self._device) for _ in range(self._copies)]
+        self._residents = [ResidentModel(pulled, self._serving) for _ in range(self._copies)]
         for resident in self._residents:
             resident.prove(pulled.version, pulled.digest)
         return Weights(self._residents[0].model, pulled.version, pulled.digest)
@@ -119,9 +135,9 @@ class WeightFollower:
                 chosen.prove(pulled.version, pulled.digest)
         return Weights(chosen.model, pulled.version, pulled.digest), scatters
 
-    def swap_into(self, engine: NativeEngine, weights: Weights, scatters: Sequence[Scatter]) -> float:
+    async def swap_into(self, engine: NativeEngine, weights: Weights, scatters: Sequence[Scatter]) -> float:
         """Let ``engine`` sample with what was staged; returns the pause in seconds."""
-        pause_s = engine.swap(weights, scatters)
+        pause_s = await engine.swap(weights, scatters)
         if scatters and weights.version % PROOF_EVERY == 0:
             self._residents[0].prove(weights.version, weights.digest)
         return pause_s

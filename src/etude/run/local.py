@@ -1,6 +1,6 @@
 """The whole loop on one machine: `etude run`.
 
-    mid-train ──▶ engine + gateway + trainer + rollouts, all at once ──▶ report
+    mid-train ──▶ parity gate ──▶ engine + gateway + trainer + rollouts, all at once ──▶ report
 
 This process computes nothing: it starts the others, restarts what dies, shows the progress and writes the report.
 """
@@ -52,6 +52,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         if open_log(folder).read(0) is None:
             events.write(PhaseStarted(phase="midtrain"))
             _keep_alive(["midtrain"], folder, events, progress)
+        _keep_alive(["parity"], folder, events, progress)
         _keep_alive(LOOP_PROCESSES, folder, events, progress)
     return write_report(folder, config)
 

@@ -8,10 +8,11 @@ import torch
 from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
-from etude.models.qwen3_moe import Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.run.decisions import resolve_device
 from etude.run.folder import RunFolder
+from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing, open_log
-from etude.run.states import resolve_device
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 from etude.trainer.midtrain import midtrain
@@ -28,7 +29,7 @@ def run_midtraining(folder: RunFolder) -> None:
     texts = tokenizer_texts(family, config.transcripts, config.seed)
     chat = ChatTemplate.train(texts, config.model.vocab_size)
     spec = spec_from_config(config.model, chat.vocab_size)
-    model = Qwen3Moe(spec)
+    model = Decoder(spec)
     model.initialise(config.seed)
     model.to(resolve_device(config.trainer.device))
     corpus = Corpus(family, chat, config.midtrain, config.transcripts)
@@ -37,5 +38,5 @@ def run_midtraining(folder: RunFolder) -> None:
         save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)
         chat.save(folder.model)
         with WeightPublishing(log, config.name, events) as publishing:
-            publishing.start(state_of(model), 0)
+            publishing.start(published_state(model, config.numerics), 0)
             publishing.land()

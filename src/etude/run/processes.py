@@ -28,6 +28,10 @@ def _run(name: str, folder: RunFolder) -> None:
             from etude.run.midtrain import run_midtraining
 
             run_midtraining(folder)
+        case "parity":
+            from etude.run.doctor import gate
+
+            gate(folder)
         case "serve":
             from etude.run.engine import run_engine
 

@@ -9,54 +9,68 @@ starts again from what is on disk: a claimed batch is handed out again, a saved 
 digest, a published one is committed. No batch is lost and none is trained on twice.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 
 import torch
 
 from etude.config import RunConfig
 from etude.errors import DamagedError, MismatchError
 from etude.ledger.ledger import Ledger
+from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import load_spec, state_of
+from etude.run.decisions import decide
 from etude.run.folder import RunFolder
+from etude.run.numerics import (
+    decoded_state,
+    load_published,
+    published_state,
+    route_space,
+    training_model,
+)
 from etude.run.publishing import WeightPublishing, open_log
-from etude.run.states import build_model, resolve_device, to_tensors
-from etude.telemetry.events import StepDone
+from etude.run.states import to_tensors
+from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints
-from etude.trainer.mismatch import Mismatch, MismatchProbe
+from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
 from etude.trainer.policy import PolicyTrainer, StepStats, sample_share
 from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.microbatches import microbatches
-from etude.types import Batch, Group
+from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Turn
 from etude.weights.pull import pull
 
-MISMATCH_STOP_K3 = 1e-2
-"""Beyond this the trainer's numbers are not the engine's and updates go to the wrong place (collapse was reported at
-0.013 in practice): the run stops rather than train on.
-"""
-MISMATCH_MIN_TOKENS = 100
-"""Fewer compared tokens than this decide nothing."""
 POLL_S = 0.02
 """How often the ledger is asked for a batch: a fraction of the shortest step."""
+
+logger = logging.getLogger(__name__)
 
 
 class TrainerProcess:
     """Everything the loop needs, opened from a run folder."""
 
     def __init__(self, folder: RunFolder, events: EventLog) -> None:
-        self.config: RunConfig = folder.config()
+        self._folder = folder
+        self.config: RunConfig = decide(folder.config())
         self.ledger = Ledger.open(folder.ledger)
         self._events = events
         self._checkpoints = Checkpoints(folder.checkpoints)
         self._log = open_log(folder)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         torch.set_num_threads(self.config.trainer.threads)
-        device = resolve_device(self.config.trainer.device)
-        model = build_model(load_spec(folder.model), pull(self._log, 0).state, device)
-        self._policy = PolicyTrainer(model.train(), self.config.trainer)
-        self._probe = MismatchProbe(model, versions=self.config.rollouts.max_staleness + 1)
+        spec, device, self._numerics = load_spec(folder.model), self.config.trainer.device, self.config.numerics
+        model = training_model(spec, self._numerics, device)
+        load_published(model, to_tensors(pull(self._log, 0).state), self._numerics)
+        self._policy = PolicyTrainer(model.train(), self.config.trainer, self._numerics)
+        self._probe = MismatchProbe(model, self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        self._rung = Rung.CLEAR
+        self._payloads = Payloads.beside(folder.ledger)
+        self._space = route_space(spec, self._numerics)
+        self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
+        """Step → the payloads of its batch, until it is committed."""
         self._recover()
 
     def run(self) -> None:
@@ -64,6 +78,8 @@ class TrainerProcess:
         for step in range(self.ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
             groups, wait_s = self._wait_for_batch(step)
             started_s = time.perf_counter()
+            self._in_use[step] = payload_refs(groups)
+            groups = fetch_payloads(groups, self._payloads, self._space)
             batch = build_batch(step, groups)
             mismatch = self._measure_mismatch(step, groups)
             pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
@@ -86,14 +102,15 @@ class TrainerProcess:
         if saved:
             self._policy.restore(self._checkpoints.load(saved))
         for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
-            self._probe.remember(version, to_tensors(pull(self._log, version).state))
+            published = to_tensors(pull(self._log, version).state)
+            self._probe.remember(version, decoded_state(published, self._numerics))
         if saved == done + 1:
             self._publish(saved)
             self._land()
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
-        self.publishing.start(state_of(self._policy.model), step)
+        self.publishing.start(published_state(self._policy.model, self._numerics), step)
         self._probe.remember(step, state_of(self._policy.model))
 
     def _land(self) -> None:
@@ -101,6 +118,7 @@ class TrainerProcess:
         version = self.publishing.land()
         if version is not None:
             self.ledger.commit_step(version)
+            self._payloads.drop(self._in_use.pop(version, ()))
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
@@ -117,13 +135,60 @@ class TrainerProcess:
             [rollout for group in groups for rollout in group.rollouts], config.mismatch_share, step
         )
         trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
-        mismatch = self._probe.measure(trajectories, max_tokens=config.microbatch_tokens)
-        if mismatch.tokens >= MISMATCH_MIN_TOKENS and not mismatch.k3 <= MISMATCH_STOP_K3:  # NaN stops, too
+        report = self._probe.measure(trajectories, max_tokens=config.microbatch_tokens)
+        for row in _mismatch_rows(step, report):
+            self._events.write(row)
+        self._climb(step, report.total)
+        return report.total
+
+    def _climb(self, step: int, mismatch: Mismatch) -> None:
+        """Warn when the mismatch gets above the lower bound. Raises above the upper one, before anything is trained."""
+        before, self._rung = self._rung, rung(mismatch, self._numerics, self._rung)
+        if self._rung is Rung.STOP:
             raise MismatchError(
-                f"step {step}: trainer and engine disagree on the same tokens and weights: k3 = "
-                f"{mismatch.k3:.2g} over {mismatch.tokens} tokens, above {MISMATCH_STOP_K3:g}; compare their logprobs"
+                f"step {step}: trainer and engine disagree on the same tokens and weights: k3 = {mismatch.k3:.2g} over "
+                f"{mismatch.tokens} tokens, above numerics.stop_k3 = {self._numerics.stop_k3:g}; "
+                f"`etude doctor --parity --run {self._folder.path}` names the first layer that differs"
             )
-        return mismatch
+        if self._rung is Rung.WARN and before is Rung.CLEAR:
+            bound = self._numerics.warn_k3
+            self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
+            logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
+
+
+def payload_refs(groups: Sequence[Group]) -> tuple[PayloadRef, ...]:
+    """The payloads that the turns of some groups refer to."""
+    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
+    return tuple(turn.payload for turn in turns if turn.payload is not None)
+
+
+def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
+    """The groups with every turn's routes and kept sets in memory.
+
+    Where routes will be replayed (``space``) each record is proven once more to fit the model, since a wrong one would
+    credit the wrong experts without a sound. Raises :class:`~etude.errors.DamagedError` naming the rollout or the file.
+    """
+    return [
+        replace(group, rollouts=tuple(_fetched(rollout, payloads, space) for rollout in group.rollouts))
+        for group in groups
+    ]
+
+
+def _fetched(rollout: Rollout, payloads: Payloads, space: RouteSpace | None) -> Rollout:
+    turns = tuple(payloads.fetch(turn) for turn in rollout.turns)
+    if space is not None:
+        for number, turn in enumerate(turns, 1):
+            _check_routes(turn, space, f"rollout {rollout.rollout_id}, turn {number}")
+    return replace(rollout, turns=turns)
+
+
+def _check_routes(turn: Turn, space: RouteSpace, where: str) -> None:
+    if turn.routes is None:
+        raise DamagedError(f"{where} has no routes to replay: set numerics.replay = 'off' or start a new run")
+    try:
+        space.check(turn.routes, len(turn.prompt_ids) + len(turn.completion_ids) - 1)
+    except ValueError as error:
+        raise DamagedError(f"{where} cannot be replayed: {error}; start a new run") from error
 
 
 def run_trainer(folder: RunFolder) -> None:
@@ -153,4 +218,18 @@ def _step_done(batch: Batch, stats: StepStats, mismatch: Mismatch, busy_s: float
         mismatch_k1=mismatch.k1,
         mismatch_k3=mismatch.k3,
         mismatch_p99=mismatch.p99,
+        mismatch_max=mismatch.max,
+        mismatch_equal=mismatch.equal,
+        mismatch_pairs=mismatch.pairs,
+        mismatch_flips=mismatch.flips,
+        replayed_pairs=stats.replayed_pairs,
+        replaced_pairs=stats.replaced_pairs,
     )
+
+
+def _mismatch_rows(step: int, report: MismatchReport) -> Iterator[MismatchMeasured]:
+    last = dict(zip(POSITIONS, (*(first - 1 for first in POSITIONS[1:]), None), strict=True))
+    for version, found in report.versions:
+        yield MismatchMeasured(step=step, by="version", first=version, last=version, **asdict(found))
+    for first, found in report.positions:
+        yield MismatchMeasured(step=step, by="position", first=first, last=last[first], **asdict(found))

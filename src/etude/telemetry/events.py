@@ -80,6 +80,51 @@ class StepDone:
     mismatch_k3: float
     mismatch_p99: float
     """99th percentile of |trainer logprob − engine logprob|."""
+    mismatch_max: float
+    """The largest of them."""
+    mismatch_equal: int
+    """Of the compared tokens, those whose logprobs are equal to the last bit."""
+    mismatch_pairs: int
+    """Token-expert pairs, over all sparse layers, that the engine recorded for the compared tokens."""
+    mismatch_flips: int
+    """Of those, the pairs that the trainer's own router would not have chosen."""
+    replayed_pairs: int
+    """Token-expert pairs of the optimiser step that were routed as the engine had routed them."""
+    replaced_pairs: int
+    """Of those, the pairs below ``numerics.replay_floor``, which were routed otherwise after all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchMeasured:
+    """One row of a step's mismatch, broken down; statistics as in :class:`StepDone`. Like that, a step redone after a
+    crash stands here twice.
+    """
+
+    step: int
+    by: str
+    """``version``: the weights that sampled, or ``position``: the place in the completion."""
+    first: int
+    """The version, or the first position of the row's range, counted from 0."""
+    last: int | None
+    """The version again, or the last position of the range; ``None``: it is open."""
+    tokens: int
+    k1: float
+    k3: float
+    p99: float
+    max: float
+    equal: int
+    pairs: int
+    """0 by position: flips are counted per forward pass."""
+    flips: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchWarned:
+    """The mismatch rose above ``numerics.warn_k3``; written once until it has been below again."""
+
+    step: int
+    k3: float
+    bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +203,8 @@ Event: TypeAlias = (
     | MemoryUsed
     | MidtrainProgress
     | StepDone
+    | MismatchMeasured
+    | MismatchWarned
     | WeightsPublished
     | WeightsSwapped
     | EngineStats

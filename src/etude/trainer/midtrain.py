@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from etude.config import MidtrainConfig
-from etude.models.qwen3_moe import Qwen3Moe
+from etude.models.decoder import Decoder
 from etude.telemetry.events import MidtrainProgress
 from etude.trainer.padding import pad_rows
 from etude.types import Document
@@ -34,7 +34,7 @@ class _StepLoss:
 
 
 def midtrain(
-    model: Qwen3Moe,
+    model: Decoder,
     batches: Iterator[Sequence[Document]],
     config: MidtrainConfig,
     on_progress: Callable[[MidtrainProgress], None],
@@ -71,7 +71,7 @@ def rate_share(step: int, steps: int, config: MidtrainConfig) -> float:
 
 
 def _train_step(
-    model: Qwen3Moe, optimiser: torch.optim.Optimizer, documents: Sequence[Document], config: MidtrainConfig
+    model: Decoder, optimiser: torch.optim.Optimizer, documents: Sequence[Document], config: MidtrainConfig
 ) -> _StepLoss:
     device = model.embedding.device
     ids_BT = torch.from_numpy(pad_rows([document.token_ids for document in documents])).to(device)

@@ -1,21 +1,37 @@
-"""How far the trainer's numbers are from the engine's: same token, same weights, two implementations.
+"""How far the trainer's numbers are from the engine's: same token, same weights, two computations.
 
 In an asynchronous run the trainer has moved on when a token arrives, so comparing with its *current* weights would
 measure learning. Instead the last few published states are kept, and a sample of each batch is scored again under the
 very version that sampled it. A turn is comparable when one version sampled all of it: the engine never reuses a prefix
 across versions, so then that version computed its whole context too.
+
+The scorer computes as the loss does, temperature, kept set and replay of the sampling rows included. Rows that it has
+no comparable token for are left to its own router: the engine computed them with other weights, or said nothing.
+
+Shape legend: N compared tokens, L tokens of a trajectory, B rows, T positions.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import torch
 
+from etude.config import NumericsConfig
 from etude.models.checkpoint import load_state
-from etude.models.qwen3_moe import Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.trainer.kept import gather_kept, sampled_logprobs
 from etude.trainer.padding import pad_rows
-from etude.types import Floats, Mask, Trajectory
+from etude.trainer.replay import producers, replay
+from etude.types import Floats, Ids, Mask, Trajectory
+
+POSITIONS = (0, 1, 8, 32, 128, 512)
+"""Where the ranges of positions in a completion begin: mismatch that grows along it comes from the cache, mismatch at
+its start from the prefill.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +39,7 @@ class Mismatch:
     """Statistics of d = log π_trainer − log π_engine over ``tokens`` sampled tokens.
 
     ``k1`` = mean(−d) and ``k3`` = mean(e^d − 1 − d) both estimate KL(engine ‖ trainer); k3 is never negative
-    (J. Schulman, "Approximating KL divergence", 2020).
+    (J. Schulman, "Approximating KL divergence", 2020). All zero without tokens.
     """
 
     tokens: int
@@ -31,26 +47,70 @@ class Mismatch:
     k3: float
     p99: float
     """99th percentile of |d|."""
+    max: float
+    """Largest |d|."""
+    equal: int
+    """Tokens with d = 0."""
+    pairs: int = 0
+    """Pairs of token and expert, over all sparse layers, that the engine recorded."""
+    flips: int = 0
+    """Of those, the pairs that the trainer's own router would not have chosen."""
 
 
-def summarise(differences_N: Floats) -> Mismatch:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchReport:
+    """One measurement, whole and broken down."""
+
+    total: Mismatch
+    versions: tuple[tuple[int, Mismatch], ...]
+    """By the weight version that sampled, ascending."""
+    positions: tuple[tuple[int, Mismatch], ...]
+    """By the first position of a range of ``POSITIONS``, ascending; without flips, which forward passes count."""
+
+
+class Rung(StrEnum):
+    """What a mismatch calls for."""
+
+    CLEAR = "clear"
+    WARN = "warn"
+    STOP = "stop"
+
+
+def rung(mismatch: Mismatch, config: NumericsConfig, before: Rung) -> Rung:
+    """Where a mismatch stands on the ladder; too few tokens leave it where it was ``before``. NaN stops, too."""
+    if mismatch.tokens < config.decide_tokens:
+        return before
+    if not mismatch.k3 <= config.stop_k3:
+        return Rung.STOP
+    return Rung.WARN if mismatch.k3 > config.warn_k3 else Rung.CLEAR
+
+
+def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Mismatch:
     """The statistics of differences in logprob; all zero when there are none."""
     if not len(differences_N):
-        return Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0)
+        return Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
     d = differences_N.astype(np.float64)
     return Mismatch(
         tokens=len(d),
         k1=float(-d.mean()),
         k3=float((np.expm1(d) - d).mean()),
         p99=float(np.percentile(np.abs(d), 99)),
+        max=float(np.abs(d).max()),
+        equal=int((d == 0).sum()),
+        pairs=pairs,
+        flips=flips,
     )
 
 
 class MismatchProbe:
-    """Keeps recent weight versions and scores trajectories under them."""
+    """Keeps ``versions`` recent weight versions and scores trajectories under them, computing as ``model`` does.
 
-    def __init__(self, model: Qwen3Moe, *, versions: int) -> None:
-        self._scorer = Qwen3Moe(model.spec).to(model.embedding.device)
+    ``config`` says whether routes are replayed; ``auto`` must have been decided for the device.
+    """
+
+    def __init__(self, model: Decoder, config: NumericsConfig, *, versions: int) -> None:
+        self._scorer = copy.deepcopy(model).eval().requires_grad_(False)
+        self._config = config
         self._versions = versions
         self._states: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -60,38 +120,91 @@ class MismatchProbe:
         for old in sorted(self._states)[: -self._versions]:
             del self._states[old]
 
-    def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> Mismatch:
+    def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
         """Compare every comparable turn of ``trajectories``, ``max_tokens`` padded tokens at a time."""
-        differences: list[Floats] = []
-        for version, state in self._states.items():
+        found: dict[int, list[_Compared]] = {}
+        for version, state in sorted(self._states.items()):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
             if not rows:
                 continue
             load_state(self._scorer, state)
             longest = max(len(trajectory.token_ids) for trajectory, _ in rows)
             size = max(1, max_tokens // longest)
-            differences += [self._compare(rows[start : start + size]) for start in range(0, len(rows), size)]
-        return summarise(np.concatenate(differences) if differences else np.zeros(0, np.float32))
+            found[version] = [self._compare(rows[start : start + size]) for start in range(0, len(rows), size)]
+        everything = [compared for pieces in found.values() for compared in pieces]
+        return MismatchReport(
+            total=_summary(everything),
+            versions=tuple((version, _summary(pieces)) for version, pieces in found.items()),
+            positions=_by_position(everything),
+        )
 
     @torch.inference_mode()
-    def _compare(self, rows: Sequence[tuple[Trajectory, Mask]]) -> Floats:
+    def _compare(self, rows: Sequence[tuple[Trajectory, Mask]]) -> "_Compared":
         device = self._scorer.embedding.device
         ids_BT = torch.from_numpy(pad_rows([t.token_ids for t, _ in rows])).to(device).long()
+        routing = None
+        if self._config.replay != "off":
+            routes = replay([(t, producers(mask)) for t, mask in rows], device)
+            routing = Routing(replay=routes, floor=self._config.replay_floor)
         masks_BT = torch.from_numpy(pad_rows([mask for _, mask in rows])).to(device)[:, 1:]
-        engine_BT = torch.from_numpy(pad_rows([t.logprobs for t, _ in rows])).to(device)[:, 1:]
-        hidden_NH = self._scorer.forward_padded(ids_BT)[:, :-1][masks_BT]
-        logprobs_NV = self._scorer.logits(hidden_NH).log_softmax(-1)
-        trainer_N = logprobs_NV.gather(1, ids_BT[:, 1:][masks_BT].unsqueeze(1)).squeeze(1)
-        differences: Floats = (trainer_N - engine_BT[masks_BT]).cpu().numpy()
-        return differences
+        temperatures_BT = torch.from_numpy(pad_rows([t.temperatures for t, _ in rows])).to(device)[:, 1:]
+        hidden_NH = self._scorer.forward_padded(ids_BT, routing)[:, :-1][masks_BT]
+        kept = gather_kept([t for t, _ in rows], [mask for _, mask in rows], device)
+        trainer_N = sampled_logprobs(self._scorer, hidden_NH, ids_BT[:, 1:][masks_BT], temperatures_BT[masks_BT], kept)
+        engine_N = np.concatenate([t.logprobs[1:][mask[1:]] for t, mask in rows])
+        return _Compared(
+            differences_N=trainer_N.cpu().numpy() - engine_N,
+            positions_N=np.concatenate([positions(t)[1:][mask[1:]] for t, mask in rows]),
+            pairs=routing.pairs if routing else 0,
+            flips=routing.flips if routing else 0,
+        )
 
 
 def comparable(trajectory: Trajectory, version: int) -> Mask:
     """[L] tokens of the turns that ``version`` alone sampled."""
     mask = np.zeros(len(trajectory.token_ids), np.bool_)
-    ends = (*trajectory.turn_starts[1:], len(trajectory.token_ids))
-    for start, end in zip(trajectory.turn_starts, ends, strict=True):
+    for start, end in _turns(trajectory):
         own = trajectory.loss_mask[start:end]
         if (trajectory.versions[start:end][own] == version).all():
             mask[start:end] = own
     return mask
+
+
+def positions(trajectory: Trajectory) -> Ids:
+    """[L] how far into its completion each token is, from 0; without meaning where not sampled."""
+    places = np.zeros(len(trajectory.token_ids), np.int32)
+    for start, end in _turns(trajectory):
+        places[start:end] = np.arange(end - start)
+    return places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compared:
+    """One forward pass of the scorer against the engine."""
+
+    differences_N: Floats
+    positions_N: Ids
+    pairs: int
+    flips: int
+
+
+def _turns(trajectory: Trajectory) -> Iterable[tuple[int, int]]:
+    """From each turn's first sampled token to the next turn's."""
+    ends = (*trajectory.turn_starts[1:], len(trajectory.token_ids))
+    return zip(trajectory.turn_starts, ends, strict=True)
+
+
+def _summary(pieces: Sequence[_Compared]) -> Mismatch:
+    return summarise(
+        np.concatenate([np.zeros(0, np.float32), *(piece.differences_N for piece in pieces)]),
+        pairs=sum(piece.pairs for piece in pieces),
+        flips=sum(piece.flips for piece in pieces),
+    )
+
+
+def _by_position(pieces: Sequence[_Compared]) -> tuple[tuple[int, Mismatch], ...]:
+    differences_N = np.concatenate([np.zeros(0, np.float32), *(piece.differences_N for piece in pieces)])
+    places_N = np.concatenate([np.zeros(0, np.int32), *(piece.positions_N for piece in pieces)])
+    ranges_N = np.searchsorted(POSITIONS, places_N, side="right") - 1
+    found = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
+    return tuple((first, summarise(differences)) for first, differences in found if len(differences))

@@ -13,7 +13,7 @@ from etude.benchmarks.floors import floors_of
 from etude.benchmarks.rehearsal import PublishedPair, Rehearsal, published_pairs
 from etude.benchmarks.weights import Plan, bench_weights, publish_into_memory, table
 from etude.errors import DamagedError, UserError
-from etude.models.qwen3_moe import TINY
+from etude.models.spec import TINY
 from etude.types import Json, TensorSpec
 from etude.weights.state import State, snapshot, state_bytes
 

@@ -14,6 +14,8 @@ from etude.telemetry.events import (
     EvalDone,
     Event,
     MidtrainProgress,
+    MismatchMeasured,
+    MismatchWarned,
     PhaseStarted,
     ProcessStarted,
     RolloutClosed,
@@ -111,12 +113,29 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
         entropy=0.42 * math.exp(-step / 30) + 0.01 * chance.random(), truncated_share=0.002,
         staleness_sum=int(tokens * lag * (0.45 + 0.1 * chance.random())), staleness_tokens=tokens, staleness_max=lag,
         mismatch_tokens=tokens // 10, mismatch_k1=1e-5, mismatch_k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
-        mismatch_p99=0.004 + 0.002 * chance.random(),
+        mismatch_p99=0.004 + 0.002 * chance.random(), mismatch_max=0.03 + 0.001 * step,
+        mismatch_equal=tokens // 30, mismatch_pairs=6 * tokens // 10, mismatch_flips=step,
+        replayed_pairs=500, replaced_pairs=1,
     )  # fmt: skip
     yield Logged(at_s=at_s + 11.5, process="trainer", event=done)
+    yield from _mismatch(at_s + 11.5, step, random.Random(step))
     yield _published(at_s + 11.6, step, chance)
     swapped = WeightsSwapped(version=step, stage_ms=40 + 9 * chance.random(), pause_ms=0.6 + 0.5 * chance.random())
     yield Logged(at_s=at_s + 11.8, process="engine", event=swapped)
+
+
+def _mismatch(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
+    """832 tokens compared, by place in the completion and by version; one step is above the bound."""
+    ranges = [("position", 0, 0, 24), ("position", 1, 7, 168), ("position", 8, 31, 416), ("position", 32, None, 224)]
+    for by, first, last, tokens in [*ranges, ("version", step - 1, step - 1, 832)]:
+        k3 = 2e-6 * (1 + first) ** 0.3 * math.exp(chance.gauss(0, 0.3))
+        row = MismatchMeasured(
+            step=step, by=by, first=first, last=last, tokens=tokens, k1=1e-5, k3=k3, p99=math.sqrt(k3), max=9 * k3**0.5,
+            equal=tokens // 3, pairs=6 * tokens * (by == "version"), flips=step * (by == "version"),
+        )  # fmt: skip
+        yield Logged(at_s=at_s, process="trainer", event=row)
+    if step == 20:
+        yield Logged(at_s=at_s, process="trainer", event=MismatchWarned(step=step, k3=1.2e-3, bound=1e-3))
 
 
 def _published(at_s: float, version: int, chance: random.Random) -> Logged:

@@ -42,6 +42,16 @@ def test_every_plot_can_be_read_aloud(report: dict[str, Json]) -> None:
     assert "Greedy: before 36.8% ± 6.0, after 72.2% ± 5.6" in labels
 
 
+def test_the_mismatch_is_broken_down_by_position(report: dict[str, Json]) -> None:
+    root = _parsed(render_page(report))
+    (table,) = [table for table in root.iter("table") if table.get("class") == "figures below"]
+    rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+    assert rows[0] == ["position", "tokens", "k3", "p99", "max", "equal bits"]
+    assert [row[0] for row in rows[1:]] == ["0", "1–7", "8–31", "32 and beyond"]
+    assert rows[1][1] == "960"
+    assert rows[1][-1] == "33%"
+
+
 def test_an_unfinished_run_has_dashes_and_no_curve(empty: dict[str, Json]) -> None:
     page = render_page(empty)
     _parsed(page)

@@ -16,7 +16,8 @@ from etude.types import Json
 STEP = StepDone(
     step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, degenerate_groups=0, loss_tokens=100, trained_tokens=300,
     grad_norm=1.0, entropy=0.3, truncated_share=0.0, staleness_sum=50, staleness_tokens=100, staleness_max=1,
-    mismatch_tokens=10, mismatch_k1=0.0, mismatch_k3=1e-6, mismatch_p99=0.001,
+    mismatch_tokens=10, mismatch_k1=0.0, mismatch_k3=1e-6, mismatch_p99=0.001, mismatch_max=0.002,
+    mismatch_equal=4, mismatch_pairs=60, mismatch_flips=3, replayed_pairs=500, replaced_pairs=1,
 )  # fmt: skip
 
 
@@ -59,6 +60,50 @@ def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
     assert figure(report, "mismatch.k3") == pytest.approx(4e-6)
     assert (figure(report, "mismatch.p99"), figure(report, "mismatch.p99_worst")) == (0.004, 0.005)
     assert figure(report, "mismatch.coverage") == 40 / 400  # of all sampled tokens
+
+
+def test_the_mismatch_tells_bits_flips_and_the_worst(config: RunConfig) -> None:
+    heavy = replace(STEP, step=2, mismatch_tokens=30, mismatch_max=0.5, mismatch_equal=30, mismatch_pairs=180)
+    report = _report_of([STEP, heavy], config)
+    assert figure(report, "mismatch.max") == 0.5
+    assert figure(report, "mismatch.equal") == 34 / 40
+    assert figure(report, "mismatch.flips") == pytest.approx(6 / 240)
+    assert figure(report, "mismatch.warnings") == 0
+
+
+def test_nearly_all_is_never_rounded_to_all(config: RunConfig) -> None:
+    nearly = replace(STEP, mismatch_tokens=1_000_000, mismatch_equal=999_999)
+    assert figure(_report_of([nearly], config), "mismatch.equal") == 0.9999
+
+
+def test_the_breakdown_of_all_steps_is_one_table(report: dict[str, Json]) -> None:
+    section = report["mismatch"]
+    assert isinstance(section, dict)
+    positions, versions = section["by_position"], section["by_version"]
+    assert isinstance(positions, list)
+    assert isinstance(versions, list)
+    assert [(figure(row, "first"), figure(row, "last")) for row in positions if isinstance(row, dict)] == [
+        (0, 0), (1, 7), (8, 31), (32, None)
+    ]  # fmt: skip
+    first, newest = positions[0], versions[-1]
+    assert isinstance(first, dict)
+    assert isinstance(newest, dict)
+    assert (first["tokens"], first["flips"]) == (40 * 24, None)
+    assert (newest["first"], newest["tokens"]) == (39, 832)
+    assert newest["flips"] == pytest.approx(40 / (6 * 832), rel=1e-3)
+    assert section["warnings"] == 1
+
+
+def test_a_step_done_again_counts_its_mismatch_once(events: list[Logged], config: RunConfig) -> None:
+    story = RunStory()
+    for logged in [*events, *(one for one in events if type(one.event).__name__ == "MismatchMeasured")]:
+        story.add(logged)
+    section = build_report(story, config, machine={}, date="", commit="")["mismatch"]
+    assert isinstance(section, dict)
+    rows = section["by_position"]
+    assert isinstance(rows, list)
+    assert isinstance(rows[0], dict)
+    assert rows[0]["tokens"] == 40 * 24
 
 
 def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:

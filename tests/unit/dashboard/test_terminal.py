@@ -1,11 +1,14 @@
 """The panel and the final table, as text on terminals of several widths."""
 
+from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
 from etude.config import EvalConfig, RunConfig
+from etude.dashboard.line import render_line
 from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
 from etude.dashboard.terminal import final_table, render, sparkline
@@ -32,6 +35,38 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
         "max 2 of 2 allowed", "sampled 31.8%", "run resumed 1×", " left",
     ):  # fmt: skip
         assert words in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mismatch_k3": 2e-3}, "k3 0.002 · max 0.01 · above 0.001"),
+        ({"mismatch_k3": 0.0, "mismatch_equal": 100}, "k3 0 · max 0.01 · equal to the last bit"),
+        ({"mismatch_k3": 1e-6}, "k3 1.0×10⁻⁶ · max 0.01 · 0.5% flips"),
+    ],
+)
+def test_the_mismatch_says_what_matters_most(
+    events: list[Logged], config: RunConfig, changes: dict[str, Any], words: str
+) -> None:
+    story = _story(events, 0.6)
+    last = story.steps[-1]
+    figures: dict[str, Any] = {
+        "mismatch_tokens": 100,
+        "mismatch_max": 0.01,
+        "mismatch_pairs": 600,
+        "mismatch_flips": 3,
+        **changes,
+    }
+    story.steps[-1] = replace(last, event=replace(last.event, **figures))
+    assert words in _text(render(story, config, story.segments[-1].end_s), 100)
+
+
+def test_a_mismatch_above_its_bound_is_in_the_line(events: list[Logged], config: RunConfig) -> None:
+    story = _story(events, 0.6)
+    last = story.steps[-1]
+    assert "above" not in render_line(story, config, last.at_s)
+    story.steps[-1] = replace(last, event=replace(last.event, mismatch_k3=2e-3))
+    assert render_line(story, config, last.at_s).endswith("k3 2.0e-03 above 0.001!")
 
 
 def test_an_evaluation_shows_how_far_it_is(events: list[Logged], config: RunConfig) -> None:

@@ -1,8 +1,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from io import BytesIO
 
+import numpy as np
 import orjson
 import pytest
 from aiohttp import ClientSession, web
@@ -12,11 +14,18 @@ from etude.clock import VirtualClock
 from etude.engines.fake import FakeEngine
 from etude.engines.http import HttpEngine
 from etude.engines.server import MAX_BODY_BYTES, engine_app
+from etude.engines.wire import encode_completion
 from etude.errors import EngineUnavailable
-from etude.protocols import SamplingParams
-from etude.types import Json
+from etude.protocols import Completion, SamplingParams
+from etude.types import Finish, Json
 
 PARAMS = SamplingParams(max_tokens=4)
+ANSWER = Completion(
+    token_ids=np.array([3], np.int32),
+    logprobs=np.array([-0.5], np.float32),
+    versions=np.array([7], np.int32),
+    finish=Finish.STOP,
+)
 REQUEST: dict[str, Json] = {"prompt_ids": [1], "session": "s", "max_tokens": 4}
 
 
@@ -68,7 +77,7 @@ def test_an_engine_that_dies_during_a_call_is_asked_again() -> None:
         calls += 1
         if calls < 3 and request.transport is not None:
             request.transport.close()
-        return web.json_response({"token_ids": [3], "logprobs": [-0.5], "versions": [7], "finish": "stop"})
+        return web.Response(body=encode_completion(ANSWER))
 
     async def run() -> None:
         async with client(app_of(dies_twice), 30.0, VirtualClock()) as engine:
@@ -87,7 +96,7 @@ def test_time_that_an_engine_spent_on_an_answer_it_then_lost_is_no_outage() -> N
         if calls < 3 and request.transport is not None:
             clock.advance(60.0)
             request.transport.close()
-        return web.json_response({"token_ids": [3], "logprobs": [-0.5], "versions": [7], "finish": "stop"})
+        return web.Response(body=encode_completion(ANSWER))
 
     async def run() -> None:
         async with client(app_of(dies_late_twice), 30.0, clock) as engine:
@@ -132,8 +141,8 @@ def test_health_is_asked_once() -> None:
         b"not json",
         b"{}",
         b"[]",
-        b'{"token_ids": [3], "logprobs": [null], "versions": [0], "finish": "stop"}',
-        b'{"token_ids": [3], "logprobs": [-1.0], "versions": [0], "finish": "bored"}',
+        encode_completion(ANSWER)[:-1],
+        encode_completion(replace(ANSWER, logprobs=np.array([np.nan], np.float32))),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_an_unavailable_engine(answer: bytes) -> None:
@@ -164,7 +173,10 @@ def test_an_answer_that_makes_no_sense_is_an_unavailable_engine(answer: bytes) -
         ({"stop_ids": [-1]}, r"stop_ids\[0\]"),
         ({"seed": 2**63}, "seed"),
         ({"session": 1}, "session"),
-        ({"top_p": 0.5}, "top_p"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"want_routes": 1}, "want_routes"),
+        ({"top_q": 0.5}, "top_q"),
     ],
 )
 def test_the_server_names_the_field_at_fault(change: dict[str, Json], word: str) -> None:
@@ -206,6 +218,7 @@ def ask(body: bytes) -> tuple[int, str]:
             ClientSession() as http,
             http.post(server.make_url("/generate"), data=BytesIO(body)) as response,
         ):
-            return response.status, orjson.loads(await response.read()).get("error", "")
+            answer = await response.read()
+            return response.status, "" if response.status == 200 else orjson.loads(answer)["error"]
 
     return asyncio.run(run())

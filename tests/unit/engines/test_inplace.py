@@ -10,7 +10,8 @@ from torch import Tensor
 from etude.engines.inplace import InPlaceWeights
 from etude.errors import UserError
 from etude.models.checkpoint import load_state, state_of
-from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
 from etude.types import TensorSpec
 from etude.weights.device import STORED_TYPES
 from etude.weights.digest import Digest, layout_digest, state_digest
@@ -211,13 +212,13 @@ def test_the_digest_of_what_is_computed_is_refused() -> None:
     assert weights.content({"norm"}) != Digest.ZERO
 
 
-def make_model(dtype: torch.dtype, seed: int, device: str = "cpu") -> Qwen3Moe:
-    model = Qwen3Moe(TINY)
+def make_model(dtype: torch.dtype, seed: int, device: str = "cpu") -> Decoder:
+    model = Decoder(TINY)
     model.initialise(seed, std=0.15)
     return model.to(dtype=dtype, device=device)
 
 
-def native(model: Qwen3Moe, state: Tensors, **options: int) -> InPlaceWeights:
+def native(model: Decoder, state: Tensors, **options: int) -> InPlaceWeights:
     """The in-place weights of the native engine: its loader is ``load_state``."""
     return InPlaceWeights(
         dict(model.named_parameters()), lambda tensors: load_state(model, tensors), specs_of(state), **options

@@ -10,14 +10,15 @@ import torch
 
 from etude.config import EngineConfig
 from etude.engines.native import NativeEngine, Weights
-from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams
 
-CONFIG = EngineConfig(slots=8, max_length=200, prefill_tokens=24)
+CONFIG = EngineConfig(max_running=8, max_length=200, step_tokens=32)
 
 
 def make_weights(version: int) -> Weights:
-    model = Qwen3Moe(TINY)
+    model = Decoder(TINY)
     model.initialise(version, std=0.15)
     return Weights(model, version, f"digest {version}")
 
@@ -68,14 +69,14 @@ def test_logprobs_are_those_of_the_model_whatever_was_batched_or_reused(slots: i
                 expected = true_logprobs(engine.weights, prompt, completion, temperature)
                 np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-5)
 
-    run(scene, CONFIG.model_copy(update={"slots": slots}))
+    run(scene, CONFIG.model_copy(update={"max_running": slots}))
 
 
 def test_after_a_swap_whole_turns_have_the_new_weights_numbers() -> None:
     async def scene(engine: NativeEngine) -> None:
         for version in range(3):
             if version:
-                engine.swap(make_weights(version))
+                await engine.swap(make_weights(version))
             for prompt, completion in await converse(engine, "the one session", 3, 1.0):
                 assert set(completion.versions.tolist()) == {version}
                 expected = true_logprobs(engine.weights, prompt, completion, 1.0)
@@ -90,7 +91,7 @@ def test_a_swap_inside_a_turn_is_seen_token_by_token() -> None:
         await asyncio.sleep(0)
         while engine.take_counters().generated_tokens == 0:
             await asyncio.sleep(0)
-        engine.swap(make_weights(1))
+        await engine.swap(make_weights(1))
         versions = (await turn).versions.tolist()
         assert versions == sorted(versions)
         assert set(versions) == {0, 1}
@@ -122,7 +123,7 @@ def test_samples_follow_the_distribution() -> None:
         # Six standard errors of the largest cell: false alarms are rarer than one in a million runs.
         assert np.abs(seen - expected).max() < 6 * np.sqrt(expected.max() / draws)
 
-    run(scene, CONFIG.model_copy(update={"slots": 64, "prefill_tokens": 2048}))
+    run(scene, CONFIG.model_copy(update={"max_running": 64, "step_tokens": 2048}))
 
 
 def test_a_caller_that_goes_away_frees_its_slot() -> None:

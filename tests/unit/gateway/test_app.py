@@ -1,10 +1,11 @@
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
+from pathlib import Path
 
 import orjson
 import pytest
@@ -15,10 +16,12 @@ from etude.clock import SystemClock
 from etude.config import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.gateway.app import MAX_BODY_BYTES, Gateway
+from etude.gateway.recorder import Recorder
 from etude.gateway.sessions import SessionLimits, Sessions
-from etude.protocols import Completion, Engine, EngineHealth, SamplingParams
+from etude.ledger.payloads import Payloads
+from etude.protocols import Completion, Engine, EngineHealth, Piece, SamplingParams
 from etude.tokens.chat import ChatTemplate
-from etude.types import Json
+from etude.types import Json, RouteSpace
 
 ADMIN_KEY = "the admin key"
 VOCAB_SIZE = 300
@@ -52,6 +55,12 @@ class BrokenEngine:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
         raise RuntimeError(f"prompt {template().decode(prompt_ids)}")
+
+    async def stream(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        sampled = await self.generate(prompt_ids, params, session=session)
+        yield Piece(token_ids=sampled.token_ids, logprobs=sampled.logprobs, versions=sampled.versions)
 
     async def health(self) -> EngineHealth:
         raise RuntimeError("no health")
@@ -111,10 +120,13 @@ def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 
 
 @asynccontextmanager
 async def gateway(
-    engine: Engine, limits: SessionLimits | None = None, config: GatewayConfig | None = None
+    engine: Engine,
+    limits: SessionLimits | None = None,
+    config: GatewayConfig | None = None,
+    space: RouteSpace | None = None,
 ) -> AsyncIterator[Caller]:
     door = Gateway(
-        engine,
+        Recorder(engine, Payloads(Path("/nowhere")), space),
         Sessions(template(), limits or SessionLimits()),
         SystemClock(),
         config or GatewayConfig(),
@@ -168,6 +180,7 @@ def test_a_session_is_captured_token_for_token() -> None:
         assert (one["finish"], two["finish"]) == ("stop", "length")
         assert one["versions"] == [0] * (len(letters) + 1)
         assert two["versions"] == [3, 3]
+        assert (one["temperature"], one["payload"]) == (1.0, None)
         assert isinstance(one["logprobs"], list)
         assert len(one["logprobs"]) == len(letters) + 1
         assert second.at("usage") == {
@@ -192,6 +205,42 @@ def test_text_parts_are_joined_and_options_reach_the_engine() -> None:
         assert neutral.status == 200
 
     play(fake_engine(), scene)
+
+
+def test_every_sampling_option_reaches_the_engine() -> None:
+    class Listening(FakeEngine):
+        heard: SamplingParams | None = None
+
+        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+            self.heard = params
+            raise ValueError("enough heard")
+
+    engine = Listening(SystemClock(), vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH)
+
+    async def scene(caller: Caller) -> None:
+        _, key = await caller.open_session()
+        answer = await caller.chat(key, temperature=0.5, top_p=0.75, top_k=9, seed=3, priority=-2)
+        assert answer.error == (400, "invalid_request_error", "invalid_request", None)
+
+    play(engine, scene)
+    assert engine.heard == SamplingParams(
+        max_tokens=8, temperature=0.5, top_p=0.75, top_k=9, stop_ids=(template().end_id,), seed=3, priority=-2
+    )
+
+
+def test_an_engine_without_the_routes_that_a_trainer_needs_is_named_and_leaves_no_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        async with gateway(fake_engine(), space=RouteSpace(layers=1, slots=1, experts=2)) as caller:
+            session_id, key = await caller.open_session()
+            answer = await caller.chat(key)
+            assert answer.error == (500, "server_error", "capture_failed", None)
+            assert "no routes although they were asked for" in str(answer.at("error", "message"))
+            assert (await caller.send("DELETE", f"/sessions/{session_id}", ADMIN_KEY)).at("turns") == []
+
+    asyncio.run(run())
+    assert "no routes" in caplog.text
 
 
 def test_without_an_allowance_the_model_may_fill_the_context() -> None:
@@ -256,7 +305,10 @@ def test_concurrent_sessions_do_not_mix() -> None:
         ({"seed": -1}, "invalid_request", "seed"),
         ({"n": 2}, "unsupported_parameter", "n"),
         ({"stream": True}, "unsupported_parameter", "stream"),
-        ({"top_p": 0.9}, "unsupported_parameter", "top_p"),
+        ({"top_p": 0}, "invalid_request", "top_p"),
+        ({"top_p": True}, "invalid_request", "top_p"),
+        ({"top_k": -1}, "invalid_request", "top_k"),
+        ({"priority": 0.5}, "invalid_request", "priority"),
         ({"stop": ["x"]}, "unsupported_parameter", "stop"),
         ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools"),
         ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
@@ -465,5 +517,6 @@ def test_a_bug_is_500_and_neither_answer_nor_log_quotes_a_prompt(caplog: pytest.
 
 @pytest.mark.parametrize("admin_key", ["", "clé"])
 def test_an_admin_key_that_guards_nothing_is_refused_at_start(admin_key: str) -> None:
+    recorder = Recorder(fake_engine(), Payloads(Path("/nowhere")))
     with pytest.raises(ValueError, match="admin key"):
-        Gateway(fake_engine(), Sessions(template()), SystemClock(), GatewayConfig(), admin_key=admin_key, max_length=64)
+        Gateway(recorder, Sessions(template()), SystemClock(), GatewayConfig(), admin_key=admin_key, max_length=64)

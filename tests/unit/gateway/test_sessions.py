@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from etude.engines.http import ANSWER_TIMEOUT_S
 from etude.errors import SessionLost
 from etude.gateway.sessions import Message, Session, SessionLimits, Sessions
-from etude.protocols import Completion
 from etude.tokens.chat import ChatTemplate
-from etude.types import Finish
+from etude.types import Finish, Turn
 
 SOURCE = ["def total(values):\n    return sum(values)\n", "for value in values:\n    total += value\n"] * 4
 
@@ -27,10 +26,11 @@ def new_session(limits: SessionLimits | None = None) -> Session:
     return session
 
 
-def sampled(ids: Sequence[int]) -> Completion:
+def sampled(prompt_ids: Sequence[int], ids: Sequence[int]) -> Turn:
     stops = ids[-1] == template().end_id
-    return Completion(
-        token_ids=np.array(ids, dtype=np.int32),
+    return Turn(
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        completion_ids=np.array(ids, dtype=np.int32),
         logprobs=np.full(len(ids), -1.0, dtype=np.float32),
         versions=np.zeros(len(ids), dtype=np.int32),
         finish=Finish.STOP if stops else Finish.LENGTH,
@@ -51,7 +51,7 @@ def reply_to(session: Session, messages: Sequence[Message], ids: Sequence[int]) 
     """Play one model call; returns what is known now and the reply as the harness sees it."""
     prompt_ids = session.prompt_for(messages)
     text = template().decode(ids)
-    session.record(messages, prompt_ids, sampled(ids), text)
+    session.record(messages, sampled(prompt_ids, ids), text)
     return [*prompt_ids, *ids], Message(role="assistant", content=text)
 
 
@@ -104,7 +104,7 @@ def test_a_request_that_comes_again_has_one_turn() -> None:
     prompt_ids = session.prompt_for(question)
 
     def record(messages: Sequence[Message], request_id: str) -> int:
-        return session.record(messages, prompt_ids, sampled([40, end]), "reply", request_id)
+        return session.record(messages, sampled(prompt_ids, [40, end]), "reply", request_id)
 
     assert session.answered("a", question) is None
     assert record(question, "a") == record(question, "a") == 0  # two attempts at the same time
@@ -149,17 +149,6 @@ def test_every_prompt_is_the_deepest_known_branch_and_then_only_new_text(
         known[*messages, reply] = ids if ids[-1] == template().end_id else [*ids, template().end_id]
 
 
-def test_a_turn_keeps_what_the_engine_said() -> None:
-    session, completion = new_session(), sampled([40, 41, template().end_id])
-    prompt_ids = session.prompt_for([user("go")])
-    session.record([user("go")], prompt_ids, completion, "")
-    (turn,) = session.turns
-    assert turn.prompt_ids.tolist() == prompt_ids
-    assert turn.completion_ids is completion.token_ids
-    assert turn.logprobs is completion.logprobs
-    assert turn.finish is Finish.STOP
-
-
 def test_a_session_that_had_all_its_turns_is_refused_more() -> None:
     session = new_session(SessionLimits(max_turns=1))
     reply_to(session, [user("go")], [40])
@@ -192,7 +181,7 @@ def test_a_turn_that_outlives_its_session_is_lost_loudly() -> None:
     assert session is not None
     sessions.close("a", now=0.0)
     with pytest.raises(SessionLost):
-        session.record([user("go")], [1], sampled([2]), "")
+        session.record([user("go")], sampled([1], [2]), "")
     assert session.turns == []
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.records import decode_rollout, decode_task, encode_rollout, encode_task
-from etude.types import Case, Finish, FunctionChecks, Json, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Case, Finish, FunctionChecks, Json, PayloadRef, Rollout, RolloutStatus, Split, Task, Turn
 
 JSON: st.SearchStrategy[Json] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -15,6 +15,7 @@ JSON: st.SearchStrategy[Json] = st.recursive(
     max_leaves=8,
 )
 CASES = st.lists(st.builds(Case, arguments=st.lists(JSON, max_size=3).map(tuple), expected=JSON), max_size=3).map(tuple)
+REFS = st.builds(PayloadRef, digest=st.text("0123456789abcdef", min_size=64, max_size=64), size_bytes=st.integers(0))
 TEXT = st.text(max_size=20)
 TASKS = st.builds(
     Task,
@@ -38,6 +39,8 @@ def turns(draw: st.DrawFn) -> Turn:
         logprobs=-random.random(completion, np.float32),
         versions=random.integers(0, 1000, completion, np.int32),
         finish=draw(st.sampled_from(Finish)),
+        temperature=draw(st.floats(0, 2)),
+        payload=draw(st.none() | REFS),
     )
 
 
@@ -79,6 +82,7 @@ def test_a_rollout_survives_its_record_bit_for_bit(rollout: Rollout) -> None:
     assert len(decoded.turns) == len(rollout.turns)
     for ours, theirs in zip(decoded.turns, rollout.turns, strict=True):
         assert ours.finish is theirs.finish
+        assert (ours.temperature, ours.payload) == (theirs.temperature, theirs.payload)
         for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
             array, original = getattr(ours, name), getattr(theirs, name)
             assert array.dtype == original.dtype
@@ -93,6 +97,23 @@ def test_a_cut_or_lengthened_rollout_record_is_damaged(rollout: Rollout, data: s
     for damaged in (cut, record + b"\0"):
         with pytest.raises(DamagedError, match="unreadable rollout record"):
             decode_rollout(damaged)
+
+
+def test_routes_never_get_into_a_record() -> None:
+    ids = np.array([1], np.int32)
+    turn = Turn(
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=-ids.astype(np.float32),
+        versions=ids,
+        finish=Finish.STOP,
+        routes=np.zeros((1, 1, 2), np.uint16),
+    )
+    rollout = Rollout(
+        rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=(turn,)
+    )
+    with pytest.raises(ValueError, match="stow them first"):
+        encode_rollout(rollout)
 
 
 def test_a_damaged_task_record_is_named() -> None:

@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.rollouts.sessions import GatewaySessions
-from etude.types import Finish
+from etude.types import Finish, PayloadRef
 
 Answer = TypeVar("Answer")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -23,6 +23,8 @@ TURN = {
     "logprobs": [-0.5, -0.25],
     "versions": [6, 7],
     "finish": "length",
+    "temperature": 0.7,
+    "payload": {"digest": "ab" * 32, "size_bytes": 12},
 }
 
 
@@ -83,6 +85,8 @@ def test_an_opened_session_leads_a_harness_to_the_gateway() -> None:
 def test_a_closed_session_hands_over_its_turns() -> None:
     (turn,) = with_gateway(lambda sessions: sessions.close("s1"))
     assert turn.finish is Finish.LENGTH
+    assert turn.temperature == 0.7
+    assert turn.payload == PayloadRef(digest="ab" * 32, size_bytes=12)
     for array, values, dtype in [
         (turn.prompt_ids, [1, 2], np.int32),
         (turn.completion_ids, [3, 4], np.int32),

@@ -1,13 +1,18 @@
 """An engine that follows a log holds every version bit for bit, however little or much changed."""
 
+import asyncio
+from typing import Literal
+
 import pytest
 import torch
 
-from etude.config import EngineConfig
+from etude.config import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
 from etude.models.checkpoint import state_of
-from etude.models.qwen3_moe import TINY, Qwen3Moe
-from etude.run.following import WeightFollower
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
+from etude.run.following import Serving, WeightFollower
+from etude.run.numerics import published_state, training_model
 from etude.run.states import to_stored
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
@@ -15,9 +20,10 @@ from etude.weights.publish import Publisher
 from etude.weights.store import ObjectStore
 
 SPARSE, DENSE = 0.01, 0.9
+ExpertsFormat = Literal["fp8", "mxfp8", "nvfp4"]
 
 
-def train(model: Qwen3Moe, share: float, seed: int) -> None:
+def train(model: Decoder, share: float, seed: int) -> None:
     """Change about ``share`` of the weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -26,17 +32,22 @@ def train(model: Qwen3Moe, share: float, seed: int) -> None:
             parameter.copy_(torch.where(chosen, parameter * 1.02 + 1e-3, parameter))
 
 
+def serving(dtype: torch.dtype, *, spare: bool) -> Serving:
+    numerics = NumericsConfig(dtype="float32" if dtype is torch.float32 else "bfloat16")
+    return Serving(spec=TINY, numerics=numerics, device="cpu", spare=spare)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spare", [True, False])
 def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype) -> None:
-    trained = Qwen3Moe(TINY)
+    trained = Decoder(TINY)
     trained.initialise(0)
     trained = trained.to(dtype)
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-        follower = WeightFollower(log, TINY, "cpu", spare=spare)
-        engine = NativeEngine(follower.start(), EngineConfig(slots=2), seed=0)
+        follower = WeightFollower(log, serving(dtype, spare=spare))
+        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
         for version, share in enumerate([SPARSE, SPARSE, DENSE, SPARSE, DENSE, DENSE, SPARSE, 0.0, SPARSE], start=1):
             train(trained, share, version)
             stored = to_stored(state_of(trained))
@@ -44,7 +55,7 @@ def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype) ->
             publication.result()
             weights, scatters = follower.stage()
             assert bool(scatters) is not spare, "with a spare there is nothing to write in the pause"
-            assert follower.swap_into(engine, weights, scatters) >= 0
+            assert asyncio.run(follower.swap_into(engine, weights, scatters)) >= 0
             if version % 2:
                 follower.settle()
             assert engine.weights.version == version
@@ -54,18 +65,41 @@ def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype) ->
 
 
 def test_versions_that_were_skipped_are_caught_up_with() -> None:
-    trained = Qwen3Moe(TINY)
+    trained = Decoder(TINY)
     trained.initialise(0)
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-        follower = WeightFollower(log, TINY, "cpu", spare=True)
-        engine = NativeEngine(follower.start(), EngineConfig(slots=2), seed=0)
+        follower = WeightFollower(log, serving(torch.float32, spare=True))
+        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
         for version in range(1, 10):
             train(trained, SPARSE, version)
             stored = to_stored(state_of(trained))
             publisher.publish(stored, version=version, step=version).result()
             if version % 3 == 0:
-                follower.swap_into(engine, *follower.stage())
+                asyncio.run(follower.swap_into(engine, *follower.stage()))
                 assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+        follower.close()
+
+
+@pytest.mark.parametrize("form", ["fp8", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("spare", [True, False])
+def test_quantised_experts_are_served_as_the_trainer_rounds_them(spare: bool, form: ExpertsFormat) -> None:
+    numerics = NumericsConfig(dtype="bfloat16", experts=form)
+    trained = training_model(TINY, numerics, "cpu")
+    trained.initialise(0)
+    log = WeightLog(ObjectStore("memory://"))
+    with Publisher(log) as publisher:
+        publisher.publish(to_stored(published_state(trained, numerics)), version=0, step=0).result()
+        follower = WeightFollower(log, Serving(spec=TINY, numerics=numerics, device="cpu", spare=spare))
+        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        for version, share in enumerate([SPARSE, DENSE, SPARSE], start=1):
+            train(trained, share, version)
+            stored = to_stored(published_state(trained, numerics))
+            publisher.publish(stored, version=version, step=version).result()
+            asyncio.run(follower.swap_into(engine, *follower.stage()))
+            ids = torch.arange(40)[None]
+            with torch.no_grad():
+                ours, theirs = (m.logits(m.forward_padded(ids)[0]) for m in (trained, engine.weights.model))
+            assert torch.equal(ours, theirs)
         follower.close()

@@ -12,6 +12,8 @@ from etude.telemetry.events import (
     Event,
     MemoryUsed,
     MidtrainProgress,
+    MismatchMeasured,
+    MismatchWarned,
     PhaseStarted,
     ProcessStarted,
     RolloutClosed,
@@ -32,7 +34,14 @@ EXAMPLES: tuple[Event, ...] = (
         step=3, busy_s=1.5, wait_s=0.25, reward_mean=0.625, degenerate_groups=2, loss_tokens=900, trained_tokens=4000,
         grad_norm=0.5, entropy=0.3, truncated_share=0.01, staleness_sum=800, staleness_tokens=900, staleness_max=2,
         mismatch_tokens=90, mismatch_k1=1e-7, mismatch_k3=3.25e-6, mismatch_p99=0.004,
+        mismatch_max=0.01, mismatch_equal=30, mismatch_pairs=540, mismatch_flips=2,
+        replayed_pairs=500, replaced_pairs=1,
     ),
+    MismatchMeasured(
+        step=3, by="position", first=512, last=None, tokens=9, k1=1e-7, k3=3e-6, p99=0.004, max=0.01, equal=3, pairs=0,
+        flips=0,
+    ),
+    MismatchWarned(step=3, k3=2e-3, bound=1e-3),
     WeightsPublished(version=3, kind="delta", size_bytes=1000, state_bytes=9000, seconds=0.125, blocked_s=0.0),
     WeightsSwapped(version=3, stage_ms=40.5, pause_ms=0.75),
     EngineStats(

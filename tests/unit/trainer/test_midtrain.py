@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from etude.config import MidtrainConfig
-from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
 from etude.telemetry.events import MidtrainProgress
 from etude.trainer.midtrain import FINAL_RATE_SHARE, midtrain, rate_share
 from etude.types import Document
@@ -20,7 +21,7 @@ def make_document(ids: list[int], weights: list[float] | None = None) -> Documen
 
 
 def test_it_learns_by_heart_and_reports() -> None:
-    model = Qwen3Moe(TINY)
+    model = Decoder(TINY)
     model.initialise(0)
     document = make_document([1, 5, 2, 9, 3, 7, 4, 8])
     progress: list[MidtrainProgress] = []
@@ -32,7 +33,7 @@ def test_it_learns_by_heart_and_reports() -> None:
 
 
 def test_tokens_of_weight_zero_are_not_learnt() -> None:
-    model = Qwen3Moe(TINY)
+    model = Decoder(TINY)
     model.initialise(0)
     document = make_document([1, 5, 2, 9], [1.0, 1.0, 0.0, 1.0])
     midtrain(model, itertools.repeat([document] * 64), CONFIG, lambda _: None)

@@ -1,6 +1,7 @@
 """The mismatch measure: zero for equal numbers, the truth for different ones, silent where it cannot compare."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,19 +9,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.config import NumericsConfig
 from etude.models.checkpoint import state_of
-from etude.models.qwen3_moe import TINY, Qwen3Moe
-from etude.trainer.mismatch import MismatchProbe, comparable, summarise
-from etude.types import UNSAMPLED, Trajectory
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.models.invariant import InvariantArithmetic
+from etude.models.spec import TINY
+from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, Rung, comparable, positions, rung, summarise
+from etude.types import NO_ROUTE, UNSAMPLED, Trajectory
+
+OFF, REPLAY = NumericsConfig(replay="off"), NumericsConfig(replay="completion", replay_floor=0.0)
 
 
-def make_model(seed: int) -> Qwen3Moe:
-    model = Qwen3Moe(TINY)
+def make_model(seed: int) -> Decoder:
+    model = Decoder(TINY, InvariantArithmetic())
     model.initialise(seed, std=0.2)
     return model
 
 
-def make_trajectory(models: dict[int, Qwen3Moe], versions: list[int], turn_starts: tuple[int, ...]) -> Trajectory:
+def make_trajectory(models: dict[int, Decoder], versions: list[int], turn_starts: tuple[int, ...]) -> Trajectory:
     """A trajectory whose every sampled token has the logprob that its version gives it."""
     ids = [(7 * i) % 20 for i in range(len(versions))]
     logprobs = np.zeros(len(ids), np.float32)
@@ -28,8 +35,8 @@ def make_trajectory(models: dict[int, Qwen3Moe], versions: list[int], turn_start
         if version != UNSAMPLED:
             model = models[version]
             with torch.no_grad():
-                row = model.logits(model.forward_padded(torch.tensor([ids]))[0, index - 1]).log_softmax(-1)
-            logprobs[index] = row[ids[index]]
+                row = model.logits(model.forward_padded(torch.tensor([ids]))[0, index - 1 : index]).log_softmax(-1)
+            logprobs[index] = row[0, ids[index]]
     mask = np.array(versions) != UNSAMPLED
     return Trajectory(
         rollout_id="r",
@@ -37,6 +44,7 @@ def make_trajectory(models: dict[int, Qwen3Moe], versions: list[int], turn_start
         loss_mask=mask,
         logprobs=logprobs,
         versions=np.array(versions, np.int32),
+        temperatures=np.ones(len(ids), np.float32),
         turn_starts=turn_starts,
         advantages=mask.astype(np.float32),
     )
@@ -48,10 +56,10 @@ TWO_TURNS = [N, N, 3, 3, N, N, 4, 4, 4]
 
 def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), versions=3)
+    probe = MismatchProbe(make_model(9), OFF, versions=3)
     for version, model in models.items():
         probe.remember(version, state_of(model))
-    found = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100)
+    found = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total
     assert found.tokens == 5
     assert found.k3 < 1e-12
     assert found.p99 < 1e-6
@@ -59,10 +67,10 @@ def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> 
 
 def test_a_version_that_is_gone_is_not_compared() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), versions=1)
+    probe = MismatchProbe(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(models[3]))
     probe.remember(4, state_of(models[4]))
-    assert probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).tokens == 3
+    assert probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total.tokens == 3
 
 
 def test_a_turn_of_two_versions_is_not_comparable() -> None:
@@ -74,9 +82,9 @@ def test_a_turn_of_two_versions_is_not_comparable() -> None:
 
 def test_a_different_engine_shows() -> None:
     models = {3: make_model(3)}
-    probe = MismatchProbe(make_model(9), versions=1)
+    probe = MismatchProbe(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(make_model(5)))
-    found = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100)
+    found = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100).total
     assert found.k3 > 1e-4
 
 
@@ -87,10 +95,104 @@ def test_the_statistics_are_schulmans(differences: list[float]) -> None:
     k3 = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
     assert math.isclose(found.k3, k3, rel_tol=1e-6, abs_tol=1e-9)
     assert found.k3 >= 0
-    assert found.p99 <= max(abs(d) for d in differences) + 1e-6
+    assert found.p99 <= found.max == max(abs(d) for d in differences)
+    assert found.equal == sum(d == 0 for d in differences)
 
 
 def test_nothing_compared_is_nothing_claimed() -> None:
     found = summarise(np.zeros(0, np.float32))
-    assert found == type(found)(tokens=0, k1=0.0, k3=0.0, p99=0.0)
-    assert found.tokens == pytest.approx(0)
+    assert found == Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
+
+
+def test_the_same_function_on_both_sides_is_equal_to_the_last_bit() -> None:
+    model = make_model(3)
+    trajectory = scored(make_trajectory({3: model}, [N, N, 3, 3, 3], (2,)), model)
+    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe.remember(3, state_of(model))
+    total = probe.measure([trajectory], max_tokens=100).total
+    assert (total.equal, total.max, total.k1) == (3, 0.0, 0.0)
+
+
+def scored(trajectory: Trajectory, model: Decoder, routing: Routing | None = None) -> Trajectory:
+    """The trajectory with the logprobs that ``model`` gives it in one pass."""
+    ids = torch.from_numpy(trajectory.token_ids).long()
+    with torch.no_grad():
+        logits = model.logits(model.forward_padded(ids[None], routing)[0, :-1])
+        own = model.arithmetic.logprobs(logits, ids[1:], torch.from_numpy(trajectory.temperatures[1:]), None)
+    logprobs = np.where(trajectory.loss_mask, np.append(np.float32(0), own.numpy()), 0).astype(np.float32)
+    return replace(trajectory, logprobs=logprobs)
+
+
+def test_temperature_is_compared_as_it_was_sampled() -> None:
+    model = make_model(3)
+    plain = make_trajectory({3: model}, [N, N, 3, 3, 3], (2,))
+    sharp = scored(replace(plain, temperatures=np.array([1, 1, 0.5, 0.5, 0.5], np.float32)), model)
+    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe.remember(3, state_of(model))
+    assert probe.measure([sharp], max_tokens=100).total.max == 0
+    assert probe.measure([replace(sharp, temperatures=plain.temperatures)], max_tokens=100).total.k3 > 1e-3
+
+
+def test_replay_repairs_what_another_choice_of_experts_breaks_and_flips_are_counted() -> None:
+    model = make_model(3)
+    trajectory = make_trajectory({3: model}, [N, N, 3, 3, 3], (2,))
+    routes = np.array([[[2, 1], [0, 3]]] * 5, np.uint16)  # an engine whose router is odd
+    routes[[0, 4]] = NO_ROUTE
+    engine = Routing(replay=torch.from_numpy(routes.astype(np.int64)))
+    trajectory = replace(scored(trajectory, model, engine), routes=routes)
+    found = {}
+    for numerics in (OFF, REPLAY):
+        probe = MismatchProbe(make_model(9), numerics, versions=1)
+        probe.remember(3, state_of(model))
+        found[numerics.replay] = probe.measure([trajectory], max_tokens=100).total
+    assert found["off"].max > 1e-3
+    assert (found["off"].pairs, found["off"].flips) == (0, 0)
+    assert found["completion"].max == 0
+    assert found["completion"].pairs == 3 * 4
+    assert found["completion"].flips == engine.flips > 0
+
+
+def test_routes_of_tokens_that_are_not_compared_are_left_to_the_router() -> None:
+    models = {version: make_model(version) for version in (3, 4)}
+    trajectory = make_trajectory(models, TWO_TURNS, (2, 6))
+    trajectory = replace(trajectory, routes=np.array([[[2, 1], [0, 3]]] * 9, np.uint16))
+    probe = MismatchProbe(make_model(9), REPLAY, versions=1)
+    probe.remember(4, state_of(models[4]))
+    assert probe.measure([trajectory], max_tokens=100).total.pairs == 3 * 4
+
+
+def test_positions_count_from_the_start_of_each_completion() -> None:
+    models = {version: make_model(version) for version in (3, 4)}
+    trajectory = make_trajectory(models, TWO_TURNS, (2, 6))
+    assert positions(trajectory)[trajectory.loss_mask].tolist() == [0, 1, 0, 1, 2]
+
+
+def test_the_breakdown_adds_up_to_the_whole() -> None:
+    models = {version: make_model(version) for version in (3, 4)}
+    probe = MismatchProbe(make_model(9), OFF, versions=2)
+    for version, seed in ((3, 3), (4, 8)):
+        probe.remember(version, state_of(make_model(seed)))
+    lengthy = make_trajectory(models, [N, *[3] * 12], (1,))
+    report = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6)), lengthy], max_tokens=100)
+    assert {version: found.tokens for version, found in report.versions} == {3: 14, 4: 3}
+    assert report.versions[0][1].k3 < 1e-9 < report.versions[1][1].k3
+    assert {first: found.tokens for first, found in report.positions} == {0: 3, 1: 10, 8: 4}
+    assert max(found.max for _, found in report.positions) == report.total.max
+    assert set(dict(report.positions)) < set(POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("k3", "tokens", "before", "after"),
+    [
+        (9e-4, 100, Rung.WARN, Rung.CLEAR),
+        (1.1e-3, 100, Rung.CLEAR, Rung.WARN),
+        (1.1e-3, 99, Rung.CLEAR, Rung.CLEAR),
+        (9e-4, 99, Rung.WARN, Rung.WARN),
+        (1.1e-2, 100, Rung.CLEAR, Rung.STOP),
+        (math.nan, 100, Rung.CLEAR, Rung.STOP),
+        (math.nan, 99, Rung.CLEAR, Rung.CLEAR),
+    ],
+)
+def test_the_ladder(k3: float, tokens: int, before: Rung, after: Rung) -> None:
+    mismatch = Mismatch(tokens=tokens, k1=0.0, k3=k3, p99=0.0, max=0.0, equal=0)
+    assert rung(mismatch, NumericsConfig(), before) is after

@@ -1,34 +1,41 @@
 """The RL optimiser: it raises what was rewarded, and it continues exactly where it stopped."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
-from etude.config import TrainerConfig
+from etude.config import NumericsConfig, TrainerConfig
 from etude.errors import DamagedError, DivergedError, InfrastructureError
-from etude.models.qwen3_moe import TINY, Qwen3Moe
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.models.spec import TINY
 from etude.trainer.checkpoint import KEEP, Checkpoints
 from etude.trainer.policy import PolicyTrainer, sample_share
-from etude.types import UNSAMPLED, Trajectory
+from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
 CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1)
 
 
-def make_trainer() -> PolicyTrainer:
-    model = Qwen3Moe(TINY)
-    model.initialise(0)
-    return PolicyTrainer(model, CONFIG)
+OFF = NumericsConfig(replay="off")
 
 
-def logprobs(model: Qwen3Moe, ids: list[int]) -> torch.Tensor:
+def make_trainer(numerics: NumericsConfig = OFF, std: float = 0.04) -> PolicyTrainer:
+    model = Decoder(TINY)
+    model.initialise(0, std)
+    return PolicyTrainer(model, CONFIG, numerics)
+
+
+def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         all_tokens = model.logits(model.forward_padded(torch.tensor([ids]))[0]).log_softmax(-1)
     return all_tokens[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
-def make_trajectory(model: Qwen3Moe, ids: list[int], sampled: int, advantage: float) -> Trajectory:
+def make_trajectory(model: Decoder, ids: list[int], sampled: int, advantage: float) -> Trajectory:
     """A trajectory whose last ``sampled`` tokens the model itself sampled."""
     length = len(ids)
     mask = np.arange(length) >= length - sampled
@@ -40,12 +47,13 @@ def make_trajectory(model: Qwen3Moe, ids: list[int], sampled: int, advantage: fl
         loss_mask=mask,
         logprobs=np.where(mask, engine, 0).astype(np.float32),
         versions=np.where(mask, 0, UNSAMPLED).astype(np.int32),
+        temperatures=np.ones(length, np.float32),
         turn_starts=(length - sampled,),
         advantages=np.where(mask, advantage, 0).astype(np.float32),
     )
 
 
-def make_batch(model: Qwen3Moe) -> list[tuple[Trajectory, ...]]:
+def make_batch(model: Decoder) -> list[tuple[Trajectory, ...]]:
     good = make_trajectory(model, [1, 2, 3, 4, 5], 2, 0.5)
     bad = make_trajectory(model, [1, 2, 3, 6], 1, -0.5)
     return [(good,), (bad,)]
@@ -162,3 +170,84 @@ def test_a_sample_is_reproducible_and_never_empty() -> None:
     assert len(sample_share(batch, 0.3, step=4)) == 3
     assert len(sample_share(batch, 0.001, step=4)) == 1
     assert sample_share(batch, 0.0, step=4) == []
+
+
+def own_routes(model: Decoder, ids: list[int]) -> Routes:
+    """What an engine with the very same router would say: [L, layers, k], the last token's unknown."""
+    routing = Routing(record=True)
+    with torch.no_grad():
+        model.forward_padded(torch.tensor([ids]), routing)
+    routes = routing.recorded().numpy().astype(np.uint16)
+    routes[-1] = NO_ROUTE
+    return routes
+
+
+def other_routes(routes: Routes, experts: int) -> Routes:
+    """Every expert but the routed ones, in each layer."""
+    flipped = routes.copy()
+    for row in np.ndindex(routes.shape[:2]):
+        others = [expert for expert in range(experts) if expert not in routes[row]]
+        flipped[row] = others[: routes.shape[2]]
+    flipped[-1] = NO_ROUTE
+    return flipped
+
+
+IDS = [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("off", 0), ("completion", 3), ("full", 6)])
+def test_the_mode_says_whose_routes_are_replayed(mode: Literal["off", "completion", "full"], rows: int) -> None:
+    trainer = make_trainer(NumericsConfig(replay=mode, replay_floor=0.0))
+    routes = other_routes(own_routes(trainer.model, IDS), experts=4)
+    trajectory = replace(make_trajectory(trainer.model, IDS, 3, 0.5), routes=routes)
+    stats = trainer.step(1, [(trajectory,)], num_loss_tokens=3)
+    pairs = rows * routes.shape[1] * routes.shape[2]
+    assert (stats.replayed_pairs, stats.replaced_pairs) == (pairs, 0)
+    assert (stats.flipped_pairs > 0) == (rows > 0)
+
+
+def test_replaying_what_the_router_chooses_anyway_changes_no_bit() -> None:
+    live, replayed = make_trainer(), make_trainer(NumericsConfig(replay="full"))
+    for trainer in (live, replayed):
+        trajectory = make_trajectory(trainer.model, IDS, 3, 0.5)
+        trajectory = replace(trajectory, routes=own_routes(trainer.model, IDS))
+        stats = trainer.step(1, [(trajectory, make_trajectory(trainer.model, [1, 2, 6], 1, -0.5))], num_loss_tokens=4)
+        assert (stats.flipped_pairs, stats.replaced_pairs) == (0, 0)
+    for one, other in zip(live.model.parameters(), replayed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_router_learns_from_tokens_whose_experts_the_engine_chose() -> None:
+    trainer = make_trainer(NumericsConfig(replay="full", replay_floor=0.0), std=0.2)
+    routes = other_routes(own_routes(trainer.model, IDS), experts=4)
+    trajectory = replace(make_trajectory(trainer.model, IDS, 3, 0.5), routes=routes)
+    trainer.step(1, [(trajectory,)], num_loss_tokens=3)
+    routers = {name: p.grad for name, p in trainer.model.named_parameters() if "router" in name}
+    assert len(routers) == 2
+    assert all(gradient is not None and gradient.any() for gradient in routers.values())
+
+
+def test_implausible_experts_are_replaced_and_counted() -> None:
+    strict = make_trainer(NumericsConfig(replay="completion", replay_floor=1.0), std=0.4)
+    routes = other_routes(own_routes(strict.model, IDS), experts=4)
+    trajectory = replace(make_trajectory(strict.model, IDS, 3, 0.5), routes=routes)
+    stats = strict.step(1, [(trajectory,)], num_loss_tokens=3)
+    assert stats.replaced_pairs == stats.flipped_pairs == stats.replayed_pairs == 12
+
+
+def test_the_temperature_is_part_of_the_policy() -> None:
+    """At the engine's temperature nothing is truncated; taken for 1 the same tokens' ratios are far off."""
+    trainer = make_trainer(std=0.4)
+    with torch.no_grad():
+        logits = trainer.model.logits(trainer.model.forward_padded(torch.tensor([IDS]))[0])
+    sharp = (logits / 0.2).log_softmax(-1)[:-1].gather(1, torch.tensor(IDS[1:]).unsqueeze(1)).squeeze(1)
+    trajectory = make_trajectory(trainer.model, IDS, 6, 0.5)
+    engine = np.where(trajectory.loss_mask, np.append(np.float32(0), sharp.numpy()), 0).astype(np.float32)
+    right = replace(trajectory, logprobs=engine, temperatures=np.where(trajectory.loss_mask, 0.2, 1).astype(np.float32))
+    assert trainer.step(1, [(right,)], num_loss_tokens=6).truncated_share == 0
+    assert make_trainer(std=0.4).step(1, [(replace(trajectory, logprobs=engine),)], 6).truncated_share > 0.3
+
+
+def test_an_undecided_replay_is_refused() -> None:
+    with pytest.raises(ValueError, match="depends on the device"):
+        make_trainer(NumericsConfig())

@@ -15,6 +15,7 @@ def trajectory(name: str, length: int) -> Trajectory:
         loss_mask=np.zeros(length, bool),
         logprobs=np.zeros(length, np.float32),
         versions=np.full(length, -1, np.int32),
+        temperatures=np.ones(length, np.float32),
         turn_starts=(),
         advantages=np.zeros(length, np.float32),
     )

@@ -1,23 +1,36 @@
 """Which turns become one trajectory, token for token."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.trajectories.build import build_trajectories
-from etude.types import UNSAMPLED, Finish, Rollout, RolloutStatus, Turn
+from etude.types import NO_ROUTE, UNSAMPLED, Finish, KeptSets, Rollout, RolloutStatus, Turn
 
 
-def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
+def turn(prompt: list[int], completion: list[int], version: int = 0, *, routed: bool = True) -> Turn:
+    """A turn at temperature 0.5 whose every route is its version."""
+    read = len(prompt) + len(completion) - 1
     return Turn(
         prompt_ids=np.array(prompt, np.int32),
         completion_ids=np.array(completion, np.int32),
         logprobs=-np.array(completion, np.float32),
         versions=np.full(len(completion), version, np.int32),
         finish=Finish.STOP,
+        temperature=0.5,
+        routes=np.full((read, 1, 1), version, np.uint16) if routed and completion else None,
     )
+
+
+def routes_of(*turns: Turn) -> list[int]:
+    """The routes of the only trajectory."""
+    (trajectory,) = build_trajectories(rollout(*turns), 1.0)
+    assert trajectory.routes is not None
+    return [int(route) for route in trajectory.routes[:, 0, 0]]
 
 
 def rollout(*turns: Turn) -> Rollout:
@@ -34,6 +47,7 @@ def test_turns_that_continue_each_other_are_one_trajectory() -> None:
     assert trajectory.logprobs.tolist() == [0, 0, -3, -4, 0, -6]
     assert trajectory.versions.tolist() == [UNSAMPLED, UNSAMPLED, 5, 5, UNSAMPLED, 7]
     assert trajectory.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
+    assert trajectory.temperatures.tolist() == [1, 1, 0.5, 0.5, 1, 0.5]
     assert trajectory.turn_starts == (2, 5)
     assert trajectory.token_ids.dtype == np.int32
     assert trajectory.advantages.dtype == np.float32
@@ -66,6 +80,37 @@ def test_the_longest_of_several_branches_is_continued() -> None:
 
 def test_turns_without_a_sampled_token_are_left_out() -> None:
     assert build_trajectories(rollout(turn([1], [])), 1.0) == ()
+
+
+def test_rows_that_sampled_are_their_turns_and_all_others_the_newest_readers() -> None:
+    first, second = turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9], [6], 7)
+    assert routes_of(first) == [5, 5, 5, NO_ROUTE]
+    assert routes_of(first, second) == [7, 5, 5, 7, 7, NO_ROUTE]
+
+
+def test_turns_that_say_nothing_leave_gaps() -> None:
+    first, second = turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9], [6], 7)
+    silent = [turn([1, 2], [3, 4], 5, routed=False), turn([1, 2, 3, 4, 9], [6], 7, routed=False)]
+    assert routes_of(first, silent[1]) == [5, 5, 5, NO_ROUTE, NO_ROUTE, NO_ROUTE]
+    assert routes_of(silent[0], second) == [7, 7, 7, 7, 7, NO_ROUTE]
+    (trajectory,) = build_trajectories(rollout(*silent), 1.0)
+    assert trajectory.routes is None
+
+
+def test_routes_of_two_models_do_not_mix() -> None:
+    other = replace(turn([1, 2, 3], [4]), routes=np.zeros((3, 2, 1), np.uint16))
+    with pytest.raises(ValueError, match=r"rollout r: .* different shapes"):
+        build_trajectories(rollout(turn([1], [2]), other), 1.0)
+
+
+def test_kept_sets_lie_where_their_tokens_do() -> None:
+    sets = KeptSets(offsets=np.array([0, 2, 2], np.int64), token_ids=np.array([3, 8], np.int32))
+    last = KeptSets(offsets=np.array([0, 1], np.int64), token_ids=np.array([6], np.int32))
+    first, third = replace(turn([1, 2], [3, 4]), kept=sets), replace(turn([1, 2, 3, 4, 9, 5, 1], [6]), kept=last)
+    (trajectory,) = build_trajectories(rollout(first, turn([1, 2, 3, 4, 9], [5]), third), 1.0)
+    assert trajectory.kept is not None
+    assert trajectory.kept.sizes.tolist() == [0, 0, 2, 0, 0, 0, 0, 1]
+    assert trajectory.kept.token_ids.tolist() == [3, 8, 6]
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=4)
@@ -103,3 +148,15 @@ def test_every_sampled_token_is_trained_exactly_once_in_its_own_context(turns: l
         if len(one.completion_ids)
     ]
     assert sorted(trained, key=repr) == sorted(sampled, key=repr)
+
+
+@settings(deadline=None)
+@given(conversations())
+def test_every_sampled_token_has_the_routes_that_sampled_it(turns: list[Turn]) -> None:
+    for trajectory in build_trajectories(rollout(*turns), 1.0):
+        assert trajectory.routes is not None
+        routes = trajectory.routes[:, 0, 0]
+        sampled = np.flatnonzero(trajectory.loss_mask[1:])
+        assert (routes[sampled] == trajectory.versions[1:][sampled]).all()
+        assert routes[-1] == NO_ROUTE
+        assert (routes[:-1] != NO_ROUTE).all()

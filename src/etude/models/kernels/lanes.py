@@ -33,24 +33,28 @@ Matrix: TypeAlias = tuple[npt.NDArray[Any], int, int]
 """(array, offset, stride)."""
 
 
-def dots(rows: int, columns: int) -> Intrinsic:
+def dots(rows: int, columns: int, *, ahead: int = 0) -> Intrinsic:
     """An intrinsic that computes ``out[m, n] = Σ_i x[m, i] · w[n, i]`` for a tile of rows and columns.
 
     Called as ``(x, w, length, out)``; ``length`` is a positive multiple of 16, the others are matrices. Tiles of 16
-    results keep their sums in registers on machines with 32 vector registers.
+    results keep their sums in registers on machines with 32 vector registers. While it reads ``w`` it asks memory for
+    what lies ``ahead`` rows further on: few rows of ``x`` use weights faster than a processor would guess them.
     """
 
     @vector
     def tile(_context: Any, x: Any, w: Any, _length: Any, out: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x_rows, w_rows, out_rows = (
-                _Matrix(context, builder, signature.args[place], arguments[place]).rows(count)
-                for place, count in ((0, rows), (1, columns), (3, rows))
+            x_matrix, w_matrix, out_matrix = (
+                _Matrix(context, builder, signature.args[place], arguments[place]) for place in (0, 1, 3)
             )
+            x_rows, w_rows, out_rows = x_matrix.rows(rows), w_matrix.rows(columns), out_matrix.rows(rows)
+            later_rows = w_matrix.rows(columns, first=ahead) if ahead else []
             sums = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * columns)
             with _Counted(builder, arguments[2], sums) as loop:
                 weights = [_load(builder, row, loop.index, w[0].dtype.bitwidth) for row in w_rows]
                 factors = [_load(builder, row, loop.index, x[0].dtype.bitwidth) for row in x_rows]
+                for row in later_rows:
+                    _prefetch(builder, builder.gep(row, [loop.index]))
                 for place, (factor, weight) in enumerate(product(factors, weights)):
                     loop.update(place, _fma(builder, factor, weight))
             for m, row in enumerate(out_rows):
@@ -203,9 +207,9 @@ class _Matrix:
         """Where a row begins."""
         return self._builder.gep(self._start, [self._builder.mul(self._stride, index)])
 
-    def rows(self, count: int) -> list[Any]:
-        """Where the first ``count`` rows begin."""
-        return [self.row(_constant(index)) for index in range(count)]
+    def rows(self, count: int, *, first: int = 0) -> list[Any]:
+        """Where ``count`` rows begin."""
+        return [self.row(_constant(first + index)) for index in range(count)]
 
 
 class _Counted:
@@ -286,6 +290,17 @@ def _load(builder: Any, row: Any, place: Any, bits: int) -> Any:
         return loaded
     high = builder.shl(builder.zext(loaded, INTS), ir.Constant(INTS, [16] * LANES))
     return builder.bitcast(high, FLOATS)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask memory for the cache line at an address, into the second-level cache; it need not exist."""
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name)
+    if function is None:
+        kinds = [address.type, INT32, INT32, INT32]
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name=name)
+    reading, locality, data = 0, 2, 1
+    builder.call(function, [address, *(ir.Constant(INT32, value) for value in (reading, locality, data))])
 
 
 def _spread(builder: Any, value: Any) -> Any:

@@ -22,7 +22,12 @@ ZERO = np.float32(0.0)
 ROW_BLOCK = 64
 """Rows that stay in a core's cache while the weights stream past them."""
 
-_DOTS_4_4, _DOTS_2_8, _DOTS_1_16, _DOTS_1_4, _DOTS_1_1 = dots(4, 4), dots(2, 8), dots(1, 16), dots(1, 4), dots(1, 1)
+AHEAD = 32
+"""Rows of weights that are asked for before they are needed: a matrix that lies in memory is then read at its speed."""
+
+_FIRST_4_4, _DOTS_4_4 = dots(4, 4, ahead=AHEAD), dots(4, 4)
+_DOTS_2_8, _DOTS_1_16 = dots(2, 8, ahead=AHEAD), dots(1, 16, ahead=AHEAD)
+_DOTS_1_4, _DOTS_1_1 = dots(1, 4), dots(1, 1)
 
 
 @inlined
@@ -63,6 +68,10 @@ def _sixteen(x: Matrix, w: Matrix, shape: tuple[int, int], out: Matrix) -> None:
     """Sixteen columns: four rows at a time, then two, then one."""
     rows, length = shape
     m = 0
+    if rows >= 4:
+        for n in range(0, 16, 4):
+            _FIRST_4_4(x, below(w, n), length, beside(out, n))
+        m = 4
     while m + 4 <= rows:
         for n in range(0, 16, 4):
             _DOTS_4_4(below(x, m), below(w, n), length, beside(below(out, m), n))

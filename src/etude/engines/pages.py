@@ -1,0 +1,193 @@
+"""Pages of the key/value cache: who holds each, and which of them can be read again.
+
+Owns the numbers of the pages, never their tensors. A page is
+
+    free ──take──▶ held ──release──▶ free          if nothing is known of its content
+                    │ ▲
+              enter │ │ retain
+                    ▼ │
+                 indexed ──release by all──▶ idle ──evict──▶ held by whoever takes it
+
+An indexed page is full, immutable and known by the tokens in it and before it, so any request that begins with the same
+tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its branches are
+keyed by the exact tokens, not by hashes of them, so a lookup cannot be wrong. A chain of pages begins at one root: keys
+of two versions never meet in it.
+
+Sources: pages as in vLLM (Kwon et al. 2023, arXiv:2309.06180, section 4.2); the tree as in SGLang's radix cache (Zheng
+et al. 2024, arXiv:2312.07104, section 3), in steps of whole pages instead of tokens and with versions as roots.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+PAGE = 16
+"""Positions per page."""
+NO_PAGE = -1
+"""The page of a node whose keys were evicted, and of a root."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Node:
+    """One page worth of tokens, behind the tokens of its parents."""
+
+    version: int
+    """The weight version that computed the whole chain."""
+    parent: "Node | None" = None
+    """``None`` for a root and for what is no longer in the index."""
+    token_ids: tuple[int, ...] = ()
+    page: int = NO_PAGE
+    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+
+
+class PagePool:
+    """A fixed number of pages, counted by reference, and the index of those that can be reused."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._references = [0] * count
+        self._nodes: list[Node | None] = [None] * count
+        """The node of each indexed page."""
+        self._idle: dict[int, OrderedDict[int, None]] = {}
+        """Version → indexed pages that nobody holds, least recently used first; no version without any."""
+        self._idle_count = 0
+        self.root = Node(version=0)
+        """Where the chains of the serving version begin."""
+        self._roots = {0: self.root}
+        self.evicted = 0
+        """How many indexed pages were given up so far."""
+
+    @property
+    def available(self) -> int:
+        """How many pages can be taken now."""
+        return len(self._free) + self._idle_count
+
+    def serve(self, version: int) -> None:
+        """Look up chains of ``version`` from now on; those of other versions are evicted before its own."""
+        if not self.root.children:
+            del self._roots[self.root.version]
+        self.root = self._roots.setdefault(version, Node(version=version))
+
+    def take(self) -> int:
+        """A page that nobody else holds, its content arbitrary. Look at :attr:`available` first."""
+        if not self._free:
+            self._evict()
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        """Hold an indexed page with others."""
+        if not self._references[page]:
+            node = self._nodes[page]
+            assert node is not None, f"page {page} is free: take it"
+            self._forget_idle(page, node.version)
+        self._references[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Let go of a request's pages, given in the order of its tokens.
+
+        Those at the end become idle first, so that a chain is evicted from its end: its beginning is of use to more.
+        """
+        for page in reversed(pages):
+            self._references[page] -= 1
+            if not self._references[page]:
+                node = self._nodes[page]
+                if node is None:
+                    self._free.append(page)
+                else:
+                    self._idle.setdefault(node.version, OrderedDict())[page] = None
+                    self._idle_count += 1
+
+    def find(self, token_ids: Sequence[int], limit: int) -> list[Node]:
+        """The longest chain of the serving version that begins ``token_ids``, of at most ``limit`` pages."""
+        chain, node = list[Node](), self.root
+        for start in range(0, limit * PAGE, PAGE):
+            child = node.children.get(tuple(token_ids[start : start + PAGE]))
+            if child is None or child.page == NO_PAGE:
+                break
+            chain.append(child)
+            node = child
+        return chain
+
+    def enter(self, parent: Node, token_ids: tuple[int, ...], page: int) -> Node | None:
+        """Index a page that its one holder has filled with ``token_ids``, behind ``parent``; returns its node.
+
+        Where those tokens have a page already and somebody holds it, that one stays and ``page`` remains private: the
+        tables of requests are never changed, what a request was sampled from is what it keeps. ``None`` when
+        ``parent`` is not in the index any more.
+        """
+        if parent.parent is None and parent is not self.root:
+            return None
+        node = parent.children.get(token_ids)
+        if node is None:
+            node = Node(version=parent.version, parent=parent, token_ids=token_ids)
+            parent.children[token_ids] = node
+        elif node.page != NO_PAGE:
+            if self._references[node.page]:
+                return node
+            self._forget_idle(node.page, node.version)
+            self._nodes[node.page] = None
+            self._free.append(node.page)
+        node.page = page
+        self._nodes[page] = node
+        return node
+
+    def is_mutable(self, page: int) -> bool:
+        """Whether its holder may write it: it is the only one, and the index does not know the page."""
+        return self._references[page] == 1 and self._nodes[page] is None
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert every invariant, given the pages of all holders; for tests, it reads everything."""
+        references = [0] * self.count
+        for page in (page for table in tables for page in table):
+            references[page] += 1
+        assert references == self._references, "references differ from what is held"
+        idle = [page for pages in self._idle.values() for page in pages]
+        held = [page for page in range(self.count) if references[page]]
+        assert sorted([*self._free, *idle, *held]) == list(range(self.count)), "a page is lost or in two places"
+        assert self._idle_count == len(idle)
+        assert all(self._idle.values()), "a version without idle pages is kept"
+        indexed = {node.page: node for root in self._roots.values() for node in _below(root) if node.page != NO_PAGE}
+        assert indexed == {page: node for page, node in enumerate(self._nodes) if node is not None}
+        assert not any(page in indexed for page in self._free), "a free page is indexed"
+        assert all(references[page] <= 1 or page in indexed for page in held), "a mutable page has two holders"
+        for version, pages in self._idle.items():
+            assert all(indexed[page].version == version for page in pages)
+        for version, root in self._roots.items():
+            assert root.version == version and (root.children or root is self.root)
+            assert all(node.page != NO_PAGE or node.children for node in _below(root)), "a dead branch is kept"
+            assert all(node.version == version and len(node.token_ids) == PAGE for node in _below(root))
+
+    def _evict(self) -> None:
+        """Free the least recently used idle page, those of other versions than the serving one first."""
+        serving = self.root.version
+        version = next((version for version in self._idle if version != serving), serving)
+        page = next(iter(self._idle[version]))
+        self._forget_idle(page, version)
+        node, self._nodes[page] = self._nodes[page], None
+        assert node is not None
+        node.page = NO_PAGE
+        self._free.append(page)
+        self.evicted += 1
+        while node.page == NO_PAGE and not node.children and (parent := node.parent) is not None:
+            del parent.children[node.token_ids]
+            node.parent, node = None, parent
+        if not node.children and node.parent is None and node is not self.root:
+            self._roots.pop(node.version, None)
+
+    def _forget_idle(self, page: int, version: int) -> None:
+        idle = self._idle[version]
+        del idle[page]
+        if not idle:
+            del self._idle[version]
+        self._idle_count -= 1
+
+
+def _below(root: Node) -> Iterator[Node]:
+    pending = list(root.children.values())
+    while pending:
+        node = pending.pop()
+        yield node
+        pending.extend(node.children.values())

@@ -1,0 +1,183 @@
+"""What the native engine's HTTP carries: JSON in, arrays out.
+
+A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and kept sets too,
+with nothing to unpickle. A stream is lines of JSON, one per piece; the last line says how many bytes of such a file
+follow it. Owns both directions, so that client and server cannot disagree.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from etude.protocols import Completion, Piece, SamplingParams
+from etude.types import Finish, Json, KeptSets
+
+MAX_SEED = 2**63 - 1
+"""What every random generator takes."""
+REQUIRED = frozenset({"prompt_ids", "session", "max_tokens"})
+OPTIONAL = frozenset({"temperature", "top_p", "top_k", "stop_ids", "seed", "priority", "want_routes"})
+PIECE = frozenset({"token_ids", "logprobs", "versions", "completion_bytes"})
+FINISH = "finish"
+"""The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
+ARRAYS: Mapping[str, tuple[type[np.generic], int]] = MappingProxyType(
+    {
+        "token_ids": (np.int32, 1),
+        "logprobs": (np.float32, 1),
+        "versions": (np.int32, 1),
+        FINISH: (np.uint8, 1),
+        "routes": (np.uint16, 3),
+        "kept_offsets": (np.int64, 1),
+        "kept_ids": (np.int32, 1),
+    }
+)
+"""Type and axes of everything in a completion's file."""
+
+
+def encode_request(prompt_ids: Sequence[int], params: SamplingParams, session: str) -> bytes:
+    """The body of ``POST /generate`` and ``POST /stream``."""
+    fields = {"prompt_ids": np.asarray(prompt_ids, dtype=np.int64), "session": session, **asdict(params)}
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def decode_request(body: bytes) -> tuple[list[int], SamplingParams, str]:
+    """Prompt ids, sampling parameters and session of a request. Raises ``ValueError`` naming the field at fault."""
+    fields = _fields(body, REQUIRED, OPTIONAL)
+    session = fields["session"]
+    if not isinstance(session, str):
+        raise ValueError(f"session={session!r}: expected a string")
+    want_routes = fields.get("want_routes", False)
+    if not isinstance(want_routes, bool):
+        raise ValueError(f"want_routes={want_routes!r}: expected true or false")
+    seed = fields.get("seed")
+    params = SamplingParams(
+        max_tokens=_whole("max_tokens", fields["max_tokens"], low=1),
+        temperature=_real("temperature", fields.get("temperature", 1.0)),
+        top_p=_real("top_p", fields.get("top_p", 1.0)),
+        top_k=_whole("top_k", fields.get("top_k", 0), low=0),
+        stop_ids=tuple(_ids("stop_ids", fields.get("stop_ids", []))),
+        seed=None if seed is None else _whole("seed", seed, low=0),
+        priority=_whole("priority", fields.get("priority", 0), low=-MAX_SEED),
+        want_routes=want_routes,
+    )
+    return _ids("prompt_ids", fields["prompt_ids"]), params, session
+
+
+def encode_completion(completion: Completion) -> bytes:
+    """A completion as a safetensors file."""
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        FINISH: np.array([list(Finish).index(completion.finish)], np.uint8),
+    }
+    if completion.routes is not None:
+        arrays["routes"] = np.ascontiguousarray(completion.routes)
+    if completion.kept is not None:
+        arrays |= {"kept_offsets": completion.kept.offsets, "kept_ids": completion.kept.token_ids}
+    return save(arrays)
+
+
+def decode_completion(data: bytes) -> Completion:
+    """The completion of :func:`encode_completion`. Raises ``ValueError`` on anything else."""
+    try:
+        arrays = load(data)
+        _check_kinds(arrays)
+        kept = None
+        if "kept_ids" in arrays:
+            kept = KeptSets(offsets=arrays["kept_offsets"], token_ids=arrays["kept_ids"])
+        completion = Completion(
+            token_ids=arrays["token_ids"],
+            logprobs=arrays["logprobs"],
+            versions=arrays["versions"],
+            finish=list(Finish)[int(arrays[FINISH][0])],
+            routes=arrays.get("routes"),
+            kept=kept,
+        )
+    except (SafetensorError, KeyError, IndexError, json.JSONDecodeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    _check_tokens(completion)
+    return completion
+
+
+def encode_piece(piece: Piece) -> bytes:
+    """One line of a stream; with the last piece, what follows it as well."""
+    tail = b"" if piece.completion is None else encode_completion(piece.completion)
+    line = {
+        "token_ids": piece.token_ids,
+        "logprobs": piece.logprobs,
+        "versions": piece.versions,
+        "completion_bytes": len(tail),
+    }
+    return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" + tail
+
+
+def decode_piece(line: bytes) -> tuple[Piece, int]:
+    """A piece without its completion, and how many bytes of that follow. Raises ``ValueError``."""
+    fields = _fields(line, PIECE)
+    logprobs = fields["logprobs"]
+    if not isinstance(logprobs, list):
+        raise ValueError("logprobs must be a list of numbers")
+    try:
+        piece = Piece(
+            token_ids=np.array(_ids("token_ids", fields["token_ids"]), np.int32),
+            logprobs=np.array([_real("logprobs", value) for value in logprobs], np.float32),
+            versions=np.array(_ids("versions", fields["versions"]), np.int32),
+        )
+    except OverflowError as error:
+        raise ValueError(str(error)) from error
+    _check_tokens(piece)
+    return piece, _whole("completion_bytes", fields["completion_bytes"], low=0)
+
+
+def _check_kinds(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        dtype, axes = ARRAYS[name]
+        if array.dtype != dtype or array.ndim != axes:
+            expected = f"{np.dtype(dtype)} with {axes} axes"
+            raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {expected}")
+
+
+def _check_tokens(sampled: Completion | Piece) -> None:
+    lengths = [len(array) for array in (sampled.token_ids, sampled.logprobs, sampled.versions)]
+    if len(set(lengths)) != 1:
+        raise ValueError(f"{lengths} token ids, log probabilities and versions: expected as many of each")
+    if not np.isfinite(sampled.logprobs).all():  # it would poison the loss
+        raise ValueError("a log probability is not finite")
+
+
+def _fields(text: bytes, required: frozenset[str], optional: frozenset[str] = frozenset()) -> dict[str, Json]:
+    """A JSON object with all ``required`` keys and no others than those and ``optional`` ones."""
+    fields: Json = orjson.loads(text)  # its JSONDecodeError is a ValueError
+    if not isinstance(fields, dict):
+        raise ValueError("expected a JSON object")
+    if missing := required - fields.keys():
+        raise ValueError(f"missing {sorted(missing)}")
+    if unknown := fields.keys() - required - optional:
+        raise ValueError(f"unknown {sorted(unknown)}: expected {sorted(required | optional)}")
+    return fields
+
+
+def _real(name: str, value: Json) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={value!r}: expected a number")
+    return float(value)
+
+
+def _whole(name: str, value: Json, *, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_SEED:
+        raise ValueError(f"{name}={value!r}: expected a whole number of at least {low}")
+    return value
+
+
+def _ids(name: str, value: Json) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} must be a list of token ids")
+    return [_whole(f"{name}[{index}]", token, low=0) for index, token in enumerate(value)]

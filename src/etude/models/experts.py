@@ -1,0 +1,266 @@
+"""Feed-forward layers: dense, or a router and the experts that it sends tokens to; and the routes of a forward pass.
+
+A trainer whose arithmetic differs from the engine's in the last digit sends some tokens to other experts, and credits
+those. *Replay* sends them where the engine did; gates are still the live router's, so that it learns. The plausibility
+floor limits how far a replayed choice may be from what the live router would choose by now.
+
+Shape legend: N tokens, H hidden, S sparse layers, E experts, k experts per token, R rows (a token once per expert it is
+sent to), I inputs, O outputs, G groups of experts, g experts in a group.
+"""
+
+import functools
+import math
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from etude.models.arithmetic import Arithmetic
+from etude.models.precise import Precise
+from etude.models.spec import GROUP_WITNESSES, ExpertsSpec, ModelSpec
+from etude.types import NO_ROUTE
+
+TINIEST_SUM = 1e-20
+"""Added to what gates are divided by: all sigmoids of a token may be 0."""
+
+
+class Rounding(Protocol):
+    """A low-precision number format, as experts see it: what their products really compute with.
+
+    Differentiated straight through. Its leaves are :class:`~etude.models.lowprecision.ExpertFormat`.
+    """
+
+    def activation(self, x_RI: Tensor) -> Tensor:
+        """[R,I] numbers that the format has; a row's depend on that row alone."""
+        ...
+
+    def weight(self, w_EOI: Tensor, *, parts: int) -> Tensor:
+        """[E,O,I] numbers that the format has; in each of the E lie ``parts`` matrices below each other."""
+        ...
+
+
+@final
+class FeedForward(nn.Module):
+    """A gated feed-forward layer (SwiGLU, arXiv 2002.05202): down(silu(gate·x) · up·x)."""
+
+    def __init__(self, hidden_size: int, size: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * size, hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, size))
+
+    def forward(self, x_NH: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """[N,H] → [N,H]."""
+        return arithmetic.linear(arithmetic.gated(arithmetic.linear(x_NH, self.gate_up)), self.down)
+
+
+@final
+class Routing:
+    """The routes of one forward pass, in and out; a new one for every pass.
+
+    ``replay`` (int64 [N,S,k]) are the experts to use instead of the live router's, in the order of their slots. A token
+    with ``NO_ROUTE`` in a layer's row is routed live there. Ids are used as indices: checking them is the caller's.
+
+    ``floor`` (0 … 1) rejects what has become implausible: a replayed expert whose score is below ``floor`` times the
+    k-th best score of the live router. The live router's best expert that the row does not have yet takes its place. So
+    with a model's own routes nothing is replaced, and with a floor of 0 nothing ever is. For a router that chooses by
+    score plus correction the expert's sum is compared, and falls short of the k-th best sum by the same difference.
+
+    ``record`` says that :meth:`recorded` will be asked for.
+    """
+
+    def __init__(self, *, replay: Tensor | None = None, floor: float = 0.0, record: bool = False) -> None:
+        if not 0.0 <= floor <= 1.0:
+            raise ValueError(f"floor={floor} must be a share of the k-th best score, 0 to 1")
+        self.replay_NSk = replay
+        self.floor = floor
+        self._record = record
+        self._recorded_NSk: Tensor | None = None
+        self._flips: list[Tensor] = []
+        self._replaced: list[Tensor] = []
+        self._pairs: list[Tensor] = []
+
+    def begin(self, tokens: int, spec: ModelSpec, device: torch.device) -> None:
+        """Called by the decoder before its first layer. Raises ``ValueError`` if the replay is not of its shape."""
+        expected = (tokens, *spec.routes_shape)
+        if self.replay_NSk is not None and (self.replay_NSk.shape != expected or self.replay_NSk.dtype != torch.int64):
+            found = f"{self.replay_NSk.dtype} {list(self.replay_NSk.shape)}"
+            raise ValueError(f"replayed routes are {found}, this pass needs torch.int64 {list(expected)}")
+        if self._record:
+            self._recorded_NSk = torch.empty(expected, dtype=torch.int64, device=device)
+
+    def settle(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
+        """[N,k] the experts to use in sparse layer ``layer``, given the live router's choice, best first.
+
+        ``ranking_NE`` is what the router chose by; a replayed expert ranking more than ``slack`` below the live
+        choice's last is implausible, none is where that is ``None``.
+        """
+        experts_Nk = live_Nk
+        if self.replay_NSk is not None:
+            experts_Nk = self._replayed(self.replay_NSk[:, layer], live_Nk, ranking_NE, slack_N1)
+        if self._recorded_NSk is not None:
+            self._recorded_NSk[:, layer] = experts_Nk
+        return experts_Nk
+
+    def recorded(self) -> Tensor:
+        """int64 [N,S,k]: the experts that were used, in the order of their slots."""
+        if self._recorded_NSk is None:
+            raise ValueError("no routes were recorded: pass Routing(record=True) through a forward pass first")
+        return self._recorded_NSk
+
+    @property
+    def pairs(self) -> int:
+        """Replayed pairs of token and expert, over all sparse layers."""
+        return _total(self._pairs)
+
+    @property
+    def flips(self) -> int:
+        """Of those, the pairs whose expert the live router would not have chosen."""
+        return _total(self._flips)
+
+    @property
+    def replaced(self) -> int:
+        """Of the flips, the pairs whose expert was implausible."""
+        return _total(self._replaced)
+
+    def _replayed(self, replay_Nk: Tensor, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
+        given_N1 = (replay_Nk != NO_ROUTE).all(dim=-1, keepdim=True)
+        asked_Nk = torch.where(given_N1, replay_Nk, live_Nk)
+        agreed_Nkk = asked_Nk.unsqueeze(-1) == live_Nk.unsqueeze(-2)
+        self._pairs.append(given_N1.sum() * live_Nk.shape[-1])
+        self._flips.append((~agreed_Nkk.any(-1)).sum())
+        if slack_N1 is None:
+            return asked_Nk
+        lowest_N1 = ranking_NE.gather(1, live_Nk[:, -1:]) - slack_N1
+        implausible_Nk = ranking_NE.gather(1, asked_Nk) < lowest_N1
+        self._replaced.append(implausible_Nk.sum())
+        return substituted(asked_Nk, implausible_Nk, live_Nk, taken_Nk=agreed_Nkk.any(-2))
+
+
+@final
+class Router(nn.Module):
+    """Scores experts, chooses k of them per token and says how much each counts (its gate).
+
+    ``softmax``: Qwen3-MoE (arXiv 2505.09388). ``sigmoid``: DeepSeek-V3 (arXiv 2412.19437 §2.1.2, eq. 13–16): the choice
+    is by score plus a correction, from the groups whose two best add up to most; the gates are made of scores alone.
+    """
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layer = layer
+        """Which of the sparse layers, counted from 0."""
+        self.weight = nn.Parameter(torch.empty(spec.count, hidden_size))
+        self.correction = Precise(torch.zeros(spec.count), persistent=True) if spec.scoring == "sigmoid" else None
+        """[E] moved by whoever balances load, not by gradients."""
+
+    def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        """[N,H] → experts [N,k] int64 and their gates [N,k] float32; gradients flow through the gates."""
+        if self.correction is None:
+            scores_NE = arithmetic.linear(x_NH, self.weight).float()  # softmax comes after the choice: it keeps order
+            ranking_NE = scores_NE.detach()
+        else:
+            scores_NE = _sigmoid(arithmetic, arithmetic.linear(x_NH.float(), self.weight))
+            ranking_NE = scores_NE.detach() + self.correction.values
+        experts_Nk = self._choose(arithmetic, ranking_NE)
+        if routing is not None:
+            slack_N1 = self._slack(ranking_NE, experts_Nk, routing.floor) if routing.floor else None
+            experts_Nk = routing.settle(self.layer, experts_Nk, ranking_NE, slack_N1)
+        return experts_Nk, self._gates(arithmetic, scores_NE, experts_Nk)
+
+    def _choose(self, arithmetic: Arithmetic, ranking_NE: Tensor) -> Tensor:
+        """[N,k] the best experts of the best groups, best first."""
+        spec = self.spec
+        if spec.top_groups < spec.groups:
+            ranking_NGg = ranking_NE.unflatten(-1, (spec.groups, -1))
+            rows = ranking_NGg.flatten(0, 1)
+            witnesses = rows.gather(1, arithmetic.best(rows, GROUP_WITNESSES))
+            merits_NG = witnesses.sum(dim=-1).unflatten(0, (-1, spec.groups))
+            losers_NG = torch.ones_like(merits_NG, dtype=torch.bool)
+            losers_NG = losers_NG.scatter(1, arithmetic.best(merits_NG, spec.top_groups), False)
+            ranking_NE = ranking_NGg.masked_fill(losers_NG.unsqueeze(-1), -math.inf).flatten(1)
+        return arithmetic.best(ranking_NE, spec.per_token)
+
+    def _slack(self, ranking_NE: Tensor, live_Nk: Tensor, floor: float) -> Tensor:
+        """[N,1] how far below the k-th best an expert ranks whose score is ``floor`` times that one's score."""
+        last_N1 = live_Nk[:, -1:]
+        if self.correction is None:
+            return torch.full_like(last_N1, -math.log(floor), dtype=ranking_NE.dtype)  # logits: e^(a − b) is the ratio
+        score_N1 = ranking_NE.gather(1, last_N1) - self.correction.values[last_N1]
+        return (1.0 - floor) * score_N1
+
+    def _gates(self, arithmetic: Arithmetic, scores_NE: Tensor, experts_Nk: Tensor) -> Tensor:
+        """[N,k] float32."""
+        spec = self.spec
+        if spec.scoring == "softmax" and spec.normalise:
+            # The softmax of the chosen is the softmax of all divided by the sum of the chosen, in one call.
+            gates_Nk = arithmetic.softmax(scores_NE.gather(1, experts_Nk))
+        elif spec.scoring == "softmax":
+            gates_Nk = arithmetic.softmax(scores_NE).gather(1, experts_Nk)
+        else:
+            gates_Nk = scores_NE.gather(1, experts_Nk)
+            if spec.normalise:  # added up slot by slot: the order of torch's sums is not written down anywhere
+                total_N = functools.reduce(torch.add, gates_Nk.unbind(-1))
+                gates_Nk = gates_Nk / (total_N + TINIEST_SUM).unsqueeze(-1)
+        return gates_Nk if spec.scale == 1.0 else gates_Nk * spec.scale
+
+
+@final
+class Experts(nn.Module):
+    """The sparse feed-forward layer: a router, its experts, and what every token goes through besides."""
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.format: Rounding | None = None
+        """What the products of routed experts compute with; ``None`` takes numbers as they are."""
+        self.published = False
+        """Whether the matrices are published ones, which have been rounded to the format already."""
+        self.router = Router(spec, hidden_size, layer)
+        self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
+        self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
+        self.shared = FeedForward(hidden_size, spec.shared_size) if spec.shared_size else None
+
+    def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> Tensor:
+        """[N,H] → [N,H]."""
+        experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
+        dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
+        # A token is rounded once for all its experts.
+        rows_RH = self._rounded(x_NH)[dispatch.order_R // self.spec.per_token]
+        gate_up_RI = arithmetic.grouped(rows_RH, dispatch.ends_E, self._matrices(self.gate_up, parts=2))
+        inner_RI = self._rounded(arithmetic.gated(gate_up_RI))
+        y_RH = arithmetic.grouped(inner_RI, dispatch.ends_E, self._matrices(self.down, parts=1))
+        y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
+        if self.shared is None:
+            return y_NH
+        shared_NH: Tensor = self.shared(x_NH, arithmetic)
+        return y_NH + shared_NH
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x if self.format is None else self.format.activation(x)
+
+    def _matrices(self, weight_EOI: Tensor, *, parts: int) -> Tensor:
+        if self.format is None or self.published:
+            return weight_EOI
+        return self.format.weight(weight_EOI, parts=parts)
+
+
+def substituted(asked_Nk: Tensor, rejected_Nk: Tensor, live_Nk: Tensor, taken_Nk: Tensor) -> Tensor:
+    """[N,k] the asked experts, the rejected ones replaced by live ones that are not ``taken``, best first.
+
+    No live expert is rejected, so a row has at least as many live experts that are free as it has rejected ones: of k
+    live ones at most the k − r that were kept are taken. Nothing waits for the device.
+    """
+    free_first_Nk = taken_Nk.to(torch.uint8).argsort(dim=-1, stable=True)
+    substitutes_Nk = live_Nk.gather(1, free_first_Nk)
+    turn_Nk = (rejected_Nk.cumsum(dim=-1) - 1).clamp(min=0)
+    return torch.where(rejected_Nk, substitutes_Nk.gather(1, turn_Nk), asked_Nk)
+
+
+def _sigmoid(arithmetic: Arithmetic, x_NE: Tensor) -> Tensor:
+    """[N,E]: 1/(1 + e⁻ˣ), as the softmax of (x, 0): the last bits of torch's own depend on where a number lies."""
+    pairs = torch.stack((x_NE, torch.zeros_like(x_NE)), dim=-1)
+    return arithmetic.softmax(pairs.flatten(0, 1))[:, 0].view(x_NE.shape)
+
+
+def _total(counts: list[Tensor]) -> int:
+    return int(torch.stack(counts).sum()) if counts else 0

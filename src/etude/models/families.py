@@ -1,0 +1,397 @@
+"""Model families: what Hugging Face's ``config.json`` says of a model, as a spec and back.
+
+Read: ``qwen3``, ``qwen3_moe``, ``qwen2``, ``llama``, ``mistral``, ``deepseek_v3``, ``kimi_k2``, as transformers 4 and 5
+write them. A value that would change the computation and is not supported is refused by name, never ignored. Written:
+the family whose model computes the same, so ``mistral`` comes back as ``llama`` and ``kimi_k2`` as ``deepseek_v3``.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias, TypeVar, final
+
+from etude.errors import DamagedError, UserError
+from etude.models.spec import (
+    ExpertsSpec,
+    GroupedSpec,
+    LatentSpec,
+    LinearScaling,
+    Llama3Scaling,
+    ModelSpec,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
+from etude.types import Json
+
+T = TypeVar("T", int, float, bool, str)
+Config: TypeAlias = dict[str, Json]
+
+
+def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
+    """The shape of the model that a ``config.json`` describes; ``origin`` names the file in messages.
+
+    Raises :class:`~etude.errors.DamagedError` for what is missing, mistyped or contradictory, and
+    :class:`~etude.errors.UserError` for what is not supported.
+    """
+    fields = Fields(config, origin)
+    family = fields.read("model_type", str)
+    if family not in FAMILIES:
+        raise UserError(f"{origin}: model_type {family!r} is not supported, these are: {', '.join(sorted(FAMILIES))}")
+    fields.expect("hidden_act", "silu", fix="other activations are not implemented")
+    fields.expect("use_sliding_window", False, fix="set it to false if contexts fit into the window")
+    fields.expect("quantization_config", None, fix="convert the checkpoint to bfloat16 first")
+    fields.expect("partial_rotary_factor", 1.0, fix="rotary positions of a part of a head are not implemented")
+    if any(kind != "full_attention" for kind in fields.items("layer_types")):
+        raise UserError(f"{origin}: layer_types other than 'full_attention' are not supported")
+    try:
+        return FAMILIES[family](fields)
+    except ValueError as error:
+        raise DamagedError(f"{origin} contradicts itself: {error}") from error
+
+
+def hf_config(spec: ModelSpec) -> dict[str, Json]:
+    """A ``config.json`` that transformers 4 and 5 make the same model of.
+
+    Raises ``ValueError`` if no family has the shape.
+    """
+    config: dict[str, Json] = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.attention.heads,
+        "hidden_act": "silu",
+        "tie_word_embeddings": spec.tied,
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "intermediate_size": spec.dense_size,
+        **_rope_config(spec.rope),
+    }
+    if isinstance(spec.attention, LatentSpec):
+        return config | _latent_config(spec, spec.attention)
+    return config | _grouped_config(spec, spec.attention)
+
+
+@final
+class Fields:
+    """Reads a JSON object with types, and says what is wrong with it by name."""
+
+    def __init__(self, values: Mapping[str, Json], origin: str) -> None:
+        self._values = values
+        self.origin = origin
+
+    def read(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """A required value, or ``default`` if it is absent or null. Raises :class:`~etude.errors.DamagedError`."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not isinstance(value, kind) or type(value) is not kind:
+            raise DamagedError(f"{self.origin}: {name} is {value!r:.80}, expected {kind.__name__}")
+        return value
+
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """A value that may be absent or null."""
+        return None if self._values.get(name) is None else self.read(name, kind)
+
+    def items(self, name: str) -> list[Json]:
+        """A list that may be absent or null."""
+        value = self._values.get(name) or []
+        if not isinstance(value, list):
+            raise DamagedError(f"{self.origin}: {name} is {value!r:.80}, expected a list")
+        return value
+
+    def part(self, name: str) -> dict[str, Json]:
+        """An object that may be absent or null."""
+        value = self._values.get(name) or {}
+        if not isinstance(value, dict):
+            raise DamagedError(f"{self.origin}: {name} is {value!r:.80}, expected an object")
+        return value
+
+    def expect(self, name: str, value: Json, *, fix: str) -> None:
+        """Refuse any other value than this one; absent or null will do, too."""
+        found = self._values.get(name)
+        if found is not None and found != value:
+            raise UserError(f"{self.origin}: {name} {found!r:.80} is not supported: {fix}")
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+
+def _model(
+    fields: Fields,
+    attention: GroupedSpec | LatentSpec,
+    rope: RopeSpec,
+    experts: ExpertsSpec | None = None,
+    sparse_layers: tuple[int, ...] = (),
+) -> ModelSpec:
+    """What all families say alike."""
+    layers = fields.read("num_hidden_layers", int)
+    return ModelSpec(
+        vocab_size=fields.read("vocab_size", int),
+        hidden_size=fields.read("hidden_size", int),
+        layers=layers,
+        attention=attention,
+        dense_size=fields.read("intermediate_size", int) if len(sparse_layers) < layers else 0,
+        experts=experts if sparse_layers else None,
+        sparse_layers=sparse_layers,
+        rope=rope,
+        norm_eps=fields.read("rms_norm_eps", float, 1e-6),
+        max_positions=fields.read("max_position_embeddings", int),
+        tied=fields.read("tie_word_embeddings", bool, False),
+    )
+
+
+def _grouped(fields: Fields, *, bias: bool, output_bias: bool, normed: bool) -> GroupedSpec:
+    heads = fields.read("num_attention_heads", int)
+    return GroupedSpec(
+        heads=heads,
+        kv_heads=fields.read("num_key_value_heads", int, heads),
+        head_dim=fields.read("head_dim", int, fields.read("hidden_size", int) // heads),
+        bias=bias,
+        output_bias=output_bias,
+        normed=normed,
+    )
+
+
+def _llama(fields: Fields) -> ModelSpec:
+    fields.expect("mlp_bias", False, fix="biases of feed-forward layers are not implemented")
+    bias = fields.read("attention_bias", bool, False)
+    return _model(fields, _grouped(fields, bias=bias, output_bias=bias, normed=False), _rope(fields))
+
+
+def _mistral(fields: Fields) -> ModelSpec:
+    fields.expect("sliding_window", None, fix="set it to null if contexts fit into the window")
+    return _model(fields, _grouped(fields, bias=False, output_bias=False, normed=False), _rope(fields))
+
+
+def _qwen2(fields: Fields) -> ModelSpec:
+    return _model(fields, _grouped(fields, bias=True, output_bias=False, normed=False), _rope(fields))
+
+
+def _qwen3(fields: Fields) -> ModelSpec:
+    bias = fields.read("attention_bias", bool, False)
+    return _model(fields, _grouped(fields, bias=bias, output_bias=bias, normed=True), _rope(fields))
+
+
+def _qwen3_moe(fields: Fields) -> ModelSpec:
+    bias = fields.read("attention_bias", bool, False)
+    step = fields.read("decoder_sparse_step", int, 1)
+    dense = fields.items("mlp_only_layers")
+    layers = range(fields.read("num_hidden_layers", int))
+    return _model(
+        fields,
+        _grouped(fields, bias=bias, output_bias=bias, normed=True),
+        _rope(fields),
+        ExpertsSpec(
+            count=fields.optional("num_experts", int) or fields.read("num_local_experts", int),
+            per_token=fields.read("num_experts_per_tok", int),
+            size=fields.read("moe_intermediate_size", int),
+            normalise=fields.read("norm_topk_prob", bool, False),
+        ),
+        tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
+    )
+
+
+def _deepseek_v3(fields: Fields) -> ModelSpec:
+    fields.expect("attention_bias", False, fix="biases of latent attention are not implemented")
+    fields.expect("scoring_func", "sigmoid", fix="with latent attention only DeepSeek-V3's router is implemented")
+    fields.expect("topk_method", "noaux_tc", fix="with latent attention only DeepSeek-V3's router is implemented")
+    fields.expect("moe_layer_freq", 1, fix="every layer after the dense ones must have experts")
+    rope = _rope(fields, interleaved=fields.read("rope_interleave", bool, True))
+    size = fields.read("moe_intermediate_size", int)
+    experts = ExpertsSpec(
+        count=fields.optional("n_routed_experts", int) or fields.read("num_local_experts", int),
+        per_token=fields.read("num_experts_per_tok", int),
+        size=size,
+        shared_size=size * fields.read("n_shared_experts", int, 0),
+        scoring="sigmoid",
+        normalise=fields.read("norm_topk_prob", bool, True),
+        groups=fields.read("n_group", int, 1),
+        top_groups=fields.read("topk_group", int, 1),
+        scale=fields.read("routed_scaling_factor", float, 1.0),
+    )
+    attention = LatentSpec(
+        heads=fields.read("num_attention_heads", int),
+        q_rank=fields.optional("q_lora_rank", int),
+        kv_rank=fields.read("kv_lora_rank", int),
+        nope_dim=fields.read("qk_nope_head_dim", int),
+        rope_dim=fields.read("qk_rope_head_dim", int),
+        value_dim=fields.read("v_head_dim", int),
+        sharpness=rope.latent_sharpness,
+    )
+    layers, dense = fields.read("num_hidden_layers", int), fields.read("first_k_dense_replace", int, 0)
+    return _model(fields, attention, rope, experts, tuple(range(dense, layers)))
+
+
+def _rope(fields: Fields, *, interleaved: bool = False) -> RopeSpec:
+    """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of transformers 4."""
+    origin = f"{fields.origin}: rope_parameters"
+    values = fields.part("rope_scaling") or fields.part("rope_parameters")
+    theta = fields.read("rope_theta", float, 10_000.0)
+    parameters = Fields({"rope_type": values.get("type"), "rope_theta": theta} | values, origin)
+    parameters.expect("partial_rotary_factor", 1.0, fix="rotary positions of a part of a head are not implemented")
+    return RopeSpec(
+        theta=parameters.read("rope_theta", float, theta),
+        scaling=_scaling(parameters, fields.read("max_position_embeddings", int)),
+        interleaved=interleaved,
+    )
+
+
+def _scaling(parameters: Fields, positions: int) -> Scaling | None:
+    kind = parameters.read("rope_type", str, "default")
+    original = parameters.read("original_max_position_embeddings", int, positions)
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(factor=parameters.read("factor", float))
+        case "llama3":
+            return Llama3Scaling(
+                factor=parameters.read("factor", float),
+                low_factor=parameters.read("low_freq_factor", float),
+                high_factor=parameters.read("high_freq_factor", float),
+                original_positions=original,
+            )
+        case "yarn":
+            return YarnScaling(
+                factor=parameters.read("factor", float, positions / original),
+                original_positions=original,
+                fast_turns=parameters.read("beta_fast", float, 32.0),
+                slow_turns=parameters.read("beta_slow", float, 1.0),
+                mscale=parameters.read("mscale", float, 0.0),
+                mscale_all_dim=parameters.read("mscale_all_dim", float, 0.0),
+                attention_factor=parameters.optional("attention_factor", float),
+                truncate=parameters.read("truncate", bool, True),
+            )
+        case _:
+            raise UserError(f"{parameters.origin}: rope_type {kind!r} is none of default, linear, llama3, yarn")
+
+
+FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
+    {
+        "deepseek_v3": _deepseek_v3,
+        "kimi_k2": _deepseek_v3,
+        "llama": _llama,
+        "mistral": _mistral,
+        "qwen2": _qwen2,
+        "qwen3": _qwen3,
+        "qwen3_moe": _qwen3_moe,
+    }
+)
+"""How each ``model_type`` is read."""
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def _grouped_config(spec: ModelSpec, attention: GroupedSpec) -> Config:
+    family, architecture = _grouped_family(spec, attention)
+    config: Config = {
+        "model_type": family,
+        "architectures": [architecture],
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "attention_bias": attention.bias,
+        "use_sliding_window": False,
+    }
+    if spec.experts is None:
+        return config
+    experts = spec.experts
+    if spec.experts != ExpertsSpec(
+        count=experts.count, per_token=experts.per_token, size=experts.size, normalise=experts.normalise
+    ):
+        raise ValueError(f"no family has grouped attention and {experts}: only qwen3_moe's softmax router is written")
+    dense: list[Json] = [layer for layer in range(spec.layers) if layer not in spec.sparse_layers]
+    return config | {
+        "intermediate_size": spec.dense_size or experts.size * experts.per_token,
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+        "norm_topk_prob": experts.normalise,
+    }
+
+
+def _grouped_family(spec: ModelSpec, attention: GroupedSpec) -> tuple[str, str]:
+    """(model_type, architecture) by what the layers have."""
+    if attention.normed and attention.bias == attention.output_bias:
+        return ("qwen3_moe", "Qwen3MoeForCausalLM") if spec.experts else ("qwen3", "Qwen3ForCausalLM")
+    if spec.experts is None and not attention.normed:
+        if attention.bias == attention.output_bias:
+            return "llama", "LlamaForCausalLM"
+        if attention.bias:
+            return "qwen2", "Qwen2ForCausalLM"
+    raise ValueError(f"no family has {attention} with experts={spec.experts}")
+
+
+def _latent_config(spec: ModelSpec, attention: LatentSpec) -> Config:
+    experts = spec.experts
+    if experts is None or experts.scoring != "sigmoid" or experts.shared_size % experts.size:
+        raise ValueError(f"no family has latent attention with {experts}: deepseek_v3's differ")
+    first = spec.sparse_layers[0]
+    if spec.sparse_layers != tuple(range(first, spec.layers)):
+        raise ValueError(f"deepseek_v3 cannot have dense layers after sparse ones: sparse are {spec.sparse_layers}")
+    return {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": attention.heads,
+        "attention_bias": False,
+        "intermediate_size": spec.dense_size or experts.size * experts.per_token,
+        "q_lora_rank": attention.q_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_nope_head_dim": attention.nope_dim,
+        "qk_rope_head_dim": attention.rope_dim,
+        "v_head_dim": attention.value_dim,
+        "rope_interleave": spec.rope.interleaved,
+        "n_routed_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.size,
+        "n_shared_experts": experts.shared_size // experts.size,
+        "first_k_dense_replace": first,
+        "moe_layer_freq": 1,
+        "n_group": experts.groups,
+        "topk_group": experts.top_groups,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": experts.normalise,
+        "routed_scaling_factor": experts.scale,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _rope_config(rope: RopeSpec) -> Config:
+    """For transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``)."""
+    scaling = _scaling_config(rope.scaling)
+    config: Config = {"rope_theta": rope.theta, "rope_parameters": {"rope_theta": rope.theta, **scaling}}
+    return config | {"rope_scaling": {**scaling, "rope_theta": rope.theta}} if rope.scaling else config
+
+
+def _scaling_config(scaling: Scaling | None) -> Config:
+    match scaling:
+        case None:
+            return {"rope_type": "default"}
+        case LinearScaling():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_factor,
+                "high_freq_factor": scaling.high_factor,
+                "original_max_position_embeddings": scaling.original_positions,
+            }
+        case YarnScaling():
+            config: Config = {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_positions,
+                "beta_fast": scaling.fast_turns,
+                "beta_slow": scaling.slow_turns,
+                "mscale": scaling.mscale or None,
+                "mscale_all_dim": scaling.mscale_all_dim or None,
+                "attention_factor": scaling.attention_factor,
+                "truncate": scaling.truncate,
+            }
+            return {name: value for name, value in config.items() if value is not None}

@@ -1,0 +1,94 @@
+"""Which part of which parameter a checkpoint's tensor is: Hugging Face's names, one per projection and expert.
+
+A decoder keeps parameters fused (``qkv``, ``gate_up``, all experts in one tensor); here alone is written how the two
+correspond. Owns names and views, no files.
+"""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from torch import Tensor
+
+from etude.models.attention import GroupedAttention, LatentAttention
+from etude.models.decoder import Block, Decoder
+from etude.models.experts import Experts, FeedForward
+
+Views: TypeAlias = Iterator[tuple[str, Tensor]]
+"""Pairs of a name and a view into a parameter; writing to the view writes to the model."""
+
+HEAD = "lm_head.weight"
+"""The output matrix, of a model whose embedding is not used for it."""
+
+
+def views(model: Decoder) -> Views:
+    """Every tensor of a checkpoint of this model."""
+    yield "model.embed_tokens.weight", model.embedding.data
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        for name, view in _block(block):
+            yield f"model.layers.{index}.{name}", view
+    yield "model.norm.weight", model.gain.data
+    if model.head is not None:
+        yield HEAD, model.head.data
+
+
+def _block(block: Block) -> Views:
+    attention = _grouped(block.attention) if isinstance(block.attention, GroupedAttention) else _latent(block.attention)
+    for name, view in attention:
+        yield f"self_attn.{name}", view
+    yield "input_layernorm.weight", block.attention_gain.data
+    yield "post_attention_layernorm.weight", block.feed_gain.data
+    for name, view in _experts(block.feed) if isinstance(block.feed, Experts) else _feed_forward(block.feed):
+        yield f"mlp.{name}", view
+
+
+def _grouped(attention: GroupedAttention) -> Views:
+    spec = attention.spec
+    widths = [heads * spec.head_dim for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
+    for projection, view in zip("qkv", attention.qkv.data.split(widths), strict=True):
+        yield f"{projection}_proj.weight", view
+    if attention.bias is not None:
+        for projection, view in zip("qkv", attention.bias.data.split(widths), strict=True):
+            yield f"{projection}_proj.bias", view
+    yield "o_proj.weight", attention.output.data
+    if attention.output_bias is not None:
+        yield "o_proj.bias", attention.output_bias.data
+    if attention.query_gain is not None and attention.key_gain is not None:
+        yield "q_norm.weight", attention.query_gain.data
+        yield "k_norm.weight", attention.key_gain.data
+
+
+def _latent(attention: LatentAttention) -> Views:
+    queries, *latents = attention.split
+    queries_view, latents_view = attention.compress.data.split((queries, sum(latents)))
+    if attention.query_gain is not None and attention.expand_queries is not None:
+        yield "q_a_proj.weight", queries_view
+        yield "q_a_layernorm.weight", attention.query_gain.data
+        yield "q_b_proj.weight", attention.expand_queries.data
+    else:
+        yield "q_proj.weight", queries_view
+    yield "kv_a_proj_with_mqa.weight", latents_view
+    yield "kv_a_layernorm.weight", attention.latent_gain.data
+    yield "kv_b_proj.weight", attention.expand_latents.data
+    yield "o_proj.weight", attention.output.data
+
+
+def _experts(experts: Experts) -> Views:
+    yield "gate.weight", experts.router.weight.data
+    if experts.router.correction is not None:
+        yield "gate.e_score_correction_bias", experts.router.correction.values
+    for index, (gate_up, down) in enumerate(zip(experts.gate_up.data, experts.down.data, strict=True)):
+        gate, up = gate_up.chunk(2)
+        yield f"experts.{index}.gate_proj.weight", gate
+        yield f"experts.{index}.up_proj.weight", up
+        yield f"experts.{index}.down_proj.weight", down
+    if experts.shared is not None:
+        for name, view in _feed_forward(experts.shared):
+            yield f"shared_experts.{name}", view
+
+
+def _feed_forward(feed: FeedForward) -> Views:
+    gate, up = feed.gate_up.data.chunk(2)
+    yield "gate_proj.weight", gate
+    yield "up_proj.weight", up
+    yield "down_proj.weight", feed.down.data

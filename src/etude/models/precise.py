@@ -1,0 +1,28 @@
+"""A tensor that keeps float32 whatever its model is cast to.
+
+Rotation tables and the corrections of routers lose their meaning in bfloat16: positions 4,096 and 4,097 would be turned
+alike, and corrections are as small as the differences between experts that they decide.
+"""
+
+from collections.abc import Callable
+from typing import Self, final
+
+import torch
+from torch import Tensor, nn
+
+
+@final
+class Precise(nn.Module):
+    """Holds one float32 buffer that moves between devices with its model and is not cast with it."""
+
+    values: Tensor
+
+    def __init__(self, values: Tensor, *, persistent: bool) -> None:
+        super().__init__()
+        assert values.dtype is torch.float32
+        self.register_buffer("values", values, persistent=persistent)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # ``model.bfloat16()`` and ``model.cuda()`` come here alike; what ``fn`` would do to nothing tells the device.
+        self.values = self.values.to(fn(self.values[:0]).device)
+        return self

@@ -1,0 +1,304 @@
+"""What a decoder looks like: every number that shapes its parameters or its computation, and nothing that computes.
+
+A spec says what a model is, whatever family it comes from: :mod:`etude.models.families` reads it from a Hugging Face
+``config.json``, :class:`~etude.models.decoder.Decoder` is built from it, engines size their caches by it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from etude.types import NO_ROUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: low frequencies are divided by a factor, high ones kept, those between are blended."""
+
+    factor: float
+    low_factor: float
+    high_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071 §3): frequencies are blended by how often they turn in the original context."""
+
+    factor: float
+    original_positions: int
+    fast_turns: float = 32.0
+    """Frequencies that turn more often than this are kept."""
+    slow_turns: float = 1.0
+    """Frequencies that turn less often than this are divided by ``factor``."""
+    mscale: float = 0.0
+    """DeepSeek's: how strongly the tables are stretched; 0 is not given."""
+    mscale_all_dim: float = 0.0
+    """DeepSeek's: how strongly attention scores are, the parts without positions included; 0 is not given."""
+    attention_factor: float | None = None
+    """What the tables are multiplied by; ``None`` follows from the others."""
+    truncate: bool = True
+    """Whether the blended range begins and ends at whole frequencies."""
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by (eq. 22; with DeepSeek's quotient)."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._stretch(self.mscale) / self._stretch(self.mscale_all_dim)
+        return self._stretch(1.0)
+
+    @property
+    def latent_sharpness(self) -> float:
+        """What attention scores of latent attention are multiplied by."""
+        return self._stretch(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _stretch(self, strength: float) -> float:
+        return 0.1 * strength * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary positions (arXiv 2104.09864)."""
+
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+    interleaved: bool = False
+    """Whether a pair that turns together is two neighbours (DeepSeek) rather than one of each half."""
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self.scaling.amplitude if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def latent_sharpness(self) -> float:
+        """What scores of latent attention are multiplied by."""
+        return self.scaling.latent_sharpness if isinstance(self.scaling, YarnScaling) else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSpec:
+    """Attention in which some query heads share a key and a value head (arXiv 2305.13245)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool = False
+    """Whether queries, keys and values have one."""
+    output_bias: bool = False
+    normed: bool = False
+    """Whether each head of queries and keys is normalised (Qwen3)."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads that a cache holds."""
+        return self.kv_heads
+
+    @property
+    def key_width(self) -> int:
+        """Width of one key."""
+        return self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value."""
+        return self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of what is turned by position."""
+        return self.head_dim
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first columns of keys, so that a cache need not hold them."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 §2.1): all heads share one compressed key."""
+
+    heads: int
+    q_rank: int | None
+    """Width that queries are compressed to; ``None`` leaves them as they are."""
+    kv_rank: int
+    """Width of the latent vector that keys and values of all heads are made from."""
+    nope_dim: int
+    """Width of the part of a query without position."""
+    rope_dim: int
+    """Width of the part that is turned by position; its key is shared by all heads."""
+    value_dim: int
+    sharpness: float = 1.0
+    """What scores are multiplied by on top: :attr:`RopeSpec.latent_sharpness`."""
+
+    def __post_init__(self) -> None:
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim={self.rope_dim} must be even for rotary positions")
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by: the width of a query before it is folded into the latent space counts."""
+        return float((self.nope_dim + self.rope_dim) ** -0.5 * self.sharpness)
+
+    @property
+    def key_heads(self) -> int:
+        """Key heads that a cache holds."""
+        return 1
+
+    @property
+    def key_width(self) -> int:
+        """Width of one key: the latent vector and the part with position."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of one value: the latent vector."""
+        return self.kv_rank
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of what is turned by position."""
+        return self.rope_dim
+
+    @property
+    def values_in_keys(self) -> bool:
+        """Whether values are the first columns of keys, so that a cache need not hold them."""
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """The experts of one layer and the router that chooses among them."""
+
+    count: int
+    per_token: int
+    size: int
+    """Inner width of one expert."""
+    shared_size: int = 0
+    """Inner width of what every token goes through besides; 0 is nothing."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """``sigmoid`` (DeepSeek-V3, arXiv 2412.19437 §2.1.2) chooses by score plus a correction that balances load."""
+    normalise: bool = True
+    """Whether the gates of a token are divided by their sum."""
+    groups: int = 1
+    """Experts are split into so many groups of neighbours …"""
+    top_groups: int = 1
+    """… and chosen from so many of them."""
+    scale: float = 1.0
+    """What gates are multiplied by."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count < NO_ROUTE:
+            raise ValueError(f"per_token={self.per_token} and count={self.count}: a token goes to 1 … count < 65,535")
+        if self.count % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"{self.count} experts cannot be chosen from {self.top_groups} of {self.groups} groups")
+        group_size = self.count // self.groups
+        if group_size * self.top_groups < self.per_token or (self.groups > 1 and group_size < GROUP_WITNESSES):
+            raise ValueError(
+                f"{self.top_groups} groups of {group_size} experts: too few for per_token={self.per_token}"
+            )
+
+
+GROUP_WITNESSES = 2
+"""A group is judged by the sum of so many of its best experts (arXiv 2412.19437 §2.1.2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    attention: GroupedSpec | LatentSpec
+    dense_size: int = 0
+    """Inner width of the feed-forward of layers without experts; 0 if there is no such layer."""
+    experts: ExpertsSpec | None = None
+    sparse_layers: tuple[int, ...] = ()
+    """Which layers have experts, ascending; routes count these only."""
+    rope: RopeSpec = RopeSpec()
+    norm_eps: float = 1e-6
+    max_positions: int = 4096
+    tied: bool = True
+    """Whether the output matrix is the embedding."""
+
+    def __post_init__(self) -> None:
+        if list(self.sparse_layers) != sorted(set(self.sparse_layers) & set(range(self.layers))):
+            raise ValueError(f"sparse_layers={self.sparse_layers} must ascend within the {self.layers} layers")
+        if bool(self.sparse_layers) != (self.experts is not None):
+            raise ValueError(f"{len(self.sparse_layers)} sparse layers, but experts={self.experts}")
+        dense_layers = self.layers - len(self.sparse_layers)
+        if bool(dense_layers) != (self.dense_size > 0):
+            raise ValueError(f"{dense_layers} of {self.layers} layers are dense, but dense_size={self.dense_size}")
+        if isinstance(self.attention, GroupedSpec):
+            if self.rope.interleaved:
+                raise ValueError("interleaved rotary positions are implemented for latent attention only")
+        elif self.attention.sharpness != self.rope.latent_sharpness:
+            raise ValueError(
+                f"sharpness={self.attention.sharpness}, but the rope asks for {self.rope.latent_sharpness}"
+            )
+
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """(sparse layers, experts per token): a token's routes."""
+        return len(self.sparse_layers), self.experts.per_token if self.experts else 0
+
+
+TINY = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=2,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=16, normed=True),
+    experts=ExpertsSpec(count=4, per_token=2, size=16),
+    sparse_layers=(0, 1),
+)
+"""The smallest Qwen3-MoE with every part in it, grouped queries included: for tests and first experiments."""
+
+TINY_DENSE = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=2,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=16),
+    dense_size=48,
+    tied=False,
+)
+"""The smallest Llama: no experts, no norms of heads, an output matrix of its own."""
+
+TINY_LATENT = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=3,
+    attention=LatentSpec(heads=4, q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16),
+    dense_size=48,
+    experts=ExpertsSpec(
+        count=8, per_token=3, size=16, shared_size=16, scoring="sigmoid", groups=4, top_groups=2, scale=2.5
+    ),
+    sparse_layers=(1, 2),
+    rope=RopeSpec(interleaved=True),
+    tied=False,
+)
+"""The smallest DeepSeek-V3: latent attention, a dense layer, shared experts, groups of experts."""

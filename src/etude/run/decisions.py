@@ -1,0 +1,65 @@
+"""What ``auto`` stands for on this machine, decided once for all processes of a run.
+
+Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. Knows
+no model and loads torch only to look for a GPU.
+"""
+
+from typing import Literal
+
+from etude.config import NumericsConfig, RunConfig
+from etude.errors import ConfigError
+
+
+def resolve_device(name: str) -> str:
+    """The device that ``auto`` stands for on this machine."""
+    if name != "auto":
+        return name
+    import torch  # much of a small process's memory: only where somebody has to look
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def decide(config: RunConfig) -> RunConfig:
+    """The configuration with its devices, its arithmetic and its replay named.
+
+    Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
+    """
+    engine, trainer = resolve_device(config.engine.device), resolve_device(config.trainer.device)
+    everywhere = "cpu" if engine == trainer == "cpu" and config.engine.kind == "native" else "cuda"
+    numerics = config.numerics.model_copy(
+        update={
+            "arithmetic": "invariant" if is_invariant(config.numerics, everywhere) else "fast",
+            "replay": resolve_replay(config.numerics, everywhere),
+        }
+    )
+    if config.engine.kind == "vllm" and engine == "cpu":
+        if config.numerics.replay not in ("auto", "off"):
+            raise ConfigError(
+                f"numerics.replay = {config.numerics.replay!r}: vLLM returns no routes on a CPU, set 'off'"
+            )
+        numerics = numerics.model_copy(update={"replay": "off"})
+    return config.model_copy(
+        update={
+            "engine": config.engine.model_copy(update={"device": engine}),
+            "trainer": config.trainer.model_copy(update={"device": trainer}),
+            "numerics": numerics,
+        }
+    )
+
+
+def is_invariant(config: NumericsConfig, device: str) -> bool:
+    """Whether the arithmetic is the invariant one."""
+    return config.arithmetic == "invariant" or (config.arithmetic == "auto" and device == "cpu")
+
+
+def resolve_replay(config: NumericsConfig, device: str) -> Literal["off", "completion", "full"]:
+    """Which routes the trainer replays. Raises :class:`~etude.errors.ConfigError` where that could have no effect."""
+    invariant = is_invariant(config, device)
+    if config.replay == "auto":
+        return "off" if invariant else "completion"
+    if invariant and config.replay != "off":
+        raise ConfigError(
+            f"numerics.replay = {config.replay!r} has no effect in invariant arithmetic, where engine and trainer "
+            f"choose the same experts: set numerics.arithmetic = 'fast' or numerics.replay = 'off'"
+        )
+    return config.replay

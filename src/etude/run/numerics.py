@@ -1,0 +1,103 @@
+"""What the ``[numerics]`` section means: the arithmetic of a device, the form of weights on both sides of the store.
+
+trainer: float32 parameters ──rounded, quantised──▶ published state ──decoded──▶ engine: parameters
+forward rounds each weight where it is used          =          forward takes them as they are
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from etude.config import NumericsConfig
+from etude.errors import ConfigError
+from etude.models.arithmetic import Arithmetic
+from etude.models.checkpoint import load_state, state_of
+from etude.models.decoder import Decoder
+from etude.models.experts import Experts
+from etude.models.fast import FastArithmetic
+from etude.models.invariant import InvariantArithmetic
+from etude.models.lowprecision import EXPERT_FORMATS, ExpertFormat, dequantised_state, is_routed_expert, quantised_state
+from etude.models.spec import ModelSpec
+from etude.run.decisions import is_invariant
+from etude.types import RouteSpace
+
+DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+EXACT = "e_score_correction_bias"
+"""Checkpoints keep this in float32: it decides ties."""
+
+
+def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
+    """The arithmetic that the section asks for on ``device``. Raises :class:`~etude.errors.ConfigError`."""
+    if not is_invariant(config, device):
+        return FastArithmetic(DTYPES[config.dtype])
+    if device != "cpu":
+        raise ConfigError(
+            f"numerics.arithmetic = 'invariant' runs on CPUs, the device is {device!r}: set 'fast', and "
+            f"numerics.replay = 'completion' to repair routes"
+        )
+    return InvariantArithmetic(DTYPES[config.dtype])
+
+
+def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
+    """What routes the trainer replays; ``None`` where it replays none, or the model has none."""
+    if spec.experts is None or config.replay == "off":
+        return None
+    layers, slots = spec.routes_shape
+    return RouteSpace(layers=layers, slots=slots, experts=spec.experts.count)
+
+
+def expert_format(config: NumericsConfig) -> ExpertFormat | None:
+    """The format of expert matrices; ``None`` is that of all others."""
+    return None if config.experts == "plain" else EXPERT_FORMATS[config.experts]
+
+
+def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
+    """A model with float32 parameters that computes what an engine with published ones does."""
+    model = Decoder(spec, choose_arithmetic(config, device)).to(device)
+    _set_formats(model, expert_format(config))
+    return model
+
+
+def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
+    """A model for published weights. Quantised experts are held in float32, which has all their values."""
+    model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.dtype]).eval()
+    form = expert_format(config)
+    if form is not None:
+        for experts in _experts(model):
+            experts.gate_up.data, experts.down.data = experts.gate_up.data.float(), experts.down.data.float()
+    _set_formats(model, form, published=True)
+    return model
+
+
+def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]:
+    """The weights as they are published: rounded to the section's type, experts encoded in its format."""
+    state, form = state_of(model), expert_format(config)
+    encoded = {} if form is None else quantised_state(state, form)
+    rounded = {
+        name: tensor if name.endswith(EXACT) else tensor.to(DTYPES[config.dtype])
+        for name, tensor in state.items()
+        if form is None or not is_routed_expert(name)
+    }
+    return encoded | rounded
+
+
+def load_published(model: Decoder, state: Mapping[str, Tensor], config: NumericsConfig) -> None:
+    """Copy a published state into a model. Raises :class:`~etude.errors.DamagedError` on a tensor that does not fit."""
+    load_state(model, decoded_state(state, config))
+
+
+def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mapping[str, Tensor]:
+    """A published state with its experts as plain matrices."""
+    form = expert_format(config)
+    return state if form is None else dequantised_state(state, form)
+
+
+def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:
+    for experts in _experts(model):
+        experts.format, experts.published = form, published
+
+
+def _experts(model: Decoder) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]

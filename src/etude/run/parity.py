@@ -1,0 +1,371 @@
+"""The parity gate: do engine and trainer compute the same numbers from the same weights?
+
+Two questions, asked of the real code on both sides, with the arithmetic that a run is configured for.
+
+Sampled: the native engine samples completions as it would in a run (batched, prompts in chunks, second turns on reused
+prefixes), and the trainer scores the very tokens: one number, k3, which the ladder of ``[numerics]`` judges.
+
+Layer by layer: the same sequences go through the trainer's forward pass and through the engine's paged cache in its
+three ways of reading; what attention and feed-forward of each layer gave is compared position by position. The first
+row that differs is where to look.
+
+Owns what is run and how it is compared. Which models, and what people get to see, is :mod:`etude.run.doctor`'s.
+
+Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse layers, k experts per token.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from etude.config import EngineConfig, NumericsConfig
+from etude.engines.cache import PagedCache
+from etude.engines.native import NativeEngine, Weights
+from etude.engines.pages import PAGE
+from etude.engines.requests import Request, Work
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.models.spec import ModelSpec
+from etude.protocols import Engine, SamplingParams
+from etude.run.decisions import is_invariant, resolve_replay
+from etude.run.numerics import (
+    decoded_state,
+    load_published,
+    serving_model,
+    training_model,
+)
+from etude.trainer.mismatch import Mismatch, MismatchProbe, Rung, rung
+from etude.trajectories.build import build_trajectories
+from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
+
+PROMPTS = (19, 33, 48, 70, 101, 12)
+"""Tokens of the first prompts: less than a page, whole pages, and more than one step reads."""
+SECOND_TURN = 9
+"""Tokens that come between a completion and the next one of its conversation."""
+SAMPLED = 20
+"""Tokens of each completion: enough for the ladder to decide over two turns of all prompts."""
+STEP_TOKENS = 48
+"""Of the engine: so few that long prompts are read in chunks, beside others that decode."""
+CHUNKS = (5, 16, 23)
+"""Tokens per step of the layered comparison's chunked reading."""
+LONGEST = max(PROMPTS) + 2 * SAMPLED + SECOND_TURN
+"""Tokens of the longest sequence: what a model must have positions for."""
+SEED = 20_11
+"""Of prompts and sampling; any would do."""
+
+Plan: TypeAlias = Sequence[Work]
+"""What one pass of the engine computes."""
+Reader: TypeAlias = Callable[[Sequence[Request]], Iterator[Plan]]
+"""In which passes the engine reads some sequences."""
+States: TypeAlias = list[Tensor]
+"""[T,H] of each sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDifference:
+    """One part of one layer, in one of the engine's ways of reading, against the trainer's."""
+
+    name: str
+    """Such as ``layer 2 attention``."""
+    way: str
+    """``decode``, ``chunks`` or ``prefix``."""
+    max_abs: float
+    equal: float
+    """Share of numbers that are equal to the last bit."""
+    flips: int | None = None
+    """Pairs of token and expert that the two sides chose differently; ``None`` where there are no experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """The verdict and what it rests on."""
+
+    invariant: bool
+    """Whether equality to the last bit is promised."""
+    rung: Rung
+    sampled: Mismatch
+    layers: tuple[LayerDifference, ...]
+    """In the order of computation; the ways of one part together."""
+
+    @property
+    def first(self) -> LayerDifference | None:
+        """The first part that differs at all, in the order of computation."""
+        return next((layer for layer in self.layers if layer.equal < 1), None)
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs."""
+        return self.first is None and self.sampled.equal == self.sampled.tokens
+
+    @property
+    def passed(self) -> bool:
+        """Equality where it is promised, else a mismatch below the bound that stops runs."""
+        return self.exact if self.invariant else self.rung is not Rung.STOP
+
+
+def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: NumericsConfig, device: str) -> Parity:
+    """Compare both sides on a published ``state``. Raises ``ValueError`` for a model with too few positions."""
+    if spec.max_positions < LONGEST:
+        raise ValueError(f"max_positions={spec.max_positions}: the parity gate needs {LONGEST}")
+    replayed = numerics.model_copy(update={"replay": resolve_replay(numerics, device)})
+    trainer, server = training_model(spec, numerics, device).eval(), serving_model(spec, numerics, device)
+    load_published(trainer, state, numerics)
+    load_published(server, state, numerics)
+    trajectories = sample(server, record_routes=replayed.replay != "off")
+    probe = MismatchProbe(trainer, replayed, versions=1)
+    probe.remember(0, decoded_state(state, numerics))
+    sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
+    return Parity(
+        invariant=is_invariant(numerics, device),
+        rung=rung(sampled, numerics, Rung.CLEAR),
+        sampled=sampled,
+        layers=compare_layers(trainer, server, [trajectory.token_ids for trajectory in trajectories]),
+    )
+
+
+def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
+    """Conversations of two turns, sampled by the native engine."""
+    config = EngineConfig(
+        max_running=len(PROMPTS),
+        max_length=max(64, LONGEST),
+        step_tokens=STEP_TOKENS,
+        cache_tokens=len(PROMPTS) * LONGEST,
+    )
+    engine = NativeEngine(Weights(server, 0, "parity"), config, seed=SEED, record_routes=record_routes)
+    params = SamplingParams(max_tokens=SAMPLED, want_routes=record_routes)
+    turns = asyncio.run(_converse(engine, server.spec.vocab_size, params))
+    return [trajectory for index, pair in enumerate(turns) for trajectory in _trajectories(index, pair)]
+
+
+def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) -> tuple[LayerDifference, ...]:
+    """What each layer gives for ``sequences`` on both sides, in every way of reading."""
+    ours = _read_padded(trainer, sequences)
+    pages = [-(-len(sequence) // PAGE) for sequence in sequences]
+    firsts = np.cumsum([0, *pages]).tolist()
+    theirs = {}
+    for way, read in WAYS.items():
+        cache = PagedCache(server, 2 * sum(pages), record_routes=True)
+        requests = [_request(index, one, firsts[index]) for index, one in enumerate(sequences)]
+        theirs[way] = _read_paged(server, cache, requests, read)
+    return tuple(
+        _difference(part, way, ours, reading) for part in _parts(server.spec) for way, reading in theirs.items()
+    )
+
+
+async def _converse(engine: NativeEngine, vocab_size: int, params: SamplingParams) -> list[tuple[Turn, Turn]]:
+    """Two turns for each prompt, all conversations at a time."""
+    random = np.random.default_rng(SEED)
+    prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
+    stepping = asyncio.create_task(engine.run())
+    try:
+        talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
+        return await asyncio.gather(*talks)
+    finally:
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+
+
+async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) -> tuple[Turn, Turn]:
+    """A first turn, the last tokens of ``ids`` as what is said to it, and a second turn."""
+    prompt, later = ids[:-SECOND_TURN], ids[-SECOND_TURN:]
+    first = await _turn(engine, index, prompt, params)
+    return first, await _turn(engine, index, np.concatenate([prompt, first.completion_ids, later]), params)
+
+
+async def _turn(engine: Engine, index: int, prompt: Ids, params: SamplingParams) -> Turn:
+    completion = await engine.generate(prompt.tolist(), params, session=f"parity-{index}")
+    return Turn(
+        prompt_ids=prompt,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish=completion.finish,
+        temperature=params.temperature,
+        routes=completion.routes,
+    )
+
+
+def _trajectories(index: int, turns: tuple[Turn, Turn]) -> tuple[Trajectory, ...]:
+    rollout = Rollout(
+        rollout_id=f"parity-{index}",
+        group_index=0,
+        slot=index,
+        attempt=0,
+        status=RolloutStatus.GRADED,
+        reward=0.0,
+        turns=turns,
+    )
+    return build_trajectories(rollout, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What a side computed for some sequences."""
+
+    states: dict[str, States] = field(default_factory=dict)
+    """Part of a layer → [T,H] of each sequence, in the order of computation."""
+    routes: list[Tensor] = field(default_factory=list)
+    """[T,S,k] of each sequence."""
+
+
+def _read_padded(model: Decoder, sequences: Sequence[Ids]) -> _Reading:
+    """The trainer's way: one pass over right-padded rows."""
+    lengths = [len(sequence) for sequence in sequences]
+    ids_BT = torch.zeros(len(sequences), max(lengths), dtype=torch.int64, device=model.embedding.device)
+    for row, sequence in enumerate(sequences):
+        ids_BT[row, : len(sequence)] = torch.from_numpy(sequence)
+    routing = Routing(record=True)
+    with torch.inference_mode(), _observed(model) as seen:
+        model.forward_padded(ids_BT, routing)
+    reading = _Reading()
+    for name, out_NH in seen.items():
+        rows = out_NH.unflatten(0, ids_BT.shape)
+        reading.states[name] = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    rows = routing.recorded().unflatten(0, ids_BT.shape)
+    reading.routes.extend(row[:length] for row, length in zip(rows, lengths, strict=True))
+    return reading
+
+
+def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[Request], read: Reader) -> _Reading:
+    """The engine's way: passes over whatever ``read`` plans."""
+    reading = _Reading()
+    for plan in read(requests):
+        with torch.inference_mode(), _observed(model) as seen:
+            _, routes_NSk = cache.forward(model, plan)
+        if not reading.states:
+            reading.states.update({name: [_blank(one, out) for one in requests] for name, out in seen.items()})
+        if routes_NSk is not None and not reading.routes:
+            reading.routes.extend(_blank(one, routes_NSk) for one in requests)
+        start = 0
+        for work in plan:
+            index, rows = int(work.request.session), slice(start, start + work.count)
+            places = slice(work.start, work.start + work.count)
+            for name, out_NH in seen.items():
+                reading.states[name][index][places] = out_NH[rows]
+            if routes_NSk is not None:
+                reading.routes[index][places] = routes_NSk[rows]
+            start += work.count
+    return reading
+
+
+def _decode(requests: Sequence[Request]) -> Iterator[Plan]:
+    """The first half at once, then token by token, all sequences in a batch."""
+    yield [Work(request, 0, len(request.token_ids) // 2) for request in requests]
+    for step in range(max(len(request.token_ids) for request in requests)):
+        places = [(request, len(request.token_ids) // 2 + step) for request in requests]
+        plan = [Work(request, place, 1) for request, place in places if place < len(request.token_ids)]
+        if plan:
+            yield plan
+
+
+def _chunks(requests: Sequence[Request]) -> Iterator[Plan]:
+    """Chunks of several sizes in each pass, which share no boundary with pages."""
+    read = dict.fromkeys(requests, 0)
+    step = 0
+    while any(done < len(request.token_ids) for request, done in read.items()):
+        plan = []
+        for index, (request, done) in enumerate(read.items()):
+            count = min(CHUNKS[(step + index) % len(CHUNKS)], len(request.token_ids) - done)
+            if count:
+                plan.append(Work(request, done, count))
+        for work in plan:
+            read[work.request] += work.count
+        yield sorted(plan, key=lambda work: work.count > 1)
+        step += 1
+
+
+def _prefix(requests: Sequence[Request]) -> Iterator[Plan]:
+    """All at once, and the second half once more by others that find the pages of the first."""
+    yield [Work(request, 0, len(request.token_ids)) for request in requests]
+    fresh = 1 + max(page for request in requests for page in request.pages)
+    plan = []
+    for request in requests:
+        shared = len(request.pages) // 2
+        pages = [*request.pages[:shared], *(fresh + page for page in request.pages[shared:])]
+        twin = Request(
+            session=request.session,
+            params=request.params,
+            token_ids=request.token_ids,
+            prompt_length=request.prompt_length,
+            pages=pages,
+        )
+        plan.append(Work(twin, shared * PAGE, len(twin.token_ids) - shared * PAGE))
+    yield plan
+
+
+WAYS: Mapping[str, Reader] = MappingProxyType({"decode": _decode, "chunks": _chunks, "prefix": _prefix})
+"""How an engine comes to read a sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Something that both sides compute."""
+
+    name: str
+    routes: int | None = None
+    """Which of the sparse layers it is."""
+
+
+def _parts(spec: ModelSpec) -> list[_Part]:
+    """In the order of computation."""
+    parts = []
+    for layer in range(spec.layers):
+        routes = spec.sparse_layers.index(layer) if layer in spec.sparse_layers else None
+        parts += [_Part(name=f"layer {layer} attention"), _Part(name=f"layer {layer} feed-forward", routes=routes)]
+    return [*parts, _Part(name="final norm")]
+
+
+@contextmanager
+def _observed(model: Decoder) -> Iterator[dict[str, Tensor]]:
+    """What each part gives in a pass, [N,H]."""
+    seen: dict[str, Tensor] = {}
+    modules = [module for block in model.blocks for module in (block.attention, block.feed)]
+    with ExitStack() as stack:
+        for part, module in zip(_parts(model.spec), [*modules, model], strict=True):
+            assert isinstance(module, nn.Module)
+            note = partial(_note, seen, part.name)
+            stack.callback(module.register_forward_hook(note).remove)
+        yield seen
+
+
+def _note(seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: object, out: Tensor) -> None:
+    seen[name] = out
+
+
+def _request(index: int, sequence: Ids, first_page: int) -> Request:
+    """A request for nothing but reading ``sequence``, with pages of its own."""
+    pages = -(-len(sequence) // PAGE)
+    return Request(
+        session=str(index),
+        params=SamplingParams(max_tokens=1),
+        token_ids=sequence.tolist(),
+        prompt_length=len(sequence),
+        pages=list(range(first_page, first_page + pages)),
+    )
+
+
+def _blank(request: Request, rows: Tensor) -> Tensor:
+    return rows.new_zeros((len(request.token_ids), *rows.shape[1:]))
+
+
+def _difference(part: _Part, way: str, ours: _Reading, theirs: _Reading) -> LayerDifference:
+    a, b = (torch.cat(reading.states[part.name]).float() for reading in (ours, theirs))
+    flips = None
+    if part.routes is not None:
+        chosen, other = (torch.cat(reading.routes)[:, part.routes].long() & NO_ROUTE for reading in (ours, theirs))
+        flips = int((chosen.unsqueeze(-1) != other.unsqueeze(-2)).all(-1).sum())
+    return LayerDifference(
+        name=part.name,
+        way=way,
+        max_abs=float((a - b).abs().max()),
+        equal=float((a == b).double().mean()),
+        flips=flips,
+    )

@@ -1,0 +1,105 @@
+"""What tokens were really drawn from: temperatures and kept sets, brought to the trainer's side of the loss.
+
+A policy is not the softmax of its logits but what its engine samples from: softmax(logits / temperature), cut to the
+set that top-k and top-p kept, renormalised. Ratio, gradient and entropy have to be those of that distribution. The set
+is constant: which tokens were kept is replayed as it was, as with DeepSeek-V3.2's "keep sampling mask" (arXiv
+2512.02556, section 3.1), so that old and new policy are compared on one action space.
+
+Owns gathering the sets of a micro-batch and the two functions of logits that need them. Not the loss, and not the
+log-probability itself, which is the arithmetic's because the engine calls it, too.
+
+Shape legend: N scored tokens of a micro-batch, H hidden, V vocabulary, L tokens of a trajectory, M ids of all sets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from etude.models.arithmetic import Kept
+from etude.models.decoder import Decoder
+from etude.types import Ids, Mask, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a model says of tokens that were sampled, under the distribution that they were sampled from."""
+
+    logprobs_N: Tensor
+    """With gradient."""
+    entropies_N: Tensor
+    """Nats, without gradient."""
+
+
+def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> Kept | None:
+    """The kept sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
+
+    That is the order of ``x_BT[:, 1:][mask_BT[:, 1:]]``; the first token of a trajectory is never predicted and left
+    out. ``None`` where none of the tokens was cut.
+    """
+    sizes: list[npt.NDArray[np.int64]] = []
+    ids: list[Ids] = []
+    for trajectory, mask in zip(trajectories, masks, strict=True):
+        chosen = np.flatnonzero(mask[1:]) + 1
+        if trajectory.kept is None:
+            sizes.append(np.zeros(len(chosen), np.int64))
+            continue
+        sizes.append(trajectory.kept.sizes[chosen])
+        wanted = np.zeros(len(mask), bool)
+        wanted[chosen] = True
+        ids.append(trajectory.kept.token_ids[np.repeat(wanted, trajectory.kept.sizes)])
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))])
+    if offsets[-1] == 0:
+        return None
+    return Kept(
+        offsets_N1=torch.from_numpy(offsets).to(device),
+        token_ids=torch.from_numpy(np.concatenate(ids)).to(device).long(),
+    )
+
+
+def score(model: Decoder, hidden_NH: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Scores:
+    """Log-probabilities of sampled tokens, with gradient, and the entropies of what they were sampled from.
+
+    ``hidden_NH`` is the model's output at the position before each token; ``token_ids_N`` int64, ``temperatures_N``
+    float32, 0 for tokens that were taken greedily: they have logprob and entropy 0 and no gradient.
+    """
+    logits_NV = model.logits(hidden_NH)
+    return Scores(
+        logprobs_N=model.arithmetic.logprobs(logits_NV, token_ids_N, temperatures_N, kept),
+        entropies_N=entropies(logits_NV, temperatures_N, kept),
+    )
+
+
+def sampled_logprobs(
+    model: Decoder, hidden_NH: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None
+) -> Tensor:
+    """[N] float32: the log-probabilities of :func:`score` alone."""
+    return model.arithmetic.logprobs(model.logits(hidden_NH), token_ids_N, temperatures_N, kept)
+
+
+@torch.no_grad()
+def entropies(logits_NV: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+    """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the kept set if there is one; 0 where greedy."""
+    greedy_N = temperatures_N == 0
+    scales_N1 = torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
+    scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / scales_N1
+    logs_NV = scaled_NV.log_softmax(-1)
+    entropies_N = torch.special.entr(logs_NV.exp()).sum(-1)
+    if kept is not None:
+        sizes_N = kept.offsets_N1.diff()
+        entropies_N = torch.where(sizes_N > 0, _entropies_of_sets(logs_NV, sizes_N, kept.token_ids), entropies_N)
+    return torch.where(greedy_N, 0.0, entropies_N)
+
+
+def _entropies_of_sets(logs_NV: Tensor, sizes_N: Tensor, token_ids_M: Tensor) -> Tensor:
+    """[N] entropies of the distributions cut to their sets; without meaning where a set is empty."""
+    rows_M = torch.arange(len(sizes_N), device=sizes_N.device).repeat_interleave(sizes_N)
+    logs_M = logs_NV[rows_M, token_ids_M]
+    peaks_N = logs_NV.new_full((len(sizes_N),), -torch.inf).scatter_reduce(0, rows_M, logs_M, "amax")
+    logs_M = logs_M - peaks_N[rows_M]
+    masses_N = torch.zeros_like(peaks_N).index_add(0, rows_M, logs_M.exp())
+    slopes_N = torch.zeros_like(peaks_N).index_add(0, rows_M, logs_M.exp() * logs_M)
+    return masses_N.log() - slopes_N / masses_N

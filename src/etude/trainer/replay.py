@@ -1,0 +1,58 @@
+"""The engine's routes of a micro-batch, as one forward pass of the trainer takes them.
+
+Owns which tokens are replayed. What the router makes of a replayed token, floor and gates included, is
+:class:`~etude.models.experts.Routing`'s.
+
+Completion-only replay repairs what the loss looks at, the tokens that produced sampled ones, and leaves their context
+to the live router. Full replay (R3, arXiv 2510.11370) repairs the context, too, and needs all of its routes.
+
+Shape legend: B rows, T positions, L tokens of one trajectory, S sparse layers, k experts per token.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.types import NO_ROUTE, Mask, Trajectory
+
+ReplayMode: TypeAlias = Literal["off", "completion", "full"]
+
+
+def replayed_rows(trajectory: Trajectory, mode: ReplayMode) -> Mask:
+    """[L] true where a token's routes are replayed; those that no engine told are not, in any mode."""
+    length = len(trajectory.token_ids)
+    match mode:
+        case "off":
+            return np.zeros(length, np.bool_)
+        case "completion":
+            return producers(trajectory.loss_mask)
+        case "full":
+            return np.ones(length, np.bool_)
+
+
+def producers(sampled_L: Mask) -> Mask:
+    """[L] true for the token before each sampled one: its forward pass is what that one was drawn from."""
+    return np.append(sampled_L[1:], False)
+
+
+def replay(rows: Sequence[tuple[Trajectory, Mask]], device: torch.device) -> Tensor | None:
+    """int64 [B·T,S,k], padded on the right: the routes of the tokens whose mask is true, ``NO_ROUTE`` for all others.
+
+    ``None`` if no trajectory has routes. Raises ``ValueError`` if they have routes of different shapes.
+    """
+    shapes = {trajectory.routes.shape[1:] for trajectory, _ in rows if trajectory.routes is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"a micro-batch has routes of different shapes {shapes}: of which model?")
+    longest = max(len(trajectory.token_ids) for trajectory, _ in rows)
+    routes_BTSk = np.full((len(rows), longest, *shapes.pop()), NO_ROUTE, np.uint16)
+    for row, (trajectory, mask_L) in enumerate(rows):
+        if trajectory.routes is not None:
+            routes_BTSk[row, : len(mask_L)][mask_L] = trajectory.routes[mask_L]
+    # They travel with two bytes an expert; torch can do little with uint16, hence the detour over int16.
+    narrow = torch.from_numpy(routes_BTSk.view(np.int16)).to(device)
+    return (narrow.long() & NO_ROUTE).flatten(0, 1)

@@ -1,0 +1,72 @@
+"""Nothing outlives whoever started it, and nobody is left when the first process dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.engines import leash
+
+FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
+"""A command with a child, whose process id it prints."""
+
+
+def start(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, leash.__file__, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def family(process: subprocess.Popen[bytes]) -> list[int]:
+    """The command and its child."""
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
+    return [parent, child]
+
+
+def all_gone(pids: list[int]) -> bool:
+    deadline_s = time.monotonic() + 15
+    while any(is_alive(pid) for pid in pids):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["close", "terminate", "kill the command"])
+def test_all_end_together(end: str) -> None:
+    with start(sys.executable, "-c", FAMILY) as process:
+        pids = family(process)
+        if end == "close":
+            assert process.stdin is not None
+            process.stdin.close()
+        elif end == "terminate":
+            process.terminate()
+        else:
+            os.kill(pids[0], signal.SIGKILL)
+        assert process.wait(15) == 128 + (signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
+        assert all_gone(pids)
+
+
+def test_all_end_when_we_are_killed() -> None:
+    us = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()"
+    command = [sys.executable, "-c", us, sys.executable, leash.__file__, sys.executable, "-c", FAMILY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        pids = family(process)
+        process.kill()
+        assert all_gone(pids)
+
+
+def test_the_status_is_the_commands() -> None:
+    with start(sys.executable, "-c", "raise SystemExit(7)") as process:
+        assert process.wait(15) == 7

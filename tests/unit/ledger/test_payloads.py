@@ -1,0 +1,87 @@
+"""Routes and kept sets on disk: what goes in comes out, damage is named, and files go when they are done with."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import DamagedError
+from etude.ledger.payloads import Payloads
+from etude.types import Finish, KeptSets, PayloadRef, Turn
+
+
+def make_turn(seed: int = 0, *, routes: bool = True, kept: bool = True) -> Turn:
+    random = np.random.default_rng(seed)
+    prompt, sampled = int(random.integers(1, 9)), int(random.integers(1, 9))
+    ids = random.integers(0, 100, sampled, np.int32)
+    sets = [np.unique(np.append(random.integers(0, 100, 5), token)) if token % 2 else np.zeros(0) for token in ids]
+    offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
+    return Turn(
+        prompt_ids=random.integers(0, 100, prompt, np.int32),
+        completion_ids=ids,
+        logprobs=-random.random(sampled, np.float32),
+        versions=np.zeros(sampled, np.int32),
+        finish=Finish.STOP,
+        temperature=0.7,
+        routes=random.integers(0, 384, (prompt + sampled - 1, 3, 8)).astype(np.uint16) if routes else None,
+        kept=KeptSets(offsets=offsets, token_ids=np.concatenate(sets).astype(np.int32)) if kept else None,
+    )
+
+
+def ref_of(turn: Turn) -> PayloadRef:
+    assert turn.payload is not None
+    return turn.payload
+
+
+def files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 1000), routes=st.booleans(), kept=st.booleans())
+def test_a_turn_comes_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, routes: bool, kept: bool
+) -> None:
+    payloads, turn = Payloads(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, kept=kept)
+    stowed = payloads.stow(turn, "s")
+    assert (stowed.routes, stowed.kept) == (None, None)
+    assert (stowed.payload is None) == (not routes and not kept)
+    back = payloads.fetch(stowed)
+    assert (back.routes is None, back.kept is None, back.payload) == (not routes, not kept, None)
+    if turn.routes is not None and back.routes is not None:
+        assert back.routes.dtype == np.uint16
+        assert np.array_equal(back.routes, turn.routes)
+    if turn.kept is not None and back.kept is not None:
+        assert np.array_equal(back.kept.offsets, turn.kept.offsets)
+        assert np.array_equal(back.kept.token_ids, turn.kept.token_ids)
+
+
+def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) -> None:
+    ref = ref_of(Payloads(tmp_path).stow(make_turn(), "s"))
+    assert files(tmp_path) == [tmp_path / ref.digest[:2] / f"{ref.digest}.safetensors"]
+    assert files(tmp_path)[0].stat().st_size == ref.size_bytes
+
+
+def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path)
+    first, again, other = (payloads.stow(make_turn(), session) for session in ("a", "a", "b"))
+    assert first.payload == again.payload != other.payload
+    payloads.drop([ref_of(first), ref_of(first)])
+    assert len(files(tmp_path)) == 1
+    assert payloads.fetch(other).routes is not None
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
+def test_a_missing_or_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    payloads = Payloads(tmp_path)
+    stowed = payloads.stow(make_turn(), "s")
+    (file,) = files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data if damage == "flipped" else data[:40])
+    with pytest.raises(DamagedError, match=ref_of(stowed).digest):
+        payloads.fetch(stowed)

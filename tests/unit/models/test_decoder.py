@@ -1,0 +1,127 @@
+"""The decoder: who sees whom, who gets a gradient, what it computes with."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.models.arithmetic import Arithmetic
+from etude.models.decoder import Decoder
+from etude.models.fast import FastArithmetic
+from etude.models.invariant import InvariantArithmetic
+from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+
+SPECS = [TINY, TINY_DENSE, TINY_LATENT]
+
+
+def make_model(spec: ModelSpec, arithmetic: Arithmetic | None = None) -> Decoder:
+    model = Decoder(spec, arithmetic)
+    model.initialise(0, std=0.1)
+    return model
+
+
+def make_ids(rows: int, length: int) -> Tensor:
+    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_row_sees_another_and_no_token_its_future(spec: ModelSpec) -> None:
+    model, ids = make_model(spec), make_ids(3, 40)
+    changed = ids.clone()
+    changed[1], changed[0, 30:] = 5, 5
+    with torch.no_grad():
+        before, after = model.forward_padded(ids), model.forward_padded(changed)
+    assert torch.allclose(before[2], after[2], atol=1e-6)
+    assert torch.allclose(before[0, :30], after[0, :30], atol=1e-6)
+    assert not torch.allclose(before[0, 30:], after[0, 30:], atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_invariant_arithmetic_bits_do_not_depend_on_the_batch(spec: ModelSpec, dtype: torch.dtype) -> None:
+    model, ids = make_model(spec, InvariantArithmetic()).to(dtype), make_ids(3, 21)
+    with torch.no_grad():
+        together = model.forward_padded(ids)
+        for row, length in ((0, 1), (1, 13), (2, 21)):
+            alone = model.forward_padded(ids[row : row + 1, :length])
+            assert torch.equal(together[row, :length], alone[0])
+    assert together.dtype is torch.float32
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_arithmetics_agree_on_values_and_gradients(spec: ModelSpec) -> None:
+    ids = make_ids(2, 9)
+    values, gradients = [], []
+    for arithmetic in (FastArithmetic(), InvariantArithmetic()):
+        model = make_model(spec, arithmetic)
+        logits = model.logits(model.forward_padded(ids).flatten(0, 1))
+        torch.nn.functional.cross_entropy(logits, ids.roll(-1, 1).flatten()).backward()
+        values.append(logits.detach())
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert torch.allclose(values[0], values[1], atol=1e-5)
+    for name, gradient in gradients[0].items():
+        other = gradients[1][name]
+        assert gradient is not None and other is not None, name
+        assert gradient.abs().sum() > 0, name
+        assert torch.allclose(gradient, other, rtol=1e-3, atol=1e-6), name
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_attend_gets_what_the_spec_announces(spec: ModelSpec) -> None:
+    seen: list[int] = []
+    attention = spec.attention
+
+    def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
+        seen.append(layer)
+        assert q_NQD.shape == (5, attention.heads, attention.key_width)
+        assert k_NKD.shape == (5, attention.key_heads, attention.key_width)
+        assert v_NKW.shape == (5, attention.key_heads, attention.value_width)
+        if attention.values_in_keys:
+            assert torch.equal(v_NKW, k_NKD[..., : attention.value_width])
+        return v_NKW.repeat_interleave(attention.heads // attention.key_heads, 1)
+
+    model = make_model(spec)
+    with torch.no_grad():
+        hidden = model(make_ids(1, 5)[0], torch.arange(5), attend)
+    assert hidden.shape == (5, spec.hidden_size)
+    assert seen == list(range(spec.layers))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_only_the_head_can_be_tied(spec: ModelSpec) -> None:
+    model = make_model(spec)
+    hidden = torch.randn(2, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert (model.head is None) == spec.tied
+    matrix = model.embedding if model.head is None else model.head
+    with torch.no_grad():
+        assert torch.allclose(model.logits(hidden), hidden @ matrix.T, atol=1e-6)
+
+
+def test_initialising_is_repeatable_and_leaves_gains_at_one() -> None:
+    first, second = make_model(TINY_LATENT), make_model(TINY_LATENT)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.equal(first.gain, torch.ones(TINY_LATENT.hidden_size))
+    assert first.embedding.std().item() == pytest.approx(0.1, rel=0.1)
+
+
+class Watched:
+    """Passes every call on to an arithmetic and remembers its name."""
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self._arithmetic = arithmetic
+        self.calls: set[str] = set()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.calls.add(name)
+        call: Callable[..., Any] = getattr(self._arithmetic, name)
+        return call
+
+
+def test_the_arithmetic_can_be_replaced_between_passes() -> None:
+    model, watched = make_model(TINY), Watched(FastArithmetic())
+    model.arithmetic = watched
+    with torch.no_grad():
+        model.logits(model.forward_padded(make_ids(1, 3)).flatten(0, 1))
+    assert {"linear", "norm", "rotate", "best", "dispatch", "grouped", "gated", "combine"} <= watched.calls
