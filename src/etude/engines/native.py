@@ -287,6 +287,11 @@ class NativeEngine:
 def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, cache: PagedCache) -> None:
     if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
         raise ValueError(f"prompt ids must be in 0 … {spec.vocab_size - 1} and not empty")
+    if len(prompt_ids) + params.max_tokens > spec.max_positions:
+        raise ValueError(
+            f"prompt of {len(prompt_ids)} tokens + max_tokens {params.max_tokens} exceeds the model's "
+            f"{spec.max_positions} positions"
+        )
     if params.want_routes and spec.experts is not None and not cache.records_routes:
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 

@@ -79,10 +79,11 @@ def encode_completion(completion: Completion) -> bytes:
         FINISH: np.array([list(Finish).index(completion.finish)], np.uint8),
     }
     if completion.routes is not None:
-        arrays["routes"] = np.ascontiguousarray(completion.routes)
+        arrays["routes"] = completion.routes
     if completion.kept is not None:
         arrays |= {"kept_offsets": completion.kept.offsets, "kept_ids": completion.kept.token_ids}
-    return save(arrays)
+    # Of an array with gaps safetensors would write the gaps.
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
 def decode_completion(data: bytes) -> Completion:
@@ -104,6 +105,8 @@ def decode_completion(data: bytes) -> Completion:
     except (SafetensorError, KeyError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     _check_tokens(completion)
+    if kept is not None and len(kept) != len(completion.token_ids):
+        raise ValueError(f"{len(kept)} kept sets of {len(completion.token_ids)} tokens")
     return completion
 
 
@@ -126,11 +129,12 @@ def decode_piece(line: bytes) -> tuple[Piece, int]:
     if not isinstance(logprobs, list):
         raise ValueError("logprobs must be a list of numbers")
     try:
-        piece = Piece(
-            token_ids=np.array(_ids("token_ids", fields["token_ids"]), np.int32),
-            logprobs=np.array([_real("logprobs", value) for value in logprobs], np.float32),
-            versions=np.array(_ids("versions", fields["versions"]), np.int32),
-        )
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            piece = Piece(
+                token_ids=np.array(_ids("token_ids", fields["token_ids"]), np.int32),
+                logprobs=np.array([_real("logprobs", value) for value in logprobs], np.float32),
+                versions=np.array(_ids("versions", fields["versions"]), np.int32),
+            )
     except OverflowError as error:
         raise ValueError(str(error)) from error
     _check_tokens(piece)

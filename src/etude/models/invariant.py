@@ -50,7 +50,8 @@ class InvariantArithmetic:
         """[N,O]."""
         weight_OI, bias_O = _stored(self._dtype, weight_OI), None if bias_O is None else _stored(self._dtype, bias_O)
         if _tracked(x_NI, weight_OI, bias_O):
-            return _Twofold.run(_linear, TORCH.linear, x_NI, weight_OI, bias_O)
+            out_NO: Tensor = _Linear.apply(x_NI, weight_OI, bias_O)  # type: ignore[no-untyped-call]
+            return out_NO
         return _linear(x_NI, weight_OI, bias_O)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -95,7 +96,8 @@ class InvariantArithmetic:
         """[R,O]."""
         weight_EOI = _stored(self._dtype, weight_EOI)
         if _tracked(x_RI, weight_EOI):
-            return _Twofold.run(_grouped, _grouped_by_expert, x_RI, ends_E, weight_EOI)
+            out_RO: Tensor = _Grouped.apply(x_RI, ends_E, weight_EOI)  # type: ignore[no-untyped-call]
+            return out_RO
         return _grouped(x_RI, ends_E, weight_EOI)
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
@@ -187,6 +189,44 @@ class _Twofold(torch.autograd.Function):
         return (None, None, *(next(grads) if need else None for need in wanted))
 
 
+class _Linear(torch.autograd.Function):
+    """The product of :func:`_linear`: most of the work, hence differentiated by hand rather than computed twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """[N,O]."""
+        ctx.save_for_backward(x_NI, weight_OI)
+        return _linear(x_NI, weight_OI, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of x, weight and bias."""
+        x_NI, weight_OI = ctx.saved_tensors
+        bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
+        return grad_NO @ weight_OI.to(grad_NO.dtype), grad_NO.t() @ x_NI, bias_O
+
+
+class _Grouped(torch.autograd.Function):
+    """The products of :func:`_grouped`, differentiated by hand, one expert after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+        """[R,O]."""
+        ctx.save_for_backward(x_RI, ends_E, weight_EOI)
+        return _grouped(x_RI, ends_E, weight_EOI)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
+        """Of x and the weights."""
+        x_RI, ends_E, weight_EOI = ctx.saved_tensors
+        grad_RI, grad_EOI = torch.empty_like(x_RI), torch.empty(weight_EOI.shape, dtype=grad_RO.dtype)
+        for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+            own = grad_RO[start:end]
+            torch.mm(own, weight_EOI[expert].to(own.dtype), out=grad_RI[start:end])
+            torch.mm(own.t(), x_RI[start:end], out=grad_EOI[expert])
+        return grad_RI, None, grad_EOI
+
+
 def _linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     x, weight = _floats(x_NI), _numbers(weight_OI)
     bias = NO_BIAS if bias_O is None else _floats(bias_O)
@@ -232,13 +272,6 @@ def _grouped(x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
 
     _in_parts(part, len(x))
     return torch.from_numpy(out)
-
-
-def _grouped_by_expert(x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
-    """Torch's form, one product per expert: on a CPU its grouped product has a slow gradient."""
-    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    weights = weight_EOI.to(x_RI.dtype).unbind(0)
-    return torch.cat([functional.linear(x, w) for x, w in zip(x_RI.split(counts), weights, strict=True)])
 
 
 def _combine(y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:

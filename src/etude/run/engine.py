@@ -19,6 +19,7 @@ from etude.run.folder import RunFolder
 from etude.run.following import Serving, WeightFollower
 from etude.run.publishing import open_log
 from etude.run.serving import listening, run_until_signal
+from etude.run.vllm import serve_vllm
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
 
@@ -98,5 +99,8 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
 def run_engine(folder: RunFolder) -> None:
     """Serve until told to stop."""
     config = decide(folder.config())
+    if config.engine.kind == "vllm":
+        run_until_signal(serve_vllm(folder, config))
+        return
     torch.set_num_threads(config.engine.threads)
     run_until_signal(_serve(folder, config))

@@ -52,7 +52,8 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         if open_log(folder).read(0) is None:
             events.write(PhaseStarted(phase="midtrain"))
             _keep_alive(["midtrain"], folder, events, progress)
-        _keep_alive(["parity"], folder, events, progress)
+        if config.engine.kind == "native":
+            _keep_alive(["parity"], folder, events, progress)
         _keep_alive(LOOP_PROCESSES, folder, events, progress)
     return write_report(folder, config)
 

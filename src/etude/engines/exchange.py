@@ -1,0 +1,115 @@
+"""One HTTP conversation with somebody else's engine: JSON in, JSON or a stream of JSON out, faults by their kind.
+
+Owns which answer is whose fault. What is asked and what it means is the business of ``vllm.py`` and ``sglang.py``.
+Nothing is tried again here: an engine of ours restarts by itself, these are restarted by who started them.
+"""
+
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, final
+
+import aiohttp
+import orjson
+
+from etude.errors import EngineBusy, EngineUnavailable
+
+ANSWER_TIMEOUT_S = 600.0
+"""A completion may take this long: it may be a long one behind many others."""
+CONTROL_TIMEOUT_S = 10.0
+"""A call that samples nothing and loads nothing may take this long."""
+CONNECT_TIMEOUT_S = 5.0
+"""A machine that does not take a connection in this time is down."""
+REFUSALS = frozenset({400, 404, 413, 422})
+"""Statuses that mean the request was wrong, whoever is asked."""
+MESSAGE_CHARS = 500
+"""How much of an engine's own words goes into an error."""
+STREAM_END = b"[DONE]"
+"""Closes a stream of events; it is no JSON."""
+
+
+@final
+class Exchange:
+    """Calls one server. The connector of ``http`` must allow as many connections as there may be calls in flight."""
+
+    def __init__(self, name: str, base_url: str, http: aiohttp.ClientSession) -> None:
+        """``name`` is what the server is called in messages, e.g. ``vLLM``."""
+        self.name = name
+        self._base_url = base_url.rstrip("/")
+        self._http = http
+
+    async def get(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """The JSON at ``path``; raises as :meth:`post` does."""
+        return self._json(await self.text(path, timeout_s))
+
+    async def text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
+        """What is at ``path``, as it is; raises as :meth:`post` does."""
+        async with self._answer("GET", path, None, timeout_s) as response:
+            return await response.read()
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """The JSON answer to ``body``, ``None`` for an empty one.
+
+        Raises ``ValueError`` with the server's words if it refuses the request,
+        :class:`~etude.errors.EngineBusy` if it has too much to do, and
+        :class:`~etude.errors.EngineUnavailable` for everything else that is no answer.
+        """
+        async with self._answer("POST", path, body, timeout_s) as response:
+            return self._json(await response.read())
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The JSON of each server-sent event, as it comes; closing the iterator hangs up, which cancels the request.
+
+        Raises as :meth:`post` does, also when the stream breaks off before its end was announced.
+        """
+        async with self._answer("POST", path, body, ANSWER_TIMEOUT_S) as response:
+            async for event in event_data(response.content.iter_any()):
+                if event == STREAM_END:
+                    return
+                yield self._json(event)
+        raise EngineUnavailable(f"{self.name} at {self._base_url} broke off its answer")
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        url = self._base_url + path
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        headers = {"content-type": "application/json"} if data is not None else {}
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+        try:
+            async with self._http.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+                if response.status != 200:
+                    words = await response.read()
+                    response.close()  # uvicorn hangs up after an error of its own: the next call must not use this line
+                    raise self._refusal(url, response.status, words)
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnavailable(f"no answer from {self.name} at {url}: {type(error).__name__}: {error}") from error
+
+    def _refusal(self, url: str, status: int, answer: bytes) -> Exception:
+        words = f"{self.name} at {url} answered {status}: {answer.decode(errors='replace')[:MESSAGE_CHARS]}"
+        if status in REFUSALS:
+            return ValueError(words)
+        return EngineBusy(words) if status == 429 else EngineUnavailable(words)
+
+    def _json(self, answer: bytes) -> Any:
+        if not answer.strip():
+            return None
+        try:
+            return orjson.loads(answer)
+        except orjson.JSONDecodeError as error:
+            raise EngineUnavailable(f"the answer of {self.name} cannot be read: {error}") from error
+
+
+async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The data of server-sent events, however the bytes were cut into chunks.
+
+    aiohttp's own lines end at 128 KiB; the last event of a completion with routes is longer.
+    """
+    rest = b""
+    async for chunk in chunks:
+        *events, rest = (rest + chunk).split(b"\n\n")
+        for event in events:
+            data = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+            if data:
+                yield b"\n".join(data)

@@ -1,0 +1,75 @@
+"""Changed numbers as a file, for engines in processes of their own.
+
+    <run>/indices/<tensor>  U64 [k]            canonical indices, ascending
+    <run>/bits/<tensor>     U8, U16 or U32 [k]   what the numbers are now
+    metadata                base, digest         the states before and after
+
+A safetensors file like any other, so that whoever debugs it needs no tool of ours. Put on a memory file system it is
+shared memory with a name. Owns the file; whose changes they are and who takes them is not its business.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from etude.errors import DamagedError
+from etude.types import TensorSpec
+from etude.weights.interop.tensor_file import read_tensor_file, write_tensor_file
+from etude.weights.replica import ChangedNumbers
+from etude.weights.state import NUMBER_TYPES, StoredTensor
+
+INDICES, BITS = "indices", "bits"
+STORED_BITS = {np.dtype(kind): f"U{8 * size}" for size, kind in NUMBER_TYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Patch:
+    """What leads from one state to another."""
+
+    base: str
+    """State digest before."""
+    digest: str
+    """State digest after."""
+    changes: Mapping[str, Sequence[ChangedNumbers]]
+    """By tensor; one tensor may come in several runs."""
+
+
+def write_patch(path: Path, patch: Patch) -> None:
+    """Write a patch, replacing ``path`` when all of it is there. Raises ``InfrastructureError``."""
+    tensors = [
+        stored
+        for name, runs in patch.changes.items()
+        for number, run in enumerate(runs)
+        for stored in (
+            _stored(f"{number}/{INDICES}/{name}", "U64", run.indices.astype(np.uint64).view(np.uint8)),
+            _stored(f"{number}/{BITS}/{name}", STORED_BITS[run.bits.dtype], run.bits.view(np.uint8)),
+        )
+    ]
+    write_tensor_file(path, tensors, {"base": patch.base, "digest": patch.digest})
+
+
+def read_patch(path: Path) -> Patch:
+    """Read a patch. Raises :class:`~etude.errors.DamagedError` unless every run is whole."""
+    file = read_tensor_file(path)
+    if file.metadata.keys() != {"base", "digest"}:
+        raise DamagedError(f"{path} is no patch: its metadata is {sorted(file.metadata)}")
+    runs: dict[str, list[tuple[int, ChangedNumbers]]] = {}
+    for title, stored in file.tensors.items():
+        number, _, rest = title.partition("/")
+        kind, _, name = rest.partition("/")
+        if kind == BITS:
+            continue
+        bits = file.tensors.get(f"{number}/{BITS}/{name}")
+        if kind != INDICES or not number.isdecimal() or bits is None or bits.spec.shape != stored.spec.shape:
+            raise DamagedError(f"{path}: {title!r} is no run of changes, or has no bits of its shape")
+        changed = ChangedNumbers(indices=stored.data.view(np.uint64), bits=bits.numbers)
+        runs.setdefault(name, []).append((int(number), changed))
+    changes = {name: [run for _, run in sorted(found, key=lambda pair: pair[0])] for name, found in runs.items()}
+    return Patch(base=file.metadata["base"], digest=file.metadata["digest"], changes=changes)
+
+
+def _stored(name: str, dtype: str, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> StoredTensor:
+    size = {"U8": 1, "U16": 2, "U32": 4, "U64": 8}[dtype]
+    return StoredTensor(spec=TensorSpec(name=name, dtype=dtype, shape=(len(data) // size,)), data=data)

@@ -1,0 +1,147 @@
+"""The engine process when vLLM is the engine: starts a server, keeps its weights on the newest version, serves it.
+
+weight store ──pull, verify──▶ changed numbers ──patch──▶ vLLM ──▶ tokens over HTTP, in the native engine's own format
+
+The gateway sees no difference: the same address, the same wire format. A version that changed very much goes there as a
+whole checkpoint, on a memory file system where there is one.
+"""
+
+import asyncio
+import shutil
+import socket
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+
+from etude.config import RunConfig
+from etude.engines.exchange import Exchange
+from etude.engines.inplace import RELOAD_SHARE
+from etude.engines.scheduler import SwapMode
+from etude.engines.server import engine_app
+from etude.engines.vllm import Source, VllmEngine
+from etude.engines.vllm_answers import Offer
+from etude.engines.vllm_process import HOST, VllmProcess, VllmServer, find_python
+from etude.errors import EngineUnavailable
+from etude.models.checkpoint import CONFIG_FILE, load_spec
+from etude.run.folder import RunFolder
+from etude.run.publishing import open_log
+from etude.run.serving import listening
+from etude.telemetry.events import WeightsSwapped
+from etude.telemetry.log import EventLog
+from etude.weights.interop.checkpoint import write_checkpoint
+from etude.weights.log import WeightLog
+from etude.weights.pull import Receiver
+from etude.weights.replica import PulledWeights
+from etude.weights.state import State
+
+POLL_S = 0.05
+"""How often the store is asked for the next version."""
+START_S = 300.0
+"""How long a server may take to load a checkpoint; half a minute on two cores for a small one."""
+MEMORY = Path("/dev/shm")
+"""A memory file system: what goes to the server through it never touches a disk."""
+SCRATCH = MEMORY if MEMORY.is_dir() else None
+
+
+async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
+    """Serve until cancelled. Raises :class:`~etude.errors.EngineUnavailable` when the server ends."""
+    log, spec = open_log(folder), load_spec(folder.model)
+    python = find_python(config.engine.vllm_python)
+    with (
+        TemporaryDirectory(prefix="etude-vllm-", dir=SCRATCH) as scratch,
+        closing(Receiver(log)) as receiver,
+        EventLog(folder.events, "engine") as events,
+    ):
+        receiver.advance()
+        pulled = receiver.weights()
+        writer = _Writer(folder.model / CONFIG_FILE, Path(scratch))
+        replays = config.numerics.replay != "off"
+        server = VllmServer(
+            python=python,
+            model=writer.write(pulled.state),
+            port=_free_port(),
+            device="cpu" if config.engine.device == "cpu" else "cuda",
+            dtype=config.numerics.dtype,
+            max_length=config.engine.max_length,
+            max_running=config.engine.max_running,
+            routes=replays,
+        )
+        process = VllmProcess(server, folder.logs)
+        try:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+                exchange = Exchange("vLLM", process.base_url, http)
+                await process.ready(exchange, START_S)
+                offer = Offer(sparse_layers=spec.sparse_layers if replays else ())
+                engine = VllmEngine(exchange, server.limits(), offer, Path(scratch))
+                await engine.start(pulled.version, pulled.digest)
+                async with listening(engine_app(engine), folder.endpoints.port("engine")):
+                    follower = _Follower(log=log, receiver=receiver, engine=engine, writer=writer)
+                    await _follow(follower, process, SwapMode(config.engine.swap), events)
+        finally:
+            process.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes states as Hugging Face checkpoints."""
+
+    config: Path
+    """The file that describes the model."""
+    scratch: Path
+
+    def write(self, state: State) -> Path:
+        """A folder with a checkpoint of a published state; the one before is gone."""
+        target = self.scratch / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        shutil.copy(self.config, target / CONFIG_FILE)
+        write_checkpoint(target, state)
+        return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Follower:
+    """Brings a log's newest version to the server."""
+
+    log: WeightLog
+    receiver: Receiver
+    engine: VllmEngine
+    writer: _Writer
+
+    def is_behind(self) -> bool:
+        """Whether the log has a version that is not here."""
+        return self.log.latest(after=self.receiver.version) != self.receiver.version
+
+    def stage(self) -> tuple[PulledWeights, Source]:
+        """Fetch the newest version; says what leads there."""
+        arrival = self.receiver.advance()
+        pulled = self.receiver.weights()
+        if self.receiver.changed_share(arrival) * RELOAD_SHARE > 1:
+            return pulled, self.writer.write(pulled.state)
+        return pulled, self.receiver.changed(arrival)
+
+
+async def _follow(follower: _Follower, process: VllmProcess, mode: SwapMode, events: EventLog) -> None:
+    """Swap every new version in, for as long as the server lives."""
+    while process.is_running:
+        if not await asyncio.to_thread(follower.is_behind):
+            await asyncio.sleep(POLL_S)
+            continue
+        started_s = time.perf_counter()
+        pulled, source = await asyncio.to_thread(follower.stage)
+        stage_s = time.perf_counter() - started_s
+        pause = await follower.engine.update(pulled.version, pulled.digest, source, mode)
+        events.write(WeightsSwapped(version=pulled.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause.pause_s))
+    raise EngineUnavailable(f"vLLM ended: see {process.log}")
+
+
+def _free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
