@@ -265,6 +265,8 @@ class TrainerConfig(Section):
     """AdamW, after warm-up."""
     warmup_steps: int = Field(default=4, ge=1)
     """Linear warm-up."""
+    decay_share: float = Field(default=0.4, ge=0, le=1)
+    """Last share of the steps, over which the rate falls linearly to 5 %: the last policy is one that has settled."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     clip_norm: float = Field(default=1.0, gt=0)

@@ -12,6 +12,7 @@ Shape legend: N tokens (flattened), B rows, T positions, H hidden, V vocabulary,
 a key, W width of a value.
 """
 
+from collections.abc import Iterator
 from typing import final
 
 import torch
@@ -78,12 +79,23 @@ class Decoder(nn.Module):
         self._sines_PD = Precise(sines_PD, persistent=False)
 
     def initialise(self, seed: int, std: float = 0.04) -> None:
-        """Fill every matrix from a normal distribution; gains stay 1, biases 0."""
+        """Fill every matrix from a normal distribution, in the order of their use; gains stay 1, biases 0."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in self._in_order_of_use():
                 if parameter.ndim > 1:
                     parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+    def _in_order_of_use(self) -> Iterator[nn.Parameter]:
+        yield self.embedding
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
+            first = [*block.attention.parameters(), *routed]
+            yield from first
+            yield from (p for p in block.feed.parameters() if all(p is not other for other in routed))
+        if self.head is not None:
+            yield self.head
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routing: Routing | None = None

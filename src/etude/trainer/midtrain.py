@@ -16,10 +16,9 @@ from etude.config import MidtrainConfig
 from etude.models.decoder import Decoder
 from etude.telemetry.events import MidtrainProgress
 from etude.trainer.padding import pad_rows
+from etude.trainer.schedule import rate_share
 from etude.types import Document
 
-FINAL_RATE_SHARE = 0.05
-"""The schedule ends at this share of the peak: below it the last steps would teach nothing."""
 REPORT_EVERY_STEPS = 20
 """Steps between progress events: about one a second on a laptop."""
 
@@ -52,7 +51,9 @@ def midtrain(
     tokens, recent, since_s = 0, list[_StepLoss](), time.perf_counter()
     for step in range(steps):
         for group in optimiser.param_groups:
-            group["lr"] = config.learning_rate * rate_share(step, steps, config)
+            group["lr"] = config.learning_rate * rate_share(
+                step, steps, warmup_steps=config.warmup_steps, decay_share=config.decay_share
+            )
         recent.append(_train_step(model, optimiser, next(batches), config))
         tokens += recent[-1].tokens
         if (step + 1) % REPORT_EVERY_STEPS == 0 or step + 1 == steps:
@@ -60,14 +61,6 @@ def midtrain(
             on_progress(_progress(step + 1, steps, tokens, recent, now_s - since_s))
             recent, since_s = [], now_s
     return tokens
-
-
-def rate_share(step: int, steps: int, config: MidtrainConfig) -> float:
-    """Learning rate as a share of its peak: linear warm-up, plateau, linear decay to ``FINAL_RATE_SHARE``."""
-    warm = min(1.0, (step + 1) / config.warmup_steps)
-    decay_steps = config.decay_share * steps
-    left = steps - step
-    return min(warm, max(FINAL_RATE_SHARE, left / decay_steps)) if left < decay_steps else warm
 
 
 def _train_step(

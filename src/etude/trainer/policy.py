@@ -23,6 +23,7 @@ from etude.trainer.kept import gather_kept, score
 from etude.trainer.loss import policy_loss
 from etude.trainer.padding import pad_rows
 from etude.trainer.replay import replay, replayed_rows
+from etude.trainer.schedule import rate_share
 from etude.types import Trajectory
 
 Member = TypeVar("Member")
@@ -93,8 +94,10 @@ class PolicyTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
         if not torch.isfinite(norm):
             raise DivergedError(f"step {step}: the gradient's norm is {float(norm)}; nothing was changed or published")
+        config = self._config
+        share = rate_share(step - 1, config.steps, warmup_steps=config.warmup_steps, decay_share=config.decay_share)
         for group in self._optimiser.param_groups:
-            group["lr"] = self._config.learning_rate * min(1.0, step / self._config.warmup_steps)
+            group["lr"] = config.learning_rate * share
         before_update()
         self._optimiser.step()
         return StepStats(

@@ -3,14 +3,13 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from etude.config import MidtrainConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.telemetry.events import MidtrainProgress
-from etude.trainer.midtrain import FINAL_RATE_SHARE, midtrain, rate_share
+from etude.trainer.midtrain import midtrain
 from etude.types import Document
 
 CONFIG = MidtrainConfig(tokens=256 * 60, batch_tokens=256, warmup_steps=5, learning_rate=1e-2)
@@ -42,16 +41,3 @@ def test_tokens_of_weight_zero_are_not_learnt() -> None:
     assert chances[0, 5] > 0.9
     assert chances[2, 9] > 0.9
     assert chances[1, 2] < 0.5
-
-
-def test_the_schedule_warms_up_holds_and_decays() -> None:
-    shares = [rate_share(step, 100, CONFIG.model_copy(update={"decay_share": 0.4})) for step in range(100)]
-    assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert set(shares[5:60]) == {1.0}
-    assert shares[60:] == sorted(shares[60:], reverse=True)
-    assert min(shares[60:]) >= FINAL_RATE_SHARE
-
-
-def test_without_decay_the_rate_holds_to_the_end() -> None:
-    shares = [rate_share(step, 50, CONFIG.model_copy(update={"decay_share": 0.0})) for step in range(50)]
-    assert set(shares[5:]) == {1.0}

@@ -17,7 +17,7 @@ from etude.trainer.checkpoint import KEEP, Checkpoints
 from etude.trainer.policy import PolicyTrainer, sample_share
 from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
-CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1)
+CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1, decay_share=0)
 
 
 OFF = NumericsConfig(replay="off")
