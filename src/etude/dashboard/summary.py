@@ -40,10 +40,7 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
             f"{percent(of('mismatch.equal'))} equal to the last bit; {percent(of('mismatch.coverage'))} of tokens "
             f"compared",
         ),
-        (
-            "routes",
-            f"{small_percent(of('mismatch.flips'))} of the engine’s experts differ from the trainer’s own choice",
-        ),
+        *_routes(of("mismatch.flips")),
         (
             "weights",
             f"{count(of('weights.versions'))} versions, deltas {size(of('weights.mean_delta_bytes'))} of "
@@ -62,3 +59,10 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         ("memory", f"{size(of('memory_bytes_max'))} at most, sandboxes aside"),
         ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
     ]
+
+
+def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:
+    """A row only where routes were recorded."""
+    if flips is None:
+        return ()
+    return (("routes", f"{small_percent(flips)} of the engine’s experts differ from the trainer’s own choice"),)
