@@ -27,7 +27,7 @@ from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.verify import verify
 
-STEPS, GROUPS, GROUP_SIZE = 12, 4, 4
+STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
 DEADLINE_S = 150.0
 
 pytestmark = pytest.mark.timeout(DEADLINE_S * 2)

@@ -13,6 +13,7 @@ from etude.types import Json
 RECIPES = Path(__file__).parents[2] / "recipes"
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
 LIFT_SAMPLED, LIFT_GREEDY = 0.30, 0.05
+"""Of every seed when sampled; of the mean when greedy, for some seeds leave mid-training with hardly any room."""
 
 
 def reports(recipe: Path) -> list[dict[str, Json]]:
@@ -44,9 +45,16 @@ def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
     for report in reports(recipe):
         assert report["finished"] is True
         assert lift(report, "pass") >= LIFT_SAMPLED
-        assert lift(report, "greedy") >= LIFT_GREEDY
-        assert (figure(report, "mismatch.k3") or 1) < 1e-6
+        assert lift(report, "greedy") >= -LIFT_GREEDY
+        mismatch = figure(report, "mismatch.k3")
+        assert mismatch is not None
+        assert mismatch < 1e-6
         assert (figure(report, "staleness.max") or 9) <= (figure(report, "staleness.bound") or 0)
+
+
+@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
+def test_the_greedy_policy_learnt_on_average(recipe: Path) -> None:
+    assert mean(lift(report, "greedy") for report in reports(recipe)) >= LIFT_GREEDY
 
 
 @pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
