@@ -46,7 +46,7 @@ class Drawn:
         """The set that one row was drawn from, ascending; empty where nothing was cut. Holds no other row in memory."""
         if self.kept is None:
             return np.zeros(0, np.int32)
-        return self.kept.token_ids[self.kept.offsets[row] : self.kept.offsets[row + 1]].copy()
+        return self.kept[row].copy()
 
 
 @final

@@ -8,7 +8,6 @@ whole checkpoint, on a memory file system where there is one.
 
 import asyncio
 import shutil
-import socket
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,9 +23,10 @@ from etude.engines.scheduler import SwapMode
 from etude.engines.server import engine_app
 from etude.engines.vllm import Source, VllmEngine
 from etude.engines.vllm_answers import Offer
-from etude.engines.vllm_process import HOST, VllmProcess, VllmServer, find_python
+from etude.engines.vllm_process import VllmProcess, VllmServer, find_python
 from etude.errors import EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE, load_spec
+from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
 from etude.run.publishing import open_log
 from etude.run.serving import listening
@@ -60,10 +60,12 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
         pulled = receiver.weights()
         writer = _Writer(folder.model / CONFIG_FILE, Path(scratch))
         replays = config.numerics.replay != "off"
+        with probe_port(0) as port:
+            pass  # let go of it again: the server is to listen there
         server = VllmServer(
             python=python,
             model=writer.write(pulled.state),
-            port=_free_port(),
+            port=port,
             device="cpu" if config.engine.device == "cpu" else "cuda",
             dtype=config.numerics.dtype,
             max_length=config.engine.max_length,
@@ -137,11 +139,3 @@ async def _follow(follower: _Follower, process: VllmProcess, mode: SwapMode, eve
         pause = await follower.engine.update(pulled.version, pulled.digest, source, mode)
         events.write(WeightsSwapped(version=pulled.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause.pause_s))
     raise EngineUnavailable(f"vLLM ended: see {process.log}")
-
-
-def _free_port() -> int:
-    """A port that nobody listens on just now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
