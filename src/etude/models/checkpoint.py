@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -69,11 +70,22 @@ def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
             view.copy_(tensor)
 
 
-def save_checkpoint(folder: Path, spec: ModelSpec, state: Mapping[str, Tensor], *, end_id: int, pad_id: int) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that ``AutoModelForCausalLM.from_pretrained`` loads."""
+def save_checkpoint(
+    folder: Path,
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    *,
+    end_id: int,
+    pad_id: int,
+    extra: Mapping[str, Json] = MappingProxyType({}),
+) -> None:
+    """Write ``config.json`` and ``model.safetensors`` that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    ``extra`` goes into the configuration as well: how the weights are quantised, where they are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    config = hf_config(spec) | {"dtype": dtype, "eos_token_id": end_id, "pad_token_id": pad_id}
+    config = hf_config(spec) | {"dtype": dtype, "eos_token_id": end_id, "pad_token_id": pad_id} | dict(extra)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 

@@ -17,10 +17,17 @@ from etude.models.decoder import Decoder
 from etude.models.experts import Experts
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
-from etude.models.lowprecision import EXPERT_FORMATS, ExpertFormat, dequantised_state, is_routed_expert, quantised_state
+from etude.models.lowprecision import (
+    EXPERT_FORMATS,
+    ExpertFormat,
+    dequantised_state,
+    is_routed_expert,
+    quantised_state,
+    quantization_config,
+)
 from etude.models.spec import ModelSpec
 from etude.run.decisions import is_invariant
-from etude.types import RouteSpace
+from etude.types import Json, RouteSpace
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -92,6 +99,12 @@ def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mappin
     """A published state with its experts as plain matrices."""
     form = expert_format(config)
     return state if form is None else dequantised_state(state, form)
+
+
+def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dict[str, Json]:
+    """What the ``config.json`` of a published state says beyond its model's shape: how experts are quantised, if so."""
+    form = expert_format(config)
+    return {} if form is None else {"quantization_config": quantization_config(state, form)}
 
 
 def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.models.checkpoint import load_spec, save_checkpoint
 from etude.run.folder import RunFolder
+from etude.run.numerics import checkpoint_extra
 from etude.run.publishing import open_log, open_store
 from etude.run.states import to_tensors
 from etude.tokens.chat import ChatTemplate
@@ -151,8 +152,10 @@ def export_run(folder: RunFolder, out: Path, version: int | None) -> int:
     _require_empty(out)
     pulled = pull(open_log(folder), version)
     chat = ChatTemplate.load(folder.model)
+    state = to_tensors(pulled.state)
+    extra = checkpoint_extra(state, folder.config().numerics)
     try:
-        save_checkpoint(out, load_spec(folder.model), to_tensors(pulled.state), end_id=chat.end_id, pad_id=chat.pad_id)
+        save_checkpoint(out, load_spec(folder.model), state, end_id=chat.end_id, pad_id=chat.pad_id, extra=extra)
         chat.save(out)
     except OSError as error:
         raise RunFolderError(f"cannot write to {out}: {error.strerror}") from error
