@@ -1,11 +1,12 @@
-"""One HTTP conversation with somebody else's engine: JSON in, JSON or a stream of JSON out, faults by their kind.
+"""One HTTP conversation with an engine: faults by their kind; for somebody else's, JSON in and JSON or a stream out.
 
 Owns which answer is whose fault. What is asked and what it means is the business of ``vllm.py`` and ``sglang.py``.
 Nothing is tried again here: an engine of ours restarts by itself, these are restarted by who started them.
 """
 
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, final
 
 import aiohttp
@@ -72,25 +73,17 @@ class Exchange:
     async def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        url = self._base_url + path
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         headers = {"content-type": "application/json"} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
-        try:
-            async with self._http.request(method, url, data=data, headers=headers, timeout=timeout) as response:
-                if response.status != 200:
-                    words = await response.read()
-                    response.close()  # uvicorn hangs up after an error of its own: the next call must not use this line
-                    raise self._refusal(url, response.status, words)
-                yield response
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnavailable(f"no answer from {self.name} at {url}: {type(error).__name__}: {error}") from error
+        url = self._base_url + path
+        request = self._http.request(method, url, data=data, headers=headers, timeout=timeout)
+        async with answering(request, f"{self.name} at {url}", self._refusal) as response:
+            yield response
 
     def _refusal(self, url: str, status: int, answer: bytes) -> Exception:
         words = f"{self.name} at {url} answered {status}: {answer.decode(errors='replace')[:MESSAGE_CHARS]}"
-        if status in REFUSALS:
-            return ValueError(words)
-        return EngineBusy(words) if status == 429 else EngineUnavailable(words)
+        return ValueError(words) if status in REFUSALS else unavailable(status, words)
 
     def _json(self, answer: bytes) -> Any:
         if not answer.strip():
@@ -99,6 +92,32 @@ class Exchange:
             return orjson.loads(answer)
         except orjson.JSONDecodeError as error:
             raise EngineUnavailable(f"the answer of {self.name} cannot be read: {error}") from error
+
+
+@asynccontextmanager
+async def answering(
+    request: AbstractAsyncContextManager[aiohttp.ClientResponse],
+    name: str,
+    refusal: Callable[[str, int, bytes], Exception],
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """An answer with status 200, being read; any other raises what ``refusal`` makes of its URL, status and body.
+
+    No answer, and one that breaks off while it is read, raise :class:`~etude.errors.EngineUnavailable`.
+    """
+    try:
+        async with request as response:
+            if response.status != 200:
+                words = await response.read()
+                response.close()  # uvicorn hangs up after an error of its own: the next call must not use this line
+                raise refusal(str(response.url), response.status, words)
+            yield response
+    except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
+        raise EngineUnavailable(f"no answer from {name}: {type(error).__name__}: {error}") from error
+
+
+def unavailable(status: int, words: str) -> EngineUnavailable:
+    """The error for an answer that blames the engine, not the request."""
+    return EngineBusy(words) if status == 429 else EngineUnavailable(words)
 
 
 async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

@@ -4,9 +4,8 @@ Owns the retries while an engine restarts; the wire format is engines/wire.py's.
 between two calls that an answer depends on, so a call whose answer was lost is simply made again.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import TypeVar
@@ -16,8 +15,9 @@ import orjson
 from aiohttp.http_exceptions import LineTooLong
 
 from etude.clock import SystemClock
+from etude.engines.exchange import answering, unavailable
 from etude.engines.wire import decode_completion, decode_piece, encode_request
-from etude.errors import EngineBusy, EngineUnavailable
+from etude.errors import EngineUnavailable
 from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
 
 Answer = TypeVar("Answer")
@@ -100,27 +100,20 @@ class HttpEngine:
         async with self._exchange(method, path, body, timeout) as response:
             return await response.read()
 
-    @asynccontextmanager
-    async def _exchange(
+    def _exchange(
         self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """An answer with status 200, being read."""
         url = self._base_url + path
-        try:
-            async with self._http.request(method, url, data=body, timeout=timeout) as response:
-                if response.status != 200:
-                    raise _refused(url, response.status, await response.read())
-                yield response
-        except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
-            raise EngineUnavailable(f"no answer from the engine at {url}: {type(error).__name__}: {error}") from error
+        request = self._http.request(method, url, data=body, timeout=timeout)
+        return answering(request, f"the engine at {url}", _refused)
 
 
 def _refused(url: str, status: int, answer: bytes) -> Exception:
     """What an answer that is no completion means."""
     if status in (400, 413):
         return ValueError(_error_message(answer))
-    kind = EngineBusy if status == 429 else EngineUnavailable
-    return kind(f"the engine at {url} answered {status}: {_error_message(answer)}")
+    return unavailable(status, f"the engine at {url} answered {status}: {_error_message(answer)}")
 
 
 async def _next_line(content: aiohttp.StreamReader) -> bytes:
