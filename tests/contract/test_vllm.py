@@ -43,7 +43,7 @@ SHAPE = MappingProxyType(
     {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 32, "num_experts": 8,
-        "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.2,
+        "num_experts_per_tok": 2, "norm_topk_prob": True, "initializer_range": 0.2, "tie_word_embeddings": True,
     }
 )  # fmt: skip
 TOLERANCE = 1e-4
@@ -272,9 +272,9 @@ def test_an_update_that_is_not_what_it_says_is_refused_and_the_old_weights_go_on
     if kind == "wrong digest":
         digest = stage.digest
     elif kind == "wrong base":
-        source.pop("lm_head.weight")
+        source.pop("model.norm.weight")
     elif kind == "unknown tensor":
-        source["nobody"] = source.pop("lm_head.weight")
+        source["nobody"] = source.pop("model.norm.weight")
     with pytest.raises(DamagedError):
         stage.play(stage.engine.update(99, digest, stage.folder / "nowhere" if kind == "no folder" else source))
     assert stage.play(stage.engine.health()).version == stage.version

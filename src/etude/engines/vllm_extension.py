@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from etude.engines.mirror import Mirror, MirroredWeights
@@ -98,10 +99,16 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         """Load a whole checkpoint as vLLM's own backends do: layer by layer, into the memory that is in use."""
         if self.device.type == "cpu":
             self._forget_kernels()
-        initialize_layerwise_reload(self.model)
         wanted = {name for name, _ in self.model.named_parameters()}
+        tied = _tied_modules(self.model)  # a reload takes parameters apart for a while, ties with them
+        initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(tensors.items()))
         finalize_layerwise_reload(self.model, self.model_config)
+        for module in tied:
+            # Nothing was loaded into it, so vLLM leaves what its CPU kernels made of the old weights.
+            method = module.quant_method
+            assert isinstance(method, QuantizeMethodBase), f"a tied {type(module).__name__} has no way to be set up"
+            method.process_weights_after_loading(module)
         if loaded is not None and (missing := wanted - set(loaded)):
             raise DamagedError(f"vLLM was given no weights for {min(missing)!r}: the checkpoint is of another model")
 
@@ -125,6 +132,19 @@ class EtudeWorker:
     def etude_digest(self) -> dict[str, str]:
         """The state digest of the weights in this worker, read anew."""
         return {"digest": self.weight_transfer_engine.weights.digest()}
+
+
+def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose weight is another one's, such as a head that shares the embedding's."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and weight.numel():
+            if id(weight) in seen:
+                tied.append(module)
+            seen.add(id(weight))
+    return tied
 
 
 def _bits(parameter: Tensor) -> Tensor:
