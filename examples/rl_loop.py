@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from etude.config import EngineConfig, HarnessConfig, MidtrainConfig, ModelConfig, TaskConfig, TranscriptConfig
@@ -22,7 +21,7 @@ from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
-from etude.protocols import HarnessResult, SamplingParams
+from etude.protocols import HarnessResult, SamplingParams, turn_of
 from etude.rewards.tests import HiddenTests
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
@@ -67,15 +66,7 @@ async def play(task: Task, world: World, name: str, temperature: float) -> Rollo
             max_tokens=HARNESS.max_tokens_per_turn, temperature=temperature, stop_ids=(world.chat.end_id,)
         )
         sampled = await world.engine.generate(prompt_ids, params, session=name)
-        turns.append(
-            Turn(
-                prompt_ids=np.array(prompt_ids, np.int32),
-                completion_ids=sampled.token_ids,
-                logprobs=sampled.logprobs,
-                versions=sampled.versions,
-                finish=sampled.finish,
-            )
-        )
+        turns.append(turn_of(prompt_ids, params, sampled))
         call = tools.parse_call(world.chat.decode(sampled.token_ids.tolist()))
         if isinstance(call, tools.Submit):
             reason = tools.SUBMIT

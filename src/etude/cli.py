@@ -41,6 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
     _add_processes(commands)
+    _add_gateway(commands)
+    _add_keys(commands)
+    _add_chat(commands)
     _add_eval(commands)
     _add_weights(commands)
     _add_tasks(commands)
@@ -69,13 +72,56 @@ def _add_processes(commands: "Commands[argparse.ArgumentParser]") -> None:
         ("midtrain", "one process: mid-training, then weight version 0"),
         ("parity", "one process: engine against trainer, before they run"),
         ("serve", "one process: the engine"),
-        ("gateway", "one process: the gateway"),
         ("rollouts", "one process: rollouts and evaluations"),
         ("train", "one process: the trainer"),
     ):
         process = commands.add_parser(name, help=text)
         process.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run folder")
         process.set_defaults(command=_process, process=name)
+
+
+def _add_gateway(commands: "Commands[argparse.ArgumentParser]") -> None:
+    gateway = commands.add_parser("gateway", help="the door for harnesses: of a run, or alone in front of any engines")
+    whose = gateway.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--run", type=Path, metavar="DIR", help="one process of this run")
+    whose.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint folder: its tokenizer and chat template")
+    gateway.add_argument("--engine", action="append", default=[], metavar="URL[@REGION]", help="one for each engine")
+    gateway.add_argument("--port", type=int, help="to listen on (default: any that is free)")
+    gateway.add_argument("--keys", type=Path, metavar="FILE", help="who may call (default: one key, which is printed)")
+    gateway.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate; with --tls-key")
+    gateway.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM private key")
+    gateway.add_argument("--payloads", type=Path, metavar="DIR", help="keep what top-p and top-k left to draw from")
+    gateway.add_argument("--access-log", type=Path, metavar="FILE", help="a line of JSON per call, never what was said")
+    gateway.add_argument("--set", action="append", default=[], metavar="gateway.KEY=VALUE", help="any other setting")
+    gateway.set_defaults(command=_gateway)
+
+
+def _add_keys(commands: "Commands[argparse.ArgumentParser]") -> None:
+    keys = commands.add_parser("keys", help="who may call a gateway")
+    actions = keys.add_subparsers(required=True, metavar="ACTION")
+    parsers = {}
+    for action, text in (
+        ("add", "make a key; its secret is printed once"),
+        ("ls", "list the keys"),
+        ("revoke", "take a key out"),
+    ):
+        parsers[action] = actions.add_parser(action, help=text)
+        parsers[action].add_argument("file", type=Path, help="the file of keys")
+        parsers[action].set_defaults(command=_keys, action=action)
+    parsers["add"].add_argument("--scope", choices=("production", "admin"), default="production")
+    parsers["add"].add_argument("--label", default="", help="what it is for")
+    parsers["add"].add_argument("--requests-per-minute", type=int, help="budget (default: none)")
+    parsers["add"].add_argument("--tokens-per-minute", type=int, help="budget (default: none)")
+    parsers["add"].add_argument("--expires-s", type=float, help="seconds until it is dead (default: never)")
+    parsers["revoke"].add_argument("key", help="its id")
+
+
+def _add_chat(commands: "Commands[argparse.ArgumentParser]") -> None:
+    chat = commands.add_parser("chat", help="talk with the newest weights; says which version answered")
+    chat.add_argument("run", nargs="?", type=Path, help="the run folder")
+    chat.add_argument("--url", help="a gateway, instead of a run")
+    chat.add_argument("--key", help="a key for it")
+    chat.set_defaults(command=_chat)
 
 
 def _add_eval(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -162,6 +208,8 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
         ("sync", "from a step's end to the last engine, over emulated long-distance links"),
         ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
         ("numerics", "how far the trainer's logprobs are from the engine's, and what replay removes"),
+        ("quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
+        ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
     ):
         parsers[name] = names.add_parser(name, help=text)
         parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -169,9 +217,17 @@ def _add_bench(commands: "Commands[argparse.ArgumentParser]") -> None:
     parsers["loop"].add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
     parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
     parsers["engine"].add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
-    for name in ("engine", "numerics"):
+    quantised = parsers["quantised"]
+    quantised.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="what is learnt")
+    quantised.add_argument("--out", type=Path, default=Path("runs/bench-quantised"), help="keeps the runs; goes on")
+    quantised.add_argument("--seeds", type=int, default=3, help="how many")
+    quantised.add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
+    quantised.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
+    )
+    for name in ("engine", "numerics", "gateway"):
         parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
-        parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these engines (default: all)")
+        parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these (default: all)")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -214,6 +270,65 @@ def _process(options: argparse.Namespace) -> int:
     from etude.run.processes import run_process
 
     run_process(options.process, RunFolder.open(options.run))
+    return 0
+
+
+def _gateway(options: argparse.Namespace) -> int:
+    names = ("engine", "port", "keys", "tls_cert", "tls_key", "payloads", "access_log", "set")
+    if options.run is not None:
+        ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])]
+        if ignored:
+            raise ConfigError(f"{', '.join(ignored)} would have no effect with --run: a run keeps its recipe")
+        return _process(argparse.Namespace(process="gateway", run=options.run))
+    if not options.engine:
+        raise ConfigError("which engines? give --engine http://HOST:PORT, as often as there are any")
+    from etude.run.gateway import Alone, run_alone
+
+    told = {name: getattr(options, name) for name in ("port", "keys", "tls_cert", "tls_key")}
+    settings = [f"gateway.{name}={json.dumps(str(value))}" for name, value in told.items() if value is not None]
+    if options.port is not None:
+        settings[0] = f"gateway.port={options.port}"
+    run_alone(
+        Alone(
+            model=options.model,
+            engines=tuple(options.engine),
+            payloads=options.payloads,
+            access_log=options.access_log,
+            settings=(*options.set, *settings),
+        )
+    )
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from etude.run import keys
+
+    if options.action == "ls":
+        from rich.console import Console
+
+        keys.show_keys(options.file, Console())
+    elif options.action == "revoke":
+        keys.revoke_key(options.file, options.key)
+    else:
+        bounds = (options.requests_per_minute, options.tokens_per_minute)
+        key_id, secret = keys.add_key(options.file, options.scope, options.label, bounds, options.expires_s)
+        print(f"key {key_id}, scope {options.scope}; this is shown once:", file=sys.stderr)
+        print(secret)
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from etude.run.chat import chat_with, chat_with_run
+    from etude.run.folder import RunFolder
+
+    if (options.run is None) == (options.url is None):
+        raise ConfigError("talk with what? give a run folder, or --url URL --key KEY")
+    if (options.url is None) != (options.key is None):
+        raise ConfigError("--url and --key go together: a run's own key is in its folder")
+    if options.url is not None:
+        chat_with(options.url, options.key)
+    else:
+        chat_with_run(RunFolder.open(options.run))
     return 0
 
 
@@ -321,6 +436,20 @@ def _bench(options: argparse.Namespace) -> int:
             from etude.benchmarks.numerics import bench_numerics, numerics_options, table
 
             result = bench_numerics(numerics_options(_names(options.contestants), quick=options.quick))
+        case "gateway":
+            from etude.benchmarks.gateway import bench_gateway, gateway_options, table
+
+            result = bench_gateway(gateway_options(_names(options.contestants), quick=options.quick))
+        case "quantised":
+            from etude.benchmarks.quantised import FORMATS, bench_quantised, table
+
+            result = bench_quantised(
+                options.recipe,
+                options.out,
+                seeds=range(options.seeds),
+                formats=_names(options.formats) or FORMATS,
+                overrides=options.set,
+            )
         case _:
             from etude.benchmarks.sync import bench_sync, table
 

@@ -43,6 +43,11 @@ class VirtualClock:
         await asyncio.sleep(0)
 
 
+def unix_s() -> float:
+    """The time of day in seconds since 1970, for records; it may jump, so nothing is measured with it."""
+    return time.time()
+
+
 def date_utc() -> str:
     """The date and time in UTC, to the second, as ISO 8601 (for records that people read)."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ A stage receives its own section, never the tree.
 """
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,15 +112,69 @@ class TranscriptConfig(Section):
     """Probability of trying again after a failing test."""
 
 
-class HarnessConfig(Section):
-    """``[harness]``: limits of one agent session."""
+PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
+"""What ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
+OF_CODING = ("max_turns", "max_tokens_per_turn", "turn_timeout_s")
+"""Keys of ``[harness]`` that an external command knows nothing of."""
+OF_COMMAND = ("command", "environment", "files", "mounts", "timeout_s", "success_codes")
+"""Keys of ``[harness]`` that the built-in harness has no use for."""
 
+
+class HarnessConfig(Section):
+    """``[harness]``: who drives the model, and the limits of one session."""
+
+    kind: Literal["coding", "command"] = "coding"
+    """The built-in coding agent, or any program that talks to a model over HTTP."""
     max_turns: int = Field(default=8, ge=1)
     """Model calls per rollout."""
     max_tokens_per_turn: int = Field(default=40, ge=4)
     """Sampled tokens per model call."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
+    command: tuple[str, ...] = ()
+    """The program and its arguments, no shell between; ``{prompt}`` and its like are filled in."""
+    environment: dict[str, str] = {}
+    """Variables for it, filled in likewise, beside those by which OpenAI's and Anthropic's clients find a model."""
+    files: dict[str, str] = {}
+    """Its own files, by name, shown in ``/harness``; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    mounts: tuple[str, ...] = ()
+    """Folders that it sees, read-only, at their own paths; their ``bin`` is on its ``PATH``. A virtual environment
+    brings its Python along.
+    """
+    timeout_s: float = Field(default=240.0, gt=0)
+    """How long it may take; then the rollout is graded as not submitted."""
+    success_codes: tuple[int, ...] = (0,)
+    """Exit codes that say: the agent submits what is there. Any other is graded as not submitted."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        idle = OF_COMMAND if self.kind == "coding" else OF_CODING
+        for name in idle:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"harness.{name} would have no effect with harness.kind = {self.kind!r}; leave it out")
+        if self.kind == "command":
+            self._check_command()
+        return self
+
+    def fills(self, placeholder: str) -> bool:
+        """Whether the command line or a variable takes ``placeholder``."""
+        return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
+
+    def _check_command(self) -> None:
+        if not self.command or "=" in self.command[0]:
+            raise ValueError(f"harness.command = {list(self.command)!r}: expected a program and its arguments")
+        if not self.fills("prompt"):
+            raise ValueError("harness.command has no {prompt}: the harness would not know its task")
+        for text in (*self.command, *self.environment.values()):
+            for name in re.findall(r"\{([a-z_]+)\}", text):
+                if name not in PLACEHOLDERS:
+                    raise ValueError(f"harness.command: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"harness.environment: {name!r} is no name of a variable")
+        for name, text in self.files.items():
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or text.startswith("@"):
+                raise ValueError(f"harness.files: {name!r} must be a plain name, and its text must not start with '@'")
 
 
 class RolloutConfig(Section):
@@ -248,12 +303,51 @@ class NumericsConfig(Section):
 class GatewayConfig(Section):
     """``[gateway]``: the door between harnesses and engines."""
 
+    host: str = "127.0.0.1"
+    """Address to listen on. In a run, another one than loopback gets a listener of its own: the run's own processes
+    talk over loopback in any case.
+    """
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
-    max_inflight: int = Field(default=512, ge=1)
-    """Model calls in progress before callers get 429."""
+    tls_cert: str = ""
+    """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
+    tls_key: str = ""
+    """PEM file with its private key."""
+    max_production: int = Field(default=512, ge=1)
+    """Production calls in progress."""
+    max_rollouts: int = Field(default=512, ge=1)
+    """Calls of rollouts in progress."""
+    max_waiting: int = Field(default=1024, ge=0)
+    """Calls of each class that may wait for a place before callers get 429."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Longest time of one call, waiting included; a caller may ask for less."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """How long calls in flight may take once the gateway was told to stop."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a call waits for an engine that is down before it fails as infrastructure."""
+    """How long a call waits for engines that are down before it fails as infrastructure."""
+    max_body_mb: float = Field(default=16.0, gt=0)
+    """Longer requests are refused unread; a context of a million tokens fits."""
+    keys: str = ""
+    """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
+    access_log: bool = False
+    """Whether each call leaves a line of JSON; never what was said."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of one request."""
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def public(self) -> bool:
+        """Whether others than this machine's processes are served."""
+        return self.host not in ("127.0.0.1", "localhost", "::1") or bool(self.tls_cert)
+
+    @model_validator(mode="after")
+    def _both_halves(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing = "tls_key" if self.tls_cert else "tls_cert"
+            raise ValueError(f"gateway.{missing} is missing: TLS needs a certificate and its key")
+        return self
 
 
 class TrainerConfig(Section):
@@ -322,6 +416,21 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     """The measurement."""
 
+    @model_validator(mode="after")
+    def _measurable(self) -> Self:
+        if self.harness.kind == "command":
+            if self.harness.timeout_s >= self.rollouts.timeout_s:
+                raise ValueError(
+                    f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
+                    f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
+                )
+            if self.eval.enabled and not self.harness.fills("temperature"):
+                raise ValueError(
+                    "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
+                    "set eval.enabled = false"
+                )
+        return self
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
@@ -337,6 +446,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(tree, override)
+    _read_harness_files(tree, file)
     return parse_config(tree, source=str(file))
 
 
@@ -361,6 +471,20 @@ def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
     return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def _read_harness_files(tree: dict[str, Any], recipe: Path) -> None:
+    """Replace ``"@NAME"`` in ``harness.files`` by text, so that a run holds all that decides it."""
+    harness = tree.get("harness")
+    files: Any = harness.get("files") if isinstance(harness, dict) else None
+    if not isinstance(files, dict):
+        return  # absent, or refused later
+    for name, text in files.items():
+        if isinstance(text, str) and text.startswith("@"):
+            try:
+                files[name] = (recipe.parent / text[1:]).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{recipe}: harness.files.{name} = {text!r} cannot be read: {error}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -13,6 +13,7 @@
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
         │   └── EngineBusy      one did: it has as much waiting as it takes
+        ├── VersionPending      no engine serves the wanted weight version yet
         ├── CaptureError        an engine's record of what it did is missing or does not fit
         ├── SessionLost         the gateway no longer knows a session (it restarted)
         └── SandboxError        a sandbox could not start or died under a command
@@ -68,6 +69,17 @@ class EngineUnavailable(InfrastructureError):
 
 class EngineBusy(EngineUnavailable):
     """The engine has as much waiting as it takes; ask again later, or another one."""
+
+
+class VersionPending(InfrastructureError):
+    """No engine serves the wanted weight version yet; ask again later."""
+
+    def __init__(self, wanted: int, newest: int) -> None:
+        super().__init__(f"weight version {wanted} is not served yet, the newest is {newest}: try again later")
+        self.wanted = wanted
+        """The oldest version that would do."""
+        self.newest = newest
+        """The newest that is served."""
 
 
 class CaptureError(InfrastructureError):

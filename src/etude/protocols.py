@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task
+import numpy as np
+
+from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task, Turn
 
 
 class Clock(Protocol):
@@ -68,6 +70,23 @@ class Completion:
     """
     kept: KeptSets | None = None
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
+
+
+def turn_of(prompt_ids: Ids | Sequence[int], params: SamplingParams, completion: Completion) -> Turn:
+    """The turn in which an engine was given ``prompt_ids`` [P] and ``params`` and sampled ``completion``.
+
+    Raises ``ValueError`` where the record does not fit the tokens, as :class:`~etude.types.Turn` does.
+    """
+    return Turn(
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        versions=completion.versions,
+        finish=completion.finish,
+        temperature=params.temperature,
+        routes=completion.routes,
+        kept=completion.kept,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,7 +107,7 @@ class Finish(StrEnum):
     STOP = "stop"
     """It sampled its end-of-turn token, which is the last of ``completion_ids``."""
     LENGTH = "length"
-    """It ran out of its token allowance."""
+    """It was cut: it ran out of its token allowance, or its caller wanted no more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ import pytest
 from etude.config import RunConfig, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
-from etude.run.publishing import open_log
 from etude.run.supervision import THREADING
+from etude.run.weight_log import open_log
 from etude.telemetry.events import ProcessStarted, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus

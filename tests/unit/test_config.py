@@ -131,7 +131,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) 
     [
         ({"trainer": {"learning_rat": 1e-3}}, "trainer.learning_rat", "trainer.learning_rate"),
         ({"rollout": {"group_size": 8}}, "rollout", "rollouts"),
-        ({"gateway": {"max_in_flight": 8}}, "gateway.max_in_flight", "gateway.max_inflight"),
+        ({"gateway": {"max_rollout": 8}}, "gateway.max_rollout", "gateway.max_rollouts"),
     ],
 )
 def test_an_unknown_key_is_met_with_its_nearest(tree: dict[str, Any], unknown: str, nearest: str) -> None:

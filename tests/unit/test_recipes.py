@@ -12,6 +12,8 @@ from etude.types import Json
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
+OPERATIONS = "gateway"
+"""Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
 LIFT_SAMPLED, LIFT_GREEDY = 0.30, 0.05
 """Of every seed when sampled; of the mean when greedy, for some seeds leave mid-training with hardly any room."""
 
@@ -37,7 +39,8 @@ def test_the_results_are_of_this_recipe(recipe: Path) -> None:
     for report in reports(recipe):
         config = report["config"]
         assert isinstance(config, dict)
-        assert parse_config(config, source="report") == load_recipe(recipe, [f"seed={report['seed']}"])
+        decisive = {section: keys for section, keys in config.items() if section != OPERATIONS}
+        assert parse_config(decisive, source="report") == load_recipe(recipe, [f"seed={report['seed']}"])
 
 
 @pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)

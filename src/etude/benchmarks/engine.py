@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -27,9 +27,8 @@ from etude.benchmarks.engine_models import BenchModel, write_model
 from etude.benchmarks.engine_options import NATIVE, EngineOptions
 from etude.benchmarks.engine_table import table
 from etude.benchmarks.engine_worker import Load, Timing, Worker, available_cores
-from etude.clock import date_utc
+from etude.benchmarks.envelope import Goal, envelope
 from etude.errors import InfrastructureError
-from etude.run.machine import describe_machine, source_commit
 from etude.types import Json
 
 __all__ = ["bench_engine", "table"]
@@ -40,28 +39,7 @@ FIRST_TOKENS = 8
 """New tokens of a batch that is timed for its first tokens, and of a warm-up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What the worst of some ratios has to be."""
-
-    name: str
-    sense: Literal["at most", "at least"]
-    goal: float
-
-    def judge(self, each: Mapping[str, float], reason: str | None = None) -> dict[str, Json]:
-        """The goal as printed; without any ratio it has no value and is not met, for ``reason``."""
-        judged: dict[str, Json] = {"value": None, "goal": self.goal, "sense": self.sense, "met": False}
-        if not each:
-            return judged | {"reason": reason or "nothing to compare was measured"}
-        at_most = self.sense == "at most"
-        worst = max(each.values()) if at_most else min(each.values())
-        return judged | {
-            "value": round(worst, 3),
-            "met": worst <= self.goal if at_most else worst >= self.goal,
-            "each": {case: round(ratio, 3) for case, ratio in each.items()},
-        }
-
-
+# What the worst of some ratios has to be.
 NATIVE_VS_VLLM = Goal("native_vs_vllm", "at least", 1.0)
 NATIVE_VS_CONTINUOUS = Goal("native_vs_transformers_cb", "at least", 4.0)
 INVARIANT_SLOWDOWN = Goal("invariant_slowdown", "at most", 1.5)
@@ -147,12 +125,7 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
                     rows[row.contestant, row.cell] = row
         swaps = engine_swaps.measure(chosen.models[0].spec, Path(scratch), chosen.threads, chosen.swaps)
     reuse = engine_sessions.measure(chosen.models[0].spec, chosen.threads)
-    return {
-        "bench": "engine",
-        "machine": describe_machine(),
-        "commit": source_commit(),
-        "date": date_utc(),
-        "seconds": round(time.monotonic() - started_s, 1),
+    figures: dict[str, Json] = {
         "threads": chosen.threads,
         "prompt_tokens": chosen.prompt_tokens,
         "new_tokens": chosen.new_tokens,
@@ -165,9 +138,10 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
         "goals": native_goals(rows)
         | {
             SWAP_VS_RELOAD.name: _swap_goal(swaps),
-            PREFIX_REUSE.name: PREFIX_REUSE.judge({"later turns": reuse.share}),
+            PREFIX_REUSE.name: PREFIX_REUSE.judge_worst({"later turns": reuse.share}),
         },
     }
+    return envelope("engine", time.monotonic() - started_s, figures)
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,19 +225,19 @@ def native_goals(rows: Rows) -> dict[str, Json]:
         reasons = {str(row.missing) for row in rows.values() if row.contestant == other and row.missing}
         ratios = {name: _ratios(rows, name, other, judged_only=True) for name in NATIVE}
         best = max(NATIVE, key=lambda name: min(ratios[name].values(), default=0.0))
-        judged[goal.name] = goal.judge(ratios[best], "; ".join(sorted(reasons))) | {
+        judged[goal.name] = goal.judge_worst(ratios[best], "; ".join(sorted(reasons))) | {
             "arithmetic": best.removeprefix("native-"),
             "worst_of": {name: round(min(each.values()), 3) for name, each in ratios.items() if each},
         }
     slowdowns = _ratios(rows, "native-fast", "native-invariant", judged_only=False)
-    judged[INVARIANT_SLOWDOWN.name] = INVARIANT_SLOWDOWN.judge(slowdowns)
+    judged[INVARIANT_SLOWDOWN.name] = INVARIANT_SLOWDOWN.judge_worst(slowdowns)
     return judged
 
 
 def _swap_goal(swaps: Sequence[engine_swaps.Swap]) -> dict[str, Json]:
     """The pause with spare weights is judged; that without is listed, and what it takes per changed byte."""
     by_case = {f"{swap.changed_share:.2%} changed": swap for swap in swaps}
-    return SWAP_VS_RELOAD.judge({case: swap.reload_s / swap.pause_s for case, swap in by_case.items()}) | {
+    return SWAP_VS_RELOAD.judge_worst({case: swap.reload_s / swap.pause_s for case, swap in by_case.items()}) | {
         "in_place": {case: round(swap.reload_s / swap.in_place_s, 2) for case, swap in by_case.items()},
         "in_place_ns_per_changed_byte": {
             case: round(swap.in_place_s * 1e9 / swap.changed_bytes, 3) for case, swap in by_case.items()

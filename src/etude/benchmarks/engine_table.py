@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from etude.benchmarks.envelope import heading
 from etude.types import Json
 
 _COLUMNS = ("tokens_per_cpu_s", "tokens_per_cpu_s_range", "tokens_per_s", "first_token_s", "peak_bytes")
@@ -18,7 +19,7 @@ def table(result: dict[str, Json]) -> str:
     assert isinstance(rows, list) and isinstance(swaps, list) and isinstance(goals, dict)
     console = Console(width=_WIDTH)
     with console.capture() as capture:
-        console.print(_tokens(f"bench engine · {result['date']} · {result['commit']}", rows))
+        console.print(_tokens(heading(result), rows))
         console.print(_plain("new weights", _SWAP_COLUMNS, swaps))
         console.print(f"sessions: {result['sessions']}")
         if result["card"]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, final
 
+from etude.benchmarks import usage
 from etude.benchmarks.engine_contestants import CONTESTANTS, Contestant, Order, Setup, as_json
 from etude.errors import InfrastructureError, UserError
 from etude.types import Json
@@ -30,7 +31,6 @@ START_DEADLINE_S = 300.0
 ORDER_DEADLINE_S = 600.0
 END_DEADLINE_S = 10.0
 LOG_TAIL_BYTES = 1500
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,33 +256,12 @@ def timed(contestant: Contestant, load: Load) -> Timing:
 def tree_cpu_s() -> float:
     """User and system seconds of this process, of children that ended and of descendants that live."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    living = 0
-    for pid in _descendants():
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
-        living += sum(int(ticks) for ticks in fields[11:15])  # its own, user and system, and those of its children
-    return time.process_time() + ended.ru_utime + ended.ru_stime + living / _CLOCK_TICKS
+    return time.process_time() + ended.ru_utime + ended.ru_stime + usage.cpu_s(usage.descendants(os.getpid()))
 
 
 def tree_peak_bytes() -> int:
     """Resident memory of this process and its descendants, each at its highest."""
-    peak = 0
-    for pid in (os.getpid(), *_descendants()):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                peak += int(line.split()[1]) * 1024
-    return peak
-
-
-def _descendants() -> list[int]:
-    """Process ids of living children, theirs, and so on."""
-    found: list[int] = []
-    waiting = [os.getpid()]
-    while waiting:
-        for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            children = [int(pid) for pid in tasks.read_text(encoding="utf-8").split()]
-            found += children
-            waiting += children
-    return found
+    return usage.peak_bytes(usage.family(os.getpid()))
 
 
 def _say(answers: IO[str], answer: Any) -> None:

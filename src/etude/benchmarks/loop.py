@@ -16,17 +16,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.clock import date_utc
+from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.config import RunConfig, parse_config
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
 from etude.run.folder import RunFolder
 from etude.run.local import run_local
-from etude.run.machine import describe_machine, source_commit
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
-GOAL_RATIO = 1.5
+ASYNC_VS_SYNC = Goal("async_vs_sync", "at least", 1.5)
 """Asynchronous over synchronous rollouts per second, below which the asynchrony does not pay for itself."""
 
 
@@ -55,23 +54,16 @@ def bench_loop(*, steps: int) -> dict[str, Json]:
         rows = [_measure(contestant, start, steps) for contestant in CONTESTANTS]
     rates = {str(row["contestant"]): float(str(row["rollouts_per_s"])) for row in rows}
     best_synchronous = max(rate for name, rate in rates.items() if name.startswith("synchronous"))
-    ratio = round(rates["asynchronous"] / best_synchronous, 3)
-    return {
-        "bench": "loop",
-        "machine": describe_machine(),
-        "commit": source_commit(),
-        "date": date_utc(),
-        "seconds": round(sum(float(str(row["seconds"])) for row in rows), 1),
-        "results": list(rows),
-        "goals": {"async_vs_sync": {"value": ratio, "goal": GOAL_RATIO, "met": ratio >= GOAL_RATIO}},
-    }
+    judged = ASYNC_VS_SYNC.judge(rates["asynchronous"] / best_synchronous)
+    seconds = sum(float(str(row["seconds"])) for row in rows)
+    return envelope("loop", seconds, {"results": list(rows), "goals": {ASYNC_VS_SYNC.name: judged}})
 
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
     rows = result["results"]
     assert isinstance(rows, list)
-    drawing = Table(title=f"bench loop · {result['date']} · {result['commit']}")
+    drawing = Table(title=heading(result))
     columns = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "seconds")
     for column in columns:
         drawing.add_column(column.replace("_", " "), justify="left" if column == "contestant" else "right")

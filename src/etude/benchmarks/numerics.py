@@ -29,14 +29,13 @@ from torch import Tensor
 from etude.benchmarks.engine_contestants import LENGTH, RUNNING, Order, Setup
 from etude.benchmarks.engine_models import END_ID, PAD_ID, QUICK_MODEL, load_trained
 from etude.benchmarks.engine_worker import Worker, available_cores
+from etude.benchmarks.envelope import envelope, heading
 from etude.benchmarks.numerics_model import CACHE, Schooling, TrainedModel, trained_model
-from etude.clock import date_utc
 from etude.config import NumericsConfig
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import save_checkpoint
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
-from etude.run.machine import describe_machine, source_commit
 from etude.run.numerics import DTYPES, decoded_state, published_state
 from etude.trainer.mismatch import Mismatch, summarise
 from etude.types import NO_ROUTE, Floats, Json, Mask
@@ -165,23 +164,19 @@ def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:
             rows = [row for name in chosen.formats for row in _rows(name, model, chosen, Path(scratch))]
     finally:
         torch.set_num_threads(threads)
-    return {
-        "bench": "numerics",
-        "machine": describe_machine(),
-        "commit": source_commit(),
-        "date": date_utc(),
-        "seconds": round(time.monotonic() - started_s, 1),
+    figures: dict[str, Json] = {
         "model": chosen.schooling.model.name,
         "results": [row.to_json() for row in rows],
         "goals": judged_rows(rows),
     }
+    return envelope("numerics", time.monotonic() - started_s, figures)
 
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
     rows, goals = result["results"], result["goals"]
     assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=f"bench numerics · {result['model']} · {result['date']} · {result['commit']}")
+    drawing = Table(title=heading(result, str(result["model"])))
     columns = ("mean_abs", "p99", "max", "k1", "k3", "equal_share", "flip_share", "flipped_p99", "tokens")
     drawing.add_column("engine")
     drawing.add_column("trainer")

@@ -28,14 +28,13 @@ from typing import Self, final
 from rich.console import Console
 from rich.table import Table
 
+from etude.benchmarks.envelope import envelope, heading
 from etude.benchmarks.link_probe import LinkMeasurement, measure_link
 from etude.benchmarks.links import Traffic
 from etude.benchmarks.sites import COMPUTE_S, SitePlan
 from etude.benchmarks.trainee import TrainedWeights
 from etude.benchmarks.wan import Wan, WanShape
-from etude.clock import date_utc
 from etude.errors import InfrastructureError, UserError
-from etude.run.machine import describe_machine, source_commit
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -137,12 +136,7 @@ def bench_sync(options: SyncOptions | None = None) -> dict[str, Json]:
     rows = [_link_row(*link) for link in links]
     rows += [_row(contestant, measured, chosen) for contestant, measured in steps.items()]
     rows += [_computed(steps["etude"], rates, chosen, bits_per_s) for bits_per_s in (1e10, 1e11)]
-    return {
-        "bench": "sync",
-        "machine": describe_machine(),
-        "commit": source_commit(),
-        "date": date_utc(),
-        "seconds": round(time.monotonic() - started_s, 1),
+    figures: dict[str, Json] = {
         "links": {
             **{name: value for name, value in asdict(chosen.shape).items() if name != "seed"},
             "delay_each_way_s": chosen.shape.rtt_s / 2,
@@ -153,13 +147,14 @@ def bench_sync(options: SyncOptions | None = None) -> dict[str, Json]:
         "results": list(rows),
         "goals": _goals(steps),
     }
+    return envelope("sync", time.monotonic() - started_s, figures)
 
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
     rows, goals = result["results"], result["goals"]
     assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=f"bench sync · {result['date']} · {result['commit']}")
+    drawing = Table(title=heading(result))
     columns = ("case", "served_s", "blocked_s", "pause_s", "in_place_s", "reload_s", "bytes", "region_bytes")
     drawing.add_column("contestant")
     for column in columns:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.contestants import CONTESTANTS, DeltaContestant, FireworksContestant
+from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.floors import Floors, floors_of
 from etude.benchmarks.rehearsal import CACHE, PublishedPair, Rehearsal, published_pairs, state_over
-from etude.clock import date_utc
 from etude.errors import DamagedError, UserError
-from etude.run.machine import describe_machine, source_commit
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -40,25 +39,14 @@ from etude.weights.store import ObjectStore
 
 GB = 1e9
 MOST_RUNS = 25
+TOO_FAST = "too fast to measure; raise the size"
 _WEIGHT_BYTES = 2
 
 StartPublishing: TypeAlias = Callable[[State], AbstractContextManager[Callable[[State], int]]]
 """Publishes a first state, uncounted; what it gives out publishes the next one and returns the bytes of its packs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What a ratio of two figures has to be at the smallest learning rate."""
-
-    name: str
-    sense: Literal["at most", "at least"]
-    goal: float
-
-    def met(self, value: float) -> bool:
-        """Whether ``value`` is good enough."""
-        return value <= self.goal if self.sense == "at most" else value >= self.goal
-
-
+# What ratios of two figures have to be at the smallest learning rate.
 BYTES_VS_ARC_V3 = Goal("bytes_vs_arc_v3", "at most", 0.48)
 BYTES_VS_ARC_V2 = Goal("bytes_vs_arc_v2", "at most", 0.34)
 ENCODE_VS_MEMCPY = Goal("encode_vs_memcpy", "at least", 0.4)
@@ -195,22 +183,15 @@ def bench_weights(
         rows = [row for pair in pairs for row in _rows_of(pair, size_gb if pair.rate == judged else 0.0, plan)]
     finally:
         torch.set_num_threads(threads)
-    return {
-        "bench": "weights",
-        "machine": describe_machine(),
-        "commit": source_commit(),
-        "date": date_utc(),
-        "seconds": round(time.perf_counter() - started_s, 1),
-        "results": [row.to_json() for row in rows],
-        "goals": _goals(rows),
-    }
+    figures: dict[str, Json] = {"results": [row.to_json() for row in rows], "goals": _goals(rows)}
+    return envelope("weights", time.perf_counter() - started_s, figures)
 
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
     rows, goals = result["results"], result["goals"]
     assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=f"bench weights · {result['date']} · {result['commit']}")
+    drawing = Table(title=heading(result))
     columns = ("bytes_per_changed", "ratio", "encode_gb_per_s", "decode_gb_per_s", "of_gaps_floor", "of_context_floor")
     drawing.add_column("contestant")
     for column in columns:
@@ -346,16 +327,7 @@ def _goals(rows: Sequence[Row]) -> dict[str, Json]:
         (PUBLISH_VS_MEMCPY, _ratio(copy_s, tiled["etude-publish"].encode_s), None),
         (BYTES_VS_ENTROPY, max(_of_floor(row) for row in rows), None),
     )
-    return {goal.name: _judged(goal, value, reason) for goal, value, reason in values}
-
-
-def _judged(goal: Goal, value: float | None, missing: str | None) -> dict[str, Json]:
-    shown = None if value is None else round(value, 3)
-    judged: dict[str, Json] = {"value": shown, "goal": goal.goal, "sense": goal.sense}
-    judged["met"] = value is not None and goal.met(value)
-    if value is None:
-        judged["reason"] = missing or "too fast to measure; raise the size"
-    return judged
+    return {goal.name: goal.judge(value, reason or TOO_FAST) for goal, value, reason in values}
 
 
 def _of_floor(row: Row) -> float:

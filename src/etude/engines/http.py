@@ -137,8 +137,10 @@ def _pauses_s() -> Iterator[float]:
 
 def _health(answer: bytes) -> EngineHealth:
     try:
-        return EngineHealth(**orjson.loads(answer))
-    except (orjson.JSONDecodeError, TypeError) as error:
+        fields = orjson.loads(answer)
+        numbers = {name: int(fields[name]) for name in ("version", "running", "waiting")}
+        return EngineHealth(digest=str(fields["digest"]), **numbers)
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
         raise EngineUnavailable(f"the engine's health cannot be read: {type(error).__name__}: {error}") from error
 
 

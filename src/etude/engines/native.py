@@ -111,7 +111,9 @@ class NativeEngine:
                     return
 
     async def health(self) -> EngineHealth:
-        """Which weights are serving, and the load."""
+        """Which weights are serving, and the load. Raises like :meth:`generate` when a step failed."""
+        if self._failure:
+            raise EngineUnavailable(self._failure)
         return EngineHealth(
             version=self._weights.version,
             digest=self._weights.digest,

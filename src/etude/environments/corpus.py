@@ -14,8 +14,7 @@ import numpy as np
 
 from etude.config import MidtrainConfig, TranscriptConfig
 from etude.environments.bugfix import BugfixFamily
-from etude.environments.transcripts import Message, transcript
-from etude.sandboxes import tools
+from etude.environments.transcripts import TOOLS, Message, Style
 from etude.tokens.chat import ChatTemplate
 from etude.types import Document, Split
 
@@ -23,6 +22,8 @@ WINDOW_TOKENS = 256
 """Length of a standard-library document."""
 CODE_TOKENS = 170
 """A document of domain code holds functions until it has this many tokens."""
+NUMBERED_SHARE = 0.7
+"""Of domain code that is shown as an agent reads it."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 """How many modules of the standard library are read, and how much of each."""
 POOL_BATCHES = 8
@@ -33,12 +34,18 @@ class Corpus:
     """The mid-training mixture of one recipe."""
 
     def __init__(
-        self, family: BugfixFamily, chat: ChatTemplate, midtrain: MidtrainConfig, transcripts: TranscriptConfig
+        self,
+        family: BugfixFamily,
+        chat: ChatTemplate,
+        midtrain: MidtrainConfig,
+        transcripts: TranscriptConfig,
+        style: Style = TOOLS,
     ) -> None:
         self._family = family
         self._chat = chat
         self._midtrain = midtrain
         self._transcripts = transcripts
+        self._style = style
 
     def batches(self, seed: int) -> Iterator[list[Document]]:
         """An endless stream of batches; each holds documents of one kind."""
@@ -76,13 +83,14 @@ class Corpus:
             ids = [self._chat.document_id]
             while len(ids) < CODE_TOKENS:
                 text = "\n".join(self._family.problem(Split.TRAIN, rng).right)
-                ids += [*self._chat.encode(tools.number_lines(text) if rng.random() < 0.7 else text), self._chat.end_id]
+                shown = self._style.number(text) if rng.random() < NUMBERED_SHARE else text
+                ids += [*self._chat.encode(shown), self._chat.end_id]
             return _whole(ids)
 
         return make
 
     def _session(self, rng: Random) -> Document:
-        messages = draw_transcript(self._family, self._transcripts, rng)
+        messages = draw_transcript(self._family, self._transcripts, rng, self._style)
         ids: list[int] = []
         weights: list[float] = []
         for message in messages:
@@ -95,17 +103,17 @@ class Corpus:
         return Document(token_ids=np.array(ids, np.int32), weights=np.array(weights, np.float32))
 
 
-def draw_transcript(family: BugfixFamily, config: TranscriptConfig, rng: Random) -> list[Message]:
+def draw_transcript(family: BugfixFamily, config: TranscriptConfig, rng: Random, style: Style = TOOLS) -> list[Message]:
     """A session of the imperfect agent on a fresh training problem."""
     problem, checks = family.graded_problem(Split.TRAIN, rng)
-    return transcript(problem, checks, config, rng)
+    return style.write(problem, checks, config, rng)
 
 
-def tokenizer_texts(family: BugfixFamily, config: TranscriptConfig, seed: int) -> Iterator[str]:
+def tokenizer_texts(family: BugfixFamily, config: TranscriptConfig, seed: int, style: Style = TOOLS) -> Iterator[str]:
     """Text to learn a tokenizer from: the same three sources, never anything held out."""
     rng = Random(f"tokenizer|{seed}")
     for _ in range(1500):
-        yield from (message.content for message in draw_transcript(family, config, rng))
+        yield from (message.content for message in draw_transcript(family, config, rng, style))
     yield from (text[:8000] for text in stdlib_texts()[::4])
 
 

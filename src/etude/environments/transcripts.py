@@ -5,17 +5,22 @@ up early. Its observations are true: the tools of :mod:`etude.sandboxes.tools` a
 reinforcement learning later adds is judgment, and the held-out measure shows how much.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import TypeAlias
 
 from etude.config import TranscriptConfig
 from etude.environments.bugfix import Problem, run_program
+from etude.environments.programs import Lines
 from etude.sandboxes import tools
-from etude.types import FunctionChecks
+from etude.types import Case, FunctionChecks
 
 MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
+
+Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests
+"""What the imitated agent does before it submits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +31,60 @@ class Message:
     content: str
 
 
+Writer: TypeAlias = Callable[[Problem, FunctionChecks, TranscriptConfig, Random], list[Message]]
+"""Writes one session of the imperfect agent, from the task's prompt to its submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """In whose words an agent works."""
+
+    write: Writer
+    number: Callable[[str], str]
+    """A file as that agent reads it, lines numbered."""
+
+
 def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random) -> list[Message]:
-    """One session of the imperfect agent, from the task's prompt to ``submit``."""
+    """One session in the words of the built-in tools."""
     messages = [Message("user", f"fix {problem.function} in {problem.path}")]
-    lines = problem.broken
-    for call, lines in _session(problem, checks, config, rng):
-        messages.append(Message("assistant", call))
-        messages.append(Message("user", _observe(call, problem, lines, checks)))
+    for move, lines in moves(problem, checks, config, rng):
+        messages.append(Message("assistant", _spell(move)))
+        messages.append(Message("user", _observe(move, problem, lines, checks)))
     messages.append(Message("assistant", tools.SUBMIT))
     return messages
 
 
-def _session(
+TOOLS = Style(transcript, tools.number_lines)
+"""The words of the built-in tools."""
+
+
+def moves(
     problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The agent's calls, each with the program as it is afterwards."""
+) -> Iterator[tuple[Move, Lines]]:
+    """What the imperfect agent does, each move with the program as it is afterwards."""
     lines = problem.broken
     if rng.random() < config.read_first:
-        yield f"{tools.READ} {problem.path}", lines
+        yield tools.ReadFile(problem.path), lines
     tried = set[str]()
     for _ in range(MAX_EDITS):
         line = _draw_edit(problem, config, tried, rng)
         tried.add(line)
         lines = problem.with_answer(line)
-        yield f"{tools.EDIT} {problem.path} {problem.kind.answer + 1}\n{line}", lines
+        yield tools.EditFile(problem.path, problem.kind.answer + 1, line), lines
         if rng.random() >= config.test_after:
             return
-        yield tools.TEST, lines
-        if _failure(problem, lines, checks) is None or rng.random() >= config.retry:
+        yield tools.RunTests(), lines
+        if first_failure(problem, lines, checks) is None or rng.random() >= config.retry:
             return
+
+
+def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tuple[Case, str] | None:
+    """The first visible case that fails, with the result's ``repr`` or the exception's name."""
+    for case in checks.visible:
+        got = run_program(lines, problem.function, case.arguments)
+        if got != case.expected:
+            return case, got[1:] if isinstance(got, str) and got.startswith("!") else repr(got)
+    return None
 
 
 def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng: Random) -> str:
@@ -64,19 +94,22 @@ def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng:
     return rng.choice([line for line in problem.slips if line not in tried])
 
 
-def _observe(call: str, problem: Problem, lines: tuple[str, ...], checks: FunctionChecks) -> str:
-    if call.startswith(tools.READ):
-        return tools.number_lines("\n".join(lines))
-    if call == tools.TEST:
-        return _failure(problem, lines, checks) or tools.PASS
-    return tools.OK
+def _spell(move: Move) -> str:
+    match move:
+        case tools.ReadFile(path):
+            return f"{tools.READ} {path}"
+        case tools.EditFile(path, line, text):
+            return f"{tools.EDIT} {path} {line}\n{text}"
+        case tools.RunTests():
+            return tools.TEST
 
 
-def _failure(problem: Problem, lines: tuple[str, ...], checks: FunctionChecks) -> str | None:
-    """What ``test`` prints for the first visible case that fails."""
-    for case in checks.visible:
-        got = run_program(lines, problem.function, case.arguments)
-        if got != case.expected:
-            shown = got[1:] if isinstance(got, str) and got.startswith("!") else repr(got)
-            return tools.render_failure(problem.function, case, shown)
-    return None
+def _observe(move: Move, problem: Problem, lines: Lines, checks: FunctionChecks) -> str:
+    match move:
+        case tools.ReadFile():
+            return tools.number_lines("\n".join(lines))
+        case tools.EditFile():
+            return tools.OK
+        case tools.RunTests():
+            failure = first_failure(problem, lines, checks)
+            return tools.PASS if failure is None else tools.render_failure(problem.function, *failure)

@@ -1,242 +1,275 @@
-"""The gateway's HTTP door: routes, keys and the translation of errors.
+"""The gateway's door: what happens to a request from its first byte to its line in the log.
 
-Owns no decision about conversations (:mod:`etude.gateway.sessions`) and no request shape
-(:mod:`etude.gateway.openai`). What people wrote never reaches a log.
+    request ─▶ route ─▶ key, session ─▶ budget ─▶ body ─▶ dialect.parse ─▶ service ─▶ answer or events
+                                                                    every trouble ─▶ dialect.refuse
 
-    POST   /sessions              admin key    → session_id, api_key
-    DELETE /sessions/{id}         admin key    → every turn, token for token; the key dies
-    POST   /v1/chat/completions   session key  → one reply of the model
-    GET    /v1/models             session key  → the model's name
-    GET    /healthz               no key       → which weights the engine serves, calls in flight, open sessions
+    POST   /v1/chat/completions  /v1/completions  /v1/responses        OpenAI's
+    POST   /v1/messages  /v1/messages/count_tokens                     Anthropic's
+    GET    /v1/models  /v1/models/{name}                               both
+    …      /s/{session}/v1/…                                           each of them, in a session
+    and those of :mod:`etude.gateway.control`
 
-Consumes chat requests; produces turns. Waits for the engine, which gives up by itself when it is down for too long;
-woken by its answer. On shutdown the sessions are gone: their rollouts fail as infrastructure and are tried again.
+Owns the order of these steps, headers, deadlines and what is counted. Consumes requests; produces answers and turns;
+waits for places and engines, at most until the call's deadline; woken by them. When it drains it takes no new calls;
+on shutdown calls are cancelled and leave no turn, and the sessions are gone: their rollouts fail as infrastructure and
+are tried again. What people wrote never reaches a log.
 
-Serve it with ``handler_cancellation=True``: then a caller that hangs up before the turn is recorded frees its place
-here and in the engine, and leaves no turn. After that the turn stays, whether or not the reply is received. A
-caller that sends a random ``X-Request-Id``, the same with each retry of a call, is given the recorded reply again;
-without one, a retry is another sample, and the reply that nobody received stays a turn of the session.
+A caller that hangs up before the turn is recorded frees its place here and in the engine. After that the turn stays,
+whether or not the reply is received. A caller that sends a random ``X-Request-Id`` or ``Idempotency-Key``, the same
+with each retry of a call, is given the recorded reply again; so is an SDK that says how often it has tried.
 """
 
-import hmac
-import logging
+import asyncio
+import re
 import secrets
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import datetime
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from types import MappingProxyType
+from typing import final
 
-import orjson
-from aiohttp import web
-
-from etude.clock import date_utc
 from etude.config import GatewayConfig
-from etude.errors import CaptureError, EngineUnavailable, SessionLost
-from etude.gateway.openai import ChatRequest, Refusal, chat_body, models_body, parse_chat
-from etude.gateway.recorder import Recorder
-from etude.gateway.sessions import Message, Session, Sessions
-from etude.protocols import Clock, SamplingParams
-from etude.types import Ids, Turn
+from etude.errors import EngineUnavailable
+from etude.gateway.access import AccessLog, Visit
+from etude.gateway.administration import Administration
+from etude.gateway.calls import MODEL, Answer, Asked, Dialect, Refusal
+from etude.gateway.control import Control, Facilities
+from etude.gateway.dialects import chat, completions, messages, models, responses
+from etude.gateway.door import Headers, Reply, Visitor
+from etude.gateway.identity import Guest
+from etude.gateway.keyfile import KeyFile
+from etude.gateway.keys import retry_after
+from etude.gateway.metrics import OVER_BUDGET
+from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
+from etude.gateway.routes import Matched, Routes, chosen, reply_bytes
+from etude.gateway.service import Caller, Service
 
-MAX_BODY_BYTES = 4 * 2**20
-"""A longer request is refused unread; many times what fits a context of text."""
-KEY_BYTES = 32
-"""Randomness of a session key: not to be guessed."""
-SESSION_ID_BYTES = 12
-"""Randomness of a session id: unique, not secret."""
-REQUEST_ID = "X-Request-Id"
-"""Header by which a retry is known, within one session."""
-RETRY_AFTER_S = 1
-"""When a caller may try again after 429 or 503: about one model call later."""
+DIALECTS: tuple[Dialect, ...] = (chat.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
+"""All there are."""
+BY_PATH: Mapping[str, Dialect] = MappingProxyType({dialect.path: dialect for dialect in DIALECTS})
+ANTHROPIC_VERSION = "anthropic-version"
+"""Header that Anthropic's clients always send, by which they are known on paths that both APIs have."""
+REQUEST_IDS = ("X-Request-Id", "Idempotency-Key")
+"""Headers by which a retry is known, within one session."""
+RETRY_COUNT = "x-stainless-retry-count"
+"""Header by which both SDKs say how often they have tried this call before."""
+MIN_VERSION = "X-Etude-Min-Version"
+"""Header with the oldest weight version that may answer."""
+DEADLINE = "X-Etude-Deadline-S"
+"""Header with a shorter deadline than the gateway's."""
+VERSION = "X-Etude-Version"
+"""Response header with the weight versions that answered; of a stream, those of its first tokens."""
+PROBES = frozenset({"GET /healthz", "GET /metrics"})
+"""Routes that leave no line in the access log: they are asked many times a second, and by machines."""
+FAREWELL_S = 1.0
+"""How long the last event of a stream that failed may take to leave."""
+REQUEST_ID_BYTES = 12
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+WHOLE = re.compile(r"[0-9]{1,9}")
 
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""HTTP status of the web server's own refusals → error code."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-logger = logging.getLogger(__name__)
-
-
+@final
 class Gateway:
-    """Lets harnesses talk to an engine in chat messages while it keeps the tokens.
+    """Answers requests; :func:`etude.gateway.door.door` carries them here.
 
-    ``max_length`` is the engine's bound on prompt and completion together, in tokens.
+    ``key_file`` is where keys that are made over HTTP are kept; ``None`` keeps them in memory.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
-        sessions: Sessions,
-        clock: Clock,
+        service: Service,
+        facilities: Facilities,
         config: GatewayConfig,
         *,
-        admin_key: str,
-        max_length: int,
+        key_file: KeyFile | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
-        if not admin_key or not admin_key.isascii():
-            raise ValueError("the admin key must be ASCII and not empty: it travels in a header and guards every turn")
-        self._recorder = recorder
-        self._sessions = sessions
-        self._clock = clock
-        self._max_inflight = config.max_inflight
-        self._admin_key = admin_key.encode()
-        self._max_length = max_length
-        self._inflight = 0
+        self._service = service
+        self._identity = facilities.identity
+        self._load = facilities.load
+        self._clock = facilities.clock
+        self._deadline_s = config.deadline_s
+        self._access_log = access_log
+        control = Control(facilities)
+        administration = Administration(facilities.identity, facilities.pool, facilities.clock, key_file)
+        self._metrics = control.metrics
+        self.expire = control.expire
+        """Lets idle sessions go; to be called now and then."""
+        models = {"/v1/models": {"GET": self._models}, "/v1/models/{}": {"GET": self._model}}
+        calls = {path: {"POST": self._call} for path in BY_PATH} | {messages.COUNT_PATH: {"POST": self._count}}
+        self._routes = Routes({**control.table(), **administration.table()}, {**calls, **models})
 
-    def app(self) -> web.Application:
-        """The web application that serves this gateway."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer_errors])
-        app.router.add_post("/sessions", self._open_session)
-        app.router.add_delete("/sessions/{session_id}", self._close_session)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/healthz", self._health)
-        return app
-
-    async def _open_session(self, request: web.Request) -> web.Response:
-        self._check_admin(request)
-        session_id, api_key = secrets.token_hex(SESSION_ID_BYTES), secrets.token_urlsafe(KEY_BYTES)
-        if self._sessions.open(session_id, api_key, self._clock.now()) is None:
-            raise Refusal(429, "too_many_sessions", f"{len(self._sessions)} sessions are open: close some first")
-        return _json(orjson.dumps({"session_id": session_id, "api_key": api_key}))
-
-    async def _close_session(self, request: web.Request) -> web.Response:
-        self._check_admin(request)
-        session = self._sessions.close(request.match_info["session_id"], self._clock.now())
-        turns = [_turn_fields(turn) for turn in session.turns]
-        return _json(orjson.dumps({"turns": turns}, option=orjson.OPT_SERIALIZE_NUMPY))
-
-    async def _chat(self, request: web.Request) -> web.Response:
-        session = self._authenticate(request)
-        chat = parse_chat(await request.read())
-        request_id = request.headers.get(REQUEST_ID, "")
-        index = session.answered(request_id, chat.messages)
-        if index is None:
-            index = await self._sample(session, chat, request_id)
-        turn = session.turns[index]
-        reply_id = f"chatcmpl-{session.session_id}-{index + 1}"
-        created = int(datetime.fromisoformat(date_utc()).timestamp())
-        return _json(chat_body(reply_id, created, turn, self._text(turn.completion_ids)))
-
-    async def _models(self, request: web.Request) -> web.Response:
-        self._authenticate(request)
-        return _json(models_body())
-
-    async def _health(self, request: web.Request) -> web.Response:
-        """503 without an engine: the gateway lives, but nothing should be routed to it."""
+    async def handle(self, visitor: Visitor) -> Reply | None:
+        """Answer one request; ``None`` says that it was streamed. Raises nothing but being cancelled."""
+        visit = Visit(began=self._clock.now(), request_id=f"req_{secrets.token_hex(REQUEST_ID_BYTES)}")
+        found = self._routes.match(visitor.path)
+        visit.route = f"{visitor.method} {found.pattern}" if found else "unknown"
+        dialect = _dialect_of(visitor, found)
         try:
-            health = await self._recorder.engine.health()
-        except EngineUnavailable:
-            status, engine = 503, None
-        else:
-            status, engine = 200, {"version": health.version, "digest": health.digest}
-        facts = {"engine": engine, "inflight": self._inflight, "sessions": len(self._sessions)}
-        return _json(orjson.dumps(facts), status)
+            matched, handler = chosen(found, visitor.method)
+            reply = await handler(visitor, matched, visit)
+        except Exception as error:  # noqa: BLE001 - the last resort of a server: the caller gets an answer, we get a trace
+            reply = _refused(refusal_of(error, visit.route), dialect, visit)
+        except BaseException:
+            visit.status = GONE
+            raise
+        finally:
+            visit.ended = self._clock.now()
+            self._metrics.count(visit)
+            if self._access_log is not None and visit.route not in PROBES:
+                self._access_log.add(visit)
+        return reply
 
-    def _check_admin(self, request: web.Request) -> None:
-        if not hmac.compare_digest(_bearer(request).encode(), self._admin_key):
-            raise Refusal(401, "invalid_api_key", "this route needs the admin key")
+    async def drain(self, seconds: float) -> None:
+        """Take no more calls and wait until those in flight are over, at most ``seconds``; being cancelled ends it."""
+        await self._load.drain(seconds)
 
-    def _authenticate(self, request: web.Request) -> Session:
-        session = self._sessions.authenticate(_bearer(request), self._clock.now())
-        if session is None:
-            raise Refusal(401, "invalid_api_key", "the key belongs to no open session")
-        return session
+    async def _call(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply | None:
+        """One model call in the dialect of its path."""
+        dialect = BY_PATH[_bare(matched)]
+        guest = self._admit(visitor, matched, visit)
+        body = await visitor.read()
+        visit.bytes_in = len(body)
+        asked = dialect.parse(body)
+        caller = self._caller(guest, visitor.headers)
+        with self._load.call():
+            try:
+                if asked.call.stream:
+                    await self._stream(visitor, asked, caller, visit)
+                    return None
+                async with asyncio.timeout(caller.deadline - self._clock.now()):
+                    answer = await self._service.answer(asked.call, caller, visit)
+            except EngineUnavailable as error:
+                raise self._late(error, caller) from error
+            finally:
+                self._settle(guest, visit)
+        return self._answered(asked, answer, dialect, visit)
 
-    def _sampling(self, chat: ChatRequest, prompt_tokens: int) -> SamplingParams:
-        room = self._max_length - prompt_tokens
-        wanted = max(room, 1) if chat.max_tokens is None else chat.max_tokens
-        if wanted > room:
+    async def _stream(self, visitor: Visitor, asked: Asked, caller: Caller, visit: Visit) -> None:
+        """Send events as they come. Trouble before the first has a status; later it is an event itself."""
+        events, opened = asked.events(), False
+        try:
+            async with (
+                asyncio.timeout(caller.deadline - self._clock.now()),
+                aclosing(self._service.stream(asked.call, events, caller, visit)) as chunks,
+            ):
+                async for chunk in chunks:
+                    if not opened:
+                        opened, visit.status = True, 200
+                        await visitor.open(_headers(BY_PATH[visit.dialect], visit))
+                    await visitor.write(chunk)
+                    visit.bytes_out += len(chunk)
+        except ConnectionError:
+            visit.status = GONE
+        except Exception as error:
+            if not opened:
+                raise
+            refusal = refusal_of(self._late(error, caller), visit.route)
+            visit.status, visit.code = refusal.status, refusal.code
+            with suppress(ConnectionError, TimeoutError):  # who does not read will not learn of it
+                async with asyncio.timeout(FAREWELL_S):
+                    await visitor.write(events.failure(refusal))
+
+    async def _count(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
+        """How many tokens a call would have."""
+        guest = self._guest(visitor, matched, visit)
+        body = await visitor.read()
+        visit.bytes_in = len(body)
+        call = messages.parse_count(body)
+        return reply_bytes(visit, messages.count_body(self._service.count(call, guest.conversation)))
+
+    async def _models(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
+        self._guest(visitor, matched, visit)
+        return reply_bytes(visit, models.list_body([MODEL]))
+
+    async def _model(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
+        self._guest(visitor, matched, visit)
+        if matched.parameter != MODEL:
+            raise Refusal(404, "model_not_found", f"the one model here is {MODEL!r}; calls may name it as they like")
+        return reply_bytes(visit, models.one_body(MODEL))
+
+    def _guest(self, visitor: Visitor, matched: Matched, visit: Visit) -> Guest:
+        guest = self._identity.guest(visitor.headers, matched.session, self._clock.now())
+        visit.key_id = guest.key.key_id
+        visit.session_id = guest.conversation.session_id
+        return guest
+
+    def _admit(self, visitor: Visitor, matched: Matched, visit: Visit) -> Guest:
+        """Who calls the model, with budget left to do so."""
+        visit.dialect = _bare(matched)
+        guest = self._guest(visitor, matched, visit)
+        visit.traffic = guest.traffic.value
+        if self._load.draining:
+            raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
+        wait_s = self._identity.keyring.refused_for_s(guest.key, self._clock.now())
+        if wait_s > 0:
+            raise Refusal(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
+        return guest
+
+    def _caller(self, guest: Guest, headers: Mapping[str, str]) -> Caller:
+        """What the headers say about a call."""
+        deadline_s = self._deadline_s
+        asked_s = headers.get(DEADLINE)
+        if asked_s is not None:
+            if not SECONDS.fullmatch(asked_s):
+                raise Refusal(400, "invalid_request", f"{DEADLINE}: expected seconds, e.g. 2.5", param=DEADLINE)
+            deadline_s = min(deadline_s, float(asked_s))
+        oldest = headers.get(MIN_VERSION)
+        if oldest is not None and not WHOLE.fullmatch(oldest):
             raise Refusal(
-                400,
-                "context_length_exceeded",
-                f"{prompt_tokens} prompt tokens and {wanted} to sample exceed the context of {self._max_length}",
-                param="messages",
+                400, "invalid_request", f"{MIN_VERSION}: expected a weight version, e.g. 12", param=MIN_VERSION
             )
-        return SamplingParams(
-            max_tokens=wanted,
-            temperature=chat.temperature,
-            top_p=chat.top_p,
-            top_k=chat.top_k,
-            stop_ids=(self._sessions.template.end_id,),
-            seed=chat.seed,
-            priority=chat.priority,
+        return Caller(
+            conversation=guest.conversation,
+            traffic=guest.traffic,
+            deadline=self._clock.now() + deadline_s,
+            request_id=headers.get(REQUEST_IDS[0]) or headers.get(REQUEST_IDS[1], ""),
+            retried=headers.get(RETRY_COUNT, "0") != "0",
+            min_version=None if oldest is None else int(oldest),
         )
 
-    async def _sample(self, session: Session, chat: ChatRequest, request_id: str) -> int:
-        """Have the engine answer; says which turn of the session that became."""
-        prompt_ids = _prompt(session, chat.messages)
-        turn = await self._generate(session, prompt_ids, self._sampling(chat, len(prompt_ids)))
-        return session.record(chat.messages, turn, self._text(turn.completion_ids), request_id)
+    def _late(self, error: Exception, caller: Caller) -> Exception:
+        """What a call met whose engines did not answer in time: its deadline, rather than their absence."""
+        late = isinstance(error, EngineUnavailable) and self._clock.now() >= caller.deadline
+        return TimeoutError() if late else error
 
-    def _text(self, token_ids: Ids) -> str:
-        return self._sessions.template.decode(token_ids.tolist())
+    def _settle(self, guest: Guest, visit: Visit) -> None:
+        """Count what a call took, and let go of what nobody will ask for again."""
+        tokens = visit.prompt_tokens + visit.completion_tokens
+        if tokens:
+            self._identity.keyring.spend(guest.key, tokens, self._clock.now())
+        if guest.once:
+            guest.conversation.close()
 
-    async def _generate(self, session: Session, prompt_ids: Sequence[int], params: SamplingParams) -> Turn:
-        if self._inflight >= self._max_inflight:
-            raise Refusal(429, "rate_limit_exceeded", f"{self._inflight} model calls are in progress: try again")
-        self._inflight += 1
-        try:
-            return await self._recorder.sample(prompt_ids, params, session.session_id)
-        except ValueError as error:
-            raise Refusal(400, "invalid_request", f"the engine refused: {error}") from error
-        finally:
-            self._inflight -= 1
+    def _answered(self, asked: Asked, answer: Answer, dialect: Dialect, visit: Visit) -> Reply:
+        reply = Reply(body=asked.body(answer), headers=_headers(dialect, visit))
+        visit.status, visit.bytes_out = 200, len(reply.body)
+        return reply
 
 
-@web.middleware
-async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn whatever a handler raises into an answer in OpenAI's error shape."""
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        return _refuse(refusal)
-    except SessionLost as error:
-        return _refuse(Refusal(404, "session_not_found", str(error)))
-    except EngineUnavailable as error:
-        return _refuse(Refusal(503, "engine_unavailable", str(error)))
-    except CaptureError as error:
-        # Not 503: asking again would be answered the same, and the rollout's record shall name the reason.
-        logger.error("%s %s: %s", request.method, request.rel_url.raw_path, error)
-        return _refuse(Refusal(500, "capture_failed", str(error)))
-    except web.HTTPException as error:
-        return _refuse(Refusal(error.status, HTTP_CODES.get(error.status, "invalid_request"), error.text or ""))
-    except Exception as error:  # noqa: BLE001 - the last resort of a server: the caller gets an answer, we get a trace
-        # The error's own message could quote a prompt, so only its type and place are logged.
-        place = "".join(traceback.format_tb(error.__traceback__))
-        logger.error("%s %s failed: %s\n%s", request.method, request.rel_url.raw_path, type(error).__name__, place)
-        return _refuse(Refusal(500, "internal_error", f"the gateway failed: {type(error).__name__}"))
+def _bare(matched: Matched) -> str:
+    """The pattern without its session."""
+    return matched.pattern if matched.session is None else matched.pattern.removeprefix("/s/{session}")
 
 
-def _prompt(session: Session, messages: Sequence[Message]) -> list[int]:
-    try:
-        return session.prompt_for(messages)
-    except ValueError as error:
-        raise Refusal(400, "invalid_request", str(error), param="messages") from error
+def _dialect_of(visitor: Visitor, matched: Matched | None) -> Dialect:
+    """In whose shape trouble is told: by the path, else by the client."""
+    path = visitor.path if matched is None else _bare(matched)
+    anthropic = messages.DIALECT.path in path or ANTHROPIC_VERSION in visitor.headers
+    return BY_PATH.get(path) or (messages.DIALECT if anthropic else chat.DIALECT)
 
 
-def _turn_fields(turn: Turn) -> dict[str, object]:
-    return {
-        "prompt_ids": turn.prompt_ids,
-        "completion_ids": turn.completion_ids,
-        "logprobs": turn.logprobs,
-        "versions": turn.versions,
-        "finish": turn.finish.value,
-        "temperature": turn.temperature,
-        "payload": turn.payload,
-    }
+def _headers(dialect: Dialect, visit: Visit) -> Headers:
+    request_id = (dialect.request_id_header, visit.request_id)
+    return (request_id, (VERSION, "-".join(map(str, visit.versions)))) if visit.versions else (request_id,)
 
 
-def _bearer(request: web.Request) -> str:
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" and key.isascii() else ""  # no key of ours has other characters
-
-
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-def _refuse(refusal: Refusal) -> web.Response:
-    response = _json(refusal.body(), refusal.status)
-    if refusal.status in (429, 503):
-        response.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return response
+def _refused(refusal: Refusal, dialect: Dialect, visit: Visit) -> Reply:
+    body = dialect.refuse(refusal)
+    status = dialect.statuses.get(refusal.status, refusal.status)
+    visit.status, visit.code, visit.bytes_out = status, refusal.code, len(body)
+    headers: Headers = ((dialect.request_id_header, visit.request_id),)
+    if refusal.status in RETRYABLE:
+        headers = (*headers, ("Retry-After", str(retry_after(refusal.retry_after_s or RETRY_AFTER_S))))
+    if refusal.status == 405:
+        headers = (*headers, ("Allow", refusal.param or ""))
+    return Reply(body=body, status=status, headers=headers)

@@ -1,8 +1,7 @@
 """Sessions of a gateway over HTTP.
 
-POST   /sessions         admin key   → {"session_id", "api_key"}
-DELETE /sessions/{id}    admin key   → {"turns": [{"prompt_ids", "completion_ids", "logprobs", "versions", "finish",
-                                                     "temperature", "payload": {"digest", "size_bytes"} | null}]}
+POST   /sessions         admin key   → {"session_id", "api_key", "base_url"}    base_url: a path below the gateway's
+DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.tokens.turns` writes them, application/octet-stream
 
 Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
 in the gateway, and one that was closed but whose turns were lost is lost.
@@ -11,15 +10,14 @@ in the gateway, and one that was closed but whose turns were lost is lost.
 import asyncio
 from contextlib import suppress
 from itertools import chain, repeat
-from typing import Any
 
 import aiohttp
-import numpy as np
 import orjson
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.protocols import Session
-from etude.types import Finish, PayloadRef, Turn
+from etude.tokens.turns import decode_turns
+from etude.types import Turn
 
 REASON_CHARS = 200
 """How much of a refusal is quoted."""
@@ -46,15 +44,19 @@ class GatewaySessions:
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable`."""
-        fields = await self._call("POST", "/sessions")
-        return Session(session_id=fields["session_id"], base_url=f"{self._base_url}/v1", api_key=fields["api_key"])
+        fields: dict[str, str] = orjson.loads(await self._call("POST", "/sessions"))
+        base_url = self._base_url + fields["base_url"]
+        return Session(session_id=fields["session_id"], base_url=base_url, api_key=fields["api_key"])
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and fetch its turns. Raises :class:`~etude.errors.SessionLost`, ``EngineUnavailable``."""
-        fields = await self._call("DELETE", f"/sessions/{session_id}")
-        return tuple(_turn(turn) for turn in fields["turns"])
+        data = await self._call("DELETE", f"/sessions/{session_id}")
+        try:
+            return decode_turns(data)
+        except ValueError as error:
+            raise SessionLost(f"the turns of session {session_id} came damaged: {error}") from error
 
-    async def _call(self, method: str, path: str) -> dict[str, Any]:
+    async def _call(self, method: str, path: str) -> bytes:
         trouble = EngineUnavailable(f"{method} {self._base_url}{path}: no answer within {self._timeout_s:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
@@ -66,7 +68,7 @@ class GatewaySessions:
                     await asyncio.sleep(pause_s)
         raise trouble
 
-    async def _attempt(self, method: str, url: str) -> dict[str, Any] | EngineUnavailable:
+    async def _attempt(self, method: str, url: str) -> bytes | EngineUnavailable:
         """One exchange; returns trouble that may pass, raises any other."""
         try:
             async with self._http.request(method, url, headers=self._headers, timeout=NO_TIMEOUT) as response:
@@ -74,8 +76,7 @@ class GatewaySessions:
         except (aiohttp.ClientError, OSError) as error:
             return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
-            fields: dict[str, Any] = orjson.loads(body)
-            return fields
+            return body
         refusal = f"{method} {url} → {status}: {body[:REASON_CHARS].decode(errors='replace')}"
         if status in BUSY:
             return EngineUnavailable(refusal)
@@ -84,16 +85,3 @@ class GatewaySessions:
         if status in (401, 403):
             raise ConfigError(f"{refusal}; gateway and rollouts must be started with the same admin key")
         raise EngineUnavailable(refusal)
-
-
-def _turn(fields: dict[str, Any]) -> Turn:
-    payload = fields["payload"]
-    return Turn(
-        prompt_ids=np.array(fields["prompt_ids"], np.int32),
-        completion_ids=np.array(fields["completion_ids"], np.int32),
-        logprobs=np.array(fields["logprobs"], np.float32),
-        versions=np.array(fields["versions"], np.int32),
-        finish=Finish(fields["finish"]),
-        temperature=fields["temperature"],
-        payload=None if payload is None else PayloadRef(digest=payload["digest"], size_bytes=payload["size_bytes"]),
-    )

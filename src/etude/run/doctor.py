@@ -28,8 +28,8 @@ from etude.run.folder import RunFolder
 from etude.run.machine import describe_machine
 from etude.run.numerics import load_published, published_state, training_model
 from etude.run.parity import WAYS, LayerDifference, Parity, check_parity
-from etude.run.publishing import open_log
 from etude.run.states import to_tensors
+from etude.run.weight_log import open_log
 from etude.sandboxes.local import LocalSandboxes
 from etude.trainer.mismatch import Rung
 from etude.weights.pull import pull

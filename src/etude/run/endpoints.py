@@ -15,6 +15,8 @@ from etude.errors import PortInUseError, RunFolderError
 
 HOST = "127.0.0.1"
 """A run on one machine talks over loopback only."""
+PUBLIC = "gateway-public"
+"""The gateway's door for others, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,13 @@ class Endpoints:
     file: Path
 
     def reserve(self, config: RunConfig) -> None:
-        """Decide where engine and gateway listen. Raises :class:`~etude.errors.PortInUseError`."""
-        wanted = {"engine": config.engine.port, "gateway": config.gateway.port}
+        """Decide where engine and gateway listen. Raises :class:`~etude.errors.PortInUseError`.
+
+        A gateway that others than this run may reach has a door of its own for them.
+        """
+        wanted = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
+        if config.gateway.public:
+            wanted[PUBLIC] = config.gateway.port
         with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
             ports = {process: probes.enter_context(probe_port(port)) for process, port in wanted.items()}
         self.file.write_text(json.dumps(ports), encoding="utf-8")

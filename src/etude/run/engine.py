@@ -17,9 +17,9 @@ from etude.models.checkpoint import load_spec
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
 from etude.run.following import Serving, WeightFollower
-from etude.run.publishing import open_log
 from etude.run.serving import listening, run_until_signal
 from etude.run.vllm import serve_vllm
+from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
 

@@ -23,8 +23,8 @@ from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
 from etude.run.progress import Progress
-from etude.run.publishing import open_log
 from etude.run.supervision import FINITE, Child, stop_all
+from etude.run.weight_log import open_log
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json

@@ -7,12 +7,15 @@ import torch
 
 from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.environments.shell_transcripts import SHELL
+from etude.environments.transcripts import TOOLS
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
 from etude.run.decisions import resolve_device
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
-from etude.run.publishing import WeightPublishing, open_log
+from etude.run.publishing import WeightPublishing
+from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 from etude.trainer.midtrain import midtrain
@@ -26,13 +29,14 @@ def run_midtraining(folder: RunFolder) -> None:
     config = folder.config()
     torch.set_num_threads(config.midtrain.threads)
     family = BugfixFamily(config.tasks, seed=config.seed)
-    texts = tokenizer_texts(family, config.transcripts, config.seed)
+    style = TOOLS if config.harness.kind == "coding" else SHELL
+    texts = tokenizer_texts(family, config.transcripts, config.seed, style)
     chat = ChatTemplate.train(texts, config.model.vocab_size)
     spec = spec_from_config(config.model, chat.vocab_size)
     model = Decoder(spec)
     model.initialise(config.seed)
     model.to(resolve_device(config.trainer.device))
-    corpus = Corpus(family, chat, config.midtrain, config.transcripts)
+    corpus = Corpus(family, chat, config.midtrain, config.transcripts, style)
     with EventLog(folder.events, "midtrain") as events:
         midtrain(model, corpus.batches(config.seed), config.midtrain, events.write)
         save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)

@@ -34,7 +34,7 @@ from etude.engines.requests import Request, Work
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
-from etude.protocols import Engine, SamplingParams
+from etude.protocols import Engine, SamplingParams, turn_of
 from etude.run.decisions import is_invariant, resolve_replay
 from etude.run.numerics import (
     decoded_state,
@@ -182,15 +182,7 @@ async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) ->
 
 async def _turn(engine: Engine, index: int, prompt: Ids, params: SamplingParams) -> Turn:
     completion = await engine.generate(prompt.tolist(), params, session=f"parity-{index}")
-    return Turn(
-        prompt_ids=prompt,
-        completion_ids=completion.token_ids,
-        logprobs=completion.logprobs,
-        versions=completion.versions,
-        finish=completion.finish,
-        temperature=params.temperature,
-        routes=completion.routes,
-    )
+    return turn_of(prompt, params, completion)
 
 
 def _trajectories(index: int, turns: tuple[Turn, Turn]) -> tuple[Trajectory, ...]:

@@ -1,4 +1,4 @@
-"""A run's weight log, and publishing a model's weights into it while the trainer goes on.
+"""Publishing a model's weights into a run's log while the trainer goes on.
 
     trainer     publish n ──▶ claim batch n + 1, forward, backward ──▶ release ──▶ optimiser step ──▶ land ──▶ publish …
     publisher       └────────▶ read, encode, upload, commit ─────────────────────────────────────────────┘
@@ -6,7 +6,6 @@
 What is published and how is the publisher's; when the trainer may go on is decided here.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -14,30 +13,15 @@ from typing import Self, final
 
 from torch import Tensor
 
-from etude.run.folder import RunFolder
 from etude.run.states import to_stored
 from etude.telemetry.events import WeightsPublished
 from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publication, Publisher
 from etude.weights.state import state_bytes
-from etude.weights.store import ObjectStore
 
-KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
-"""The environment variable with the secret that signs weight records; every process of a run needs the same."""
 DEADLINE_S = 600.0
 """How long a version may take to become visible before the trainer gives up."""
-
-
-def open_log(folder: RunFolder) -> WeightLog:
-    """The weight versions of a run."""
-    return open_store(str(folder.store))
-
-
-def open_store(url: str) -> WeightLog:
-    """The weight versions at a URL, signed and checked when the environment has a key for it."""
-    key = os.environ.get(KEY_VARIABLE)
-    return WeightLog(ObjectStore(url), key=key.encode() if key else None)
 
 
 @final

@@ -8,23 +8,29 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 
 from etude.clock import SystemClock
 from etude.config import RunConfig
 from etude.environments.bugfix import BugfixFamily
+from etude.environments.shell_transcripts import ShellTasks
 from etude.errors import ConfigError, InfrastructureError
 from etude.harnesses.coding import CodingHarness
+from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import Ledger
+from etude.protocols import TaskFamily
+from etude.rewards.fresh import FreshGrader
 from etude.rewards.tests import HiddenTests
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig
 from etude.run.folder import RunFolder
 from etude.run.serving import run_until_signal
+from etude.sandboxes.bubble import DOOR_URL, WORK, BubbleSandboxes, environment_mounts
 from etude.sandboxes.local import LocalSandboxes
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
@@ -36,6 +42,8 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
 CONFINEMENT = ("chroot", "network_off")
 """What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
+HARNESS_FOLDER = "/harness"
+"""Where a harness finds its own files, inside of a sandbox."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two ways of every evaluation."""
 
@@ -81,7 +89,7 @@ class RolloutParts:
     config: RunConfig
     ledger: Ledger
     events: EventLog
-    family: BugfixFamily
+    family: TaskFamily
     dispatcher: Dispatcher
     served: ServedVersion
 
@@ -116,17 +124,20 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         sandboxes = LocalSandboxes(workers=config.rollouts.sandbox_workers)
         stack.push_async_callback(sandboxes.close)
+        await _check_confinement(sandboxes, config)
+        rig = await stack.enter_async_context(_rig(folder, config, http, sandboxes))
         ledger = stack.enter_context(Ledger.open(folder.ledger))
         events = stack.enter_context(EventLog(folder.events, "rollouts"))
-        family = BugfixFamily(config.tasks, seed=config.seed)
-        await _check_confinement(sandboxes, config)
+        family: TaskFamily = BugfixFamily(config.tasks, seed=config.seed)
+        if config.harness.kind == "command":
+            family = ShellTasks(family)
         served = ServedVersion(folder.endpoints.url("gateway"), http)
         stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
             family=family,
-            rig=_rig(folder, config, http, sandboxes),
+            rig=rig,
             events=events,
             serving_version=served,
         )
@@ -176,14 +187,49 @@ async def _check_confinement(sandboxes: LocalSandboxes, config: RunConfig) -> No
         )
 
 
-def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes) -> Rig:
-    return Rig(
-        sessions=GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http),
-        sandboxes=sandboxes,
-        harness=CodingHarness(config.harness, http),
-        grader=HiddenTests(),
-        clock=SystemClock(),
-    )
+@contextlib.asynccontextmanager
+async def _rig(
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes
+) -> AsyncIterator[Rig]:
+    """The parts that rollouts are run with; ``sandboxes`` run the model's programs, and only those."""
+    gateway_url = folder.endpoints.url("gateway")
+    sessions = GatewaySessions(gateway_url, folder.admin_key(), http)
+    if config.harness.kind == "coding":
+        harness = CodingHarness(config.harness, http)
+        yield Rig(sessions=sessions, sandboxes=sandboxes, harness=harness, grader=HiddenTests(), clock=SystemClock())
+        return
+    mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
+    bubbles = BubbleSandboxes(door=gateway_url, mounts=mounts)
+    try:
+        command = CommandHarness(config.harness, http, door_url=DOOR_URL, workdir=WORK)
+        probe = await bubbles.create({})
+        await command.check(probe)
+        await probe.close()
+        grader = FreshGrader(HiddenTests(), sandboxes)
+        yield Rig(sessions=sessions, sandboxes=bubbles, harness=command, grader=grader, clock=SystemClock())
+    finally:
+        await bubbles.close()
+
+
+def write_harness(folder: RunFolder, files: Mapping[str, str]) -> Path:
+    """Write the harness's own files; returns where. Nothing else of a run may be in there: agents can read it."""
+    place = folder.path / "harness"
+    place.mkdir(exist_ok=True)
+    place.chmod(0o755)
+    for name, text in files.items():
+        (place / name).write_text(text, encoding="utf-8")
+        (place / name).chmod(0o644)
+    return place
+
+
+def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
+    """The folders that a recipe shows to its harness. Raises :class:`~etude.errors.ConfigError` for a missing one."""
+    mounts: dict[str, Path] = {}
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"harness.mounts: there is no folder {folder!r} in {Path.cwd()}")
+        mounts |= environment_mounts(Path(folder))
+    return mounts
 
 
 def _mean(values: Sequence[float]) -> float:

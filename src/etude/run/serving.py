@@ -5,7 +5,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import ssl
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 
 import uvloop
 from aiohttp import web
@@ -67,24 +69,41 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: web.Application, port: int) -> AsyncIterator[None]:
-    """Serve ``app`` on loopback while the context is open. Raises :class:`~etude.errors.PortInUseError`."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+async def listening(
+    app: web.Application | web.Server, port: int, *, host: str = HOST, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve ``app`` while the context is open; gives the port. Raises :class:`~etude.errors.PortInUseError`."""
+    runner: web.BaseRunner
+    if isinstance(app, web.Application):
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    else:
+        runner = web.ServerRunner(app, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        await _bind(runner, port)
-        yield
+        await _bind(runner, Address(host, port), tls)
+        yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
 
-async def _bind(runner: web.AppRunner, port: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen."""
+
+    host: str
+    port: int
+
+
+async def _bind(runner: web.BaseRunner, address: Address, tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + BIND_S
     while True:
         try:
-            return await web.TCPSite(runner, HOST, port, reuse_address=True).start()
+            site = web.TCPSite(runner, address.host, address.port, reuse_address=True, ssl_context=tls)
+            return await site.start()
         except OSError as error:
             if loop.time() >= deadline_s:
-                raise PortInUseError(f"port {port} on {HOST} is in use: free it, or set port = 0") from error
+                raise PortInUseError(
+                    f"port {address.port} on {address.host} is in use: free it, or set port = 0 ({error.strerror})"
+                ) from error
         await asyncio.sleep(0.2)

@@ -30,8 +30,9 @@ from etude.run.numerics import (
     route_space,
     training_model,
 )
-from etude.run.publishing import WeightPublishing, open_log
+from etude.run.publishing import WeightPublishing
 from etude.run.states import to_tensors
+from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints

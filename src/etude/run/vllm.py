@@ -24,12 +24,12 @@ from etude.engines.server import engine_app
 from etude.engines.vllm import Source, VllmEngine
 from etude.engines.vllm_answers import Offer
 from etude.engines.vllm_process import VllmProcess, VllmServer, find_python
-from etude.errors import EngineUnavailable
+from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE, load_spec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
-from etude.run.publishing import open_log
 from etude.run.serving import listening
+from etude.run.weight_log import open_log
 from etude.telemetry.events import WeightsSwapped
 from etude.telemetry.log import EventLog
 from etude.weights.interop.checkpoint import write_checkpoint
@@ -76,15 +76,26 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 exchange = Exchange("vLLM", process.base_url, http)
-                await process.ready(exchange, START_S)
                 offer = Offer(sparse_layers=spec.sparse_layers if replays else ())
                 engine = VllmEngine(exchange, server.limits(), offer, Path(scratch))
-                await engine.start(pulled.version, pulled.digest)
+                await _start(process, engine, exchange, pulled)
                 async with listening(engine_app(engine), folder.endpoints.port("engine")):
                     follower = _Follower(log=log, receiver=receiver, engine=engine, writer=writer)
                     await _follow(follower, process, SwapMode(config.engine.swap), events)
         finally:
             process.stop()
+
+
+async def _start(process: VllmProcess, engine: VllmEngine, exchange: Exchange, pulled: PulledWeights) -> None:
+    """Wait for the server and make sure of its weights.
+
+    Raises :class:`~etude.errors.ConfigError` when that fails: started again with the same settings it would again.
+    """
+    try:
+        await process.ready(exchange, START_S)
+        await engine.start(pulled.version, pulled.digest)
+    except EngineUnavailable as error:
+        raise ConfigError(f"vLLM cannot serve this run: {error}; see {process.log}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from etude.errors import DamagedError, RunFolderError, UserError
 from etude.models.checkpoint import load_spec, save_checkpoint
 from etude.run.folder import RunFolder
 from etude.run.numerics import checkpoint_extra
-from etude.run.publishing import open_log, open_store
 from etude.run.states import to_tensors
+from etude.run.weight_log import open_log, open_store
 from etude.tokens.chat import ChatTemplate
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor

@@ -1,10 +1,15 @@
-"""The chat template, both ways: messages to token ids and sampled ids to text.
+"""The built-in chat format, both ways: messages to token ids and sampled ids to replies.
 
 Owns how a conversation looks in tokens. A message is rendered on its own, ``[role] content [end]``, so rendering a
 longer conversation never changes the ids of a shorter one, and a turn's sampled ids can be continued as they are. Text
 that spells a special token is encoded as plain text: no tool output can open a turn.
 
-Does not own which tokens were sampled (:mod:`etude.gateway`).
+    tools          a system message before all others: ``TOOLS_INTRODUCTION``, then one JSON object a line
+    tool calls     behind the text of a reply, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` each
+    role ``tool``  a user's message: the model knows by its place whose answer it is
+    thoughts       none; what a caller says an assistant thought is left out
+
+Does not own which tokens were sampled (:mod:`etude.gateway`) or any other model's format (:mod:`etude.tokens.jinja`).
 """
 
 import json
@@ -15,6 +20,11 @@ from typing import Self
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.errors import DamagedError
+from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.reader import IncrementalReader
+from etude.tokens.toolcalls import HERMES, ReplyMarks
+from etude.tokens.vocabulary import Spelling
+from etude.types import Json
 
 PAD, DOCUMENT, END = "<|pad|>", "<|doc|>", "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -29,15 +39,32 @@ Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from
 ``:][::-`` one token, a combination that is held out could never be written.
 """
 
+TOOLS_INTRODUCTION = (
+    'Tools, to be called with <tool_call>{"name": <name>, "arguments": <arguments as a JSON object>}</tool_call>:\n'
+)
+"""What stands before the tools in their system message."""
+
 JINJA_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if tools %}{{ '<|system|>' + '"
+    + TOOLS_INTRODUCTION.replace("\n", "\\n")
+    + "' }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{{ '<|end|>' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    """{{ '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' }}"""
+    "{{ call['function']['arguments'] if call['function']['arguments'] is string "
+    "else call['function']['arguments'] | tojson }}{{ '}</tool_call>' }}"
+    "{% endfor %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""The same template for ``AutoTokenizer.apply_chat_template``."""
+"""The same format for ``AutoTokenizer.apply_chat_template``."""
+
+MARKS = ReplyMarks(grammar=HERMES)
+"""What has a meaning in a reply: calls, where there are tools."""
 
 
 class ChatTemplate:
-    """A tokenizer that knows how conversations are written."""
+    """A tokenizer that knows how conversations are written; a :class:`~etude.tokens.messages.ChatFormat`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.encode_special_tokens = True
@@ -47,6 +74,7 @@ class ChatTemplate:
         self.document_id = _token_id(tokenizer, DOCUMENT)
         self.end_id = _token_id(tokenizer, END)
         """Ends every message; an engine stops when it samples it."""
+        self._spelling = Spelling(tokenizer)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
@@ -71,11 +99,7 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read ``tokenizer.json`` from a checkpoint folder. Raises :class:`~etude.errors.DamagedError`."""
-        file = folder / "tokenizer.json"
-        try:
-            return cls(Tokenizer.from_str(file.read_text(encoding="utf-8")))
-        except Exception as error:
-            raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
+        return cls(read_tokenizer(folder))
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer as Hugging Face's ``AutoTokenizer`` expects it."""
@@ -91,6 +115,11 @@ class ChatTemplate:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The one id that ends a message."""
+        return (self.end_id,)
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids."""
         return self._tokenizer.get_vocab_size()
@@ -99,9 +128,32 @@ class ChatTemplate:
         """Plain text to ids, with nothing added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._spelling.decode(token_ids)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that a model continues to answer a conversation. Raises ``ValueError`` on an unknown role."""
+        ids: list[int] = []
+        if tools:
+            listed = "".join(json.dumps(described(tool), ensure_ascii=False) + "\n" for tool in tools)
+            ids += self.render_message("system", TOOLS_INTRODUCTION + listed)
+        for message in messages:
+            role = "user" if message.role == "tool" else message.role
+            ids += self.render_message(role, message.content + "".join(map(_call_text, message.tool_calls)))
+        return ids + self.generation_prompt()
+
+    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that follow a sampled reply behind its end token: rendering is compositional, so they are those of
+        ``messages`` alone. Raises like :meth:`open`.
+        """
+        return self.open(messages)
+
+    def reader(
+        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+    ) -> IncrementalReader:
+        """Reads one reply; calls are looked for where there are ``tools``."""
+        return IncrementalReader(self._spelling.stream(), MARKS, tools, stops=stops, single_call=single_call)
 
     def render_message(self, role: str, content: str) -> list[int]:
         """A whole message: role token, content, end token. Raises ``ValueError`` on an unknown role."""
@@ -112,6 +164,30 @@ class ChatTemplate:
     def generation_prompt(self) -> list[int]:
         """The tokens that open an assistant turn."""
         return [self._roles["assistant"]]
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The ``tokenizer.json`` of a checkpoint folder. Raises :class:`~etude.errors.DamagedError`."""
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
+
+
+def described(tool: Tool) -> dict[str, Json]:
+    """A tool as the OpenAI API describes it, which is what chat templates expect."""
+    function: dict[str, Json] = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
+    return {"type": "function", "function": function}
+
+
+def _call_text(call: ToolCall) -> str:
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'<tool_call>{{"name": {name}, "arguments": {call.arguments}}}</tool_call>'
 
 
 def _token_id(tokenizer: Tokenizer, token: str) -> int:

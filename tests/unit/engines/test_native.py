@@ -280,7 +280,9 @@ def test_a_step_that_fails_is_told_to_everybody_now_and_later() -> None:
             [piece async for piece in stream]
         with pytest.raises(EngineUnavailable, match="step failed"):
             await engine.generate([1], LONG, session="s")
-        assert await at_rest(engine)
+        with pytest.raises(EngineUnavailable, match="step failed"):
+            await engine.health()
+        assert engine.free_pages == NativeEngine(make_weights(0), CONFIG, seed=0).free_pages
 
     asyncio.run(play())
 

@@ -13,33 +13,36 @@ from aiohttp.test_utils import TestServer, unused_port
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.rollouts.sessions import GatewaySessions
-from etude.types import Finish, PayloadRef
+from etude.tokens.turns import encode_turns
+from etude.types import Finish, PayloadRef, Turn
 
 Answer = TypeVar("Answer")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-TURN = {
-    "prompt_ids": [1, 2],
-    "completion_ids": [3, 4],
-    "logprobs": [-0.5, -0.25],
-    "versions": [6, 7],
-    "finish": "length",
-    "temperature": 0.7,
-    "payload": {"digest": "ab" * 32, "size_bytes": 12},
-}
+TURN = Turn(
+    prompt_ids=np.array([1, 2], np.int32),
+    completion_ids=np.array([3, 4], np.int32),
+    logprobs=np.array([-0.5, -0.25], np.float32),
+    versions=np.array([6, 7], np.int32),
+    finish=Finish.LENGTH,
+    temperature=0.7,
+    payload=PayloadRef(digest="ab" * 32, size_bytes=12),
+)
 
 
 async def open_session(request: web.Request) -> web.Response:
     if request.headers["Authorization"] != "Bearer right":
         return web.json_response({"error": "this route needs the admin key"}, status=401)
-    return web.json_response({"session_id": "s1", "api_key": "k1"})
+    return web.json_response({"session_id": "s1", "api_key": "k1", "base_url": "/s/s1/v1"})
 
 
 async def close_session(request: web.Request) -> web.Response:
     if request.match_info["session_id"] == "busy":
         return web.Response(status=503, text="later")
+    if request.match_info["session_id"] == "damaged":
+        return web.Response(body=encode_turns([TURN])[:-1])
     if request.match_info["session_id"] != "s1":
         return web.json_response({"error": "no such session"}, status=404)
-    return web.json_response({"turns": [TURN]})
+    return web.Response(body=encode_turns([TURN]), content_type="application/octet-stream")
 
 
 def with_gateway(
@@ -78,23 +81,21 @@ def test_an_opened_session_leads_a_harness_to_the_gateway() -> None:
     session = with_gateway(lambda sessions: sessions.open())
     assert (session.session_id, session.api_key) == ("s1", "k1")
     assert session.base_url.startswith("http://127.0.0.1:")
-    assert session.base_url.endswith("/v1")
-    assert "//v1" not in session.base_url
+    assert session.base_url.removeprefix("http://").partition("/")[2] == "s/s1/v1"
 
 
 def test_a_closed_session_hands_over_its_turns() -> None:
     (turn,) = with_gateway(lambda sessions: sessions.close("s1"))
-    assert turn.finish is Finish.LENGTH
-    assert turn.temperature == 0.7
-    assert turn.payload == PayloadRef(digest="ab" * 32, size_bytes=12)
-    for array, values, dtype in [
-        (turn.prompt_ids, [1, 2], np.int32),
-        (turn.completion_ids, [3, 4], np.int32),
-        (turn.logprobs, [-0.5, -0.25], np.float32),
-        (turn.versions, [6, 7], np.int32),
-    ]:
-        assert array.dtype == dtype
-        assert array.tolist() == values
+    assert (turn.finish, turn.temperature, turn.payload) == (Finish.LENGTH, 0.7, TURN.payload)
+    for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
+        array, sent = getattr(turn, name), getattr(TURN, name)
+        assert array.dtype == sent.dtype
+        assert array.tolist() == sent.tolist()
+
+
+def test_turns_that_come_damaged_are_lost_with_their_session() -> None:
+    with pytest.raises(SessionLost, match="damaged"):
+        with_gateway(lambda sessions: sessions.close("damaged"))
 
 
 def test_an_unknown_session_is_lost() -> None:

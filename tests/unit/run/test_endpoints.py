@@ -7,7 +7,7 @@ import pytest
 
 from etude.config import RunConfig, parse_config
 from etude.errors import PortInUseError, RunFolderError
-from etude.run.endpoints import HOST, Endpoints
+from etude.run.endpoints import HOST, PUBLIC, Endpoints
 
 
 def test_free_ports_differ_and_are_remembered(tmp_path: Path) -> None:
@@ -33,6 +33,16 @@ def test_a_taken_port_is_refused_by_number(tmp_path: Path) -> None:
         config = parse_config({"gateway": {"port": port}}, source="test")
         with pytest.raises(PortInUseError, match=str(port)):
             Endpoints(tmp_path / "endpoints.json").reserve(config)
+
+
+def test_a_gateway_for_others_has_a_door_of_its_own(tmp_path: Path) -> None:
+    endpoints = Endpoints(tmp_path / "endpoints.json")
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        port = free.getsockname()[1]
+    endpoints.reserve(parse_config({"gateway": {"host": "0.0.0.0", "port": port}}, source="test"))
+    assert endpoints.port(PUBLIC) == port
+    assert endpoints.port("gateway") != port
 
 
 def test_before_the_start_nobody_knows_a_port(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from etude.cli import main
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run import weights
-from etude.run.publishing import KEY_VARIABLE
+from etude.run.weight_log import KEY_VARIABLE
 from etude.weights.digest import state_digest
 from etude.weights.drift import drifting
 from etude.weights.interop.checkpoint import read_checkpoint

@@ -1,13 +1,16 @@
 """The chat template: exact, extendable, and closed to forged turns."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate
+from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate, described
+from etude.tokens.messages import Message, Tool, ToolCall
 
 TEXTS = [
     "def f(a, b):\n    return a + b\n",
@@ -54,3 +57,48 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DamagedError, match="tokenizer"):
         ChatTemplate.load(tmp_path)
+
+
+TOOL = Tool(name="read", description="Show a file's lines", parameters={"type": "object"})
+CALL = ToolCall(call_id="call_1", name="read", arguments='{"path":"a.py"}')
+CALLED = Message(role="assistant", content="Let me see.", tool_calls=(CALL, CALL))
+CONVERSATION = [
+    Message(role="system", content="fix it"),
+    Message(role="user", content="go"),
+    CALLED,
+    Message(role="tool", content="PASS", tool_call_id="call_1"),
+]
+
+
+@pytest.mark.parametrize("tools", [(), (TOOL, TOOL)])
+def test_conversations_with_tools_equal_the_exported_template(tmp_path: Path, tools: tuple[Tool, ...]) -> None:
+    CHAT.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    function = {"name": "read", "arguments": CALL.arguments}
+    messages: list[dict[str, Any]] = [{"role": m.role, "content": m.content} for m in CONVERSATION]
+    messages[2]["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}] * 2
+    rendered = theirs.apply_chat_template(
+        messages, tools=[described(tool) for tool in tools] or None, add_generation_prompt=True, return_dict=False
+    )
+    assert list(rendered) == CHAT.open(CONVERSATION, tools)
+
+
+def test_a_conversation_is_its_messages_and_the_opening_of_a_reply() -> None:
+    plain = CONVERSATION[:2]
+    rendered = [token for message in plain for token in CHAT.render_message(message.role, message.content)]
+    assert CHAT.open(plain) == rendered + CHAT.generation_prompt()
+    assert CHAT.open([Message(role="tool", content="x")]) == CHAT.open([Message(role="user", content="x")])
+
+
+def test_an_extension_continues_what_was_sampled() -> None:
+    text = "Let me see." + 2 * '<tool_call>{"name": "read", "arguments": {"path":"a.py"}}</tool_call>'
+    sampled = [*CHAT.encode(text), CHAT.end_id]
+    reader = CHAT.reader([TOOL])
+    reader.feed(sampled)
+    reader.finish()
+    reply = reader.message()
+    assert (reply.content, [call.name for call in reply.tool_calls]) == ("Let me see.", ["read", "read"])
+    first, later = CONVERSATION[:2], CONVERSATION[3:]
+    grown = [*CHAT.open(first, [TOOL]), *sampled, *CHAT.extend(reply, later, [TOOL])]
+    assert grown == CHAT.open([*first, reply, *later], [TOOL])
+    assert CHAT.stop_ids == (CHAT.end_id,)

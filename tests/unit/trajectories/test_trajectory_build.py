@@ -64,6 +64,15 @@ def test_a_repeated_call_is_a_branch_of_its_own() -> None:
     assert len(build_trajectories(rollout(turn([1], [2]), turn([1], [2])), 1.0)) == 2
 
 
+def test_replies_that_continue_one_node_train_what_they_share_once() -> None:
+    shared, one, two = turn([1], [2]), turn([1, 2, 3], [4]), turn([1, 2, 3], [5])
+    first, second = build_trajectories(rollout(shared, one, two, turn([1, 2, 3, 5, 6], [7])), 1.0)
+    assert first.token_ids.tolist() == [1, 2, 3, 4]
+    assert first.loss_mask.tolist() == [False, True, False, True]
+    assert second.token_ids.tolist() == [1, 2, 3, 5, 6, 7]
+    assert second.loss_mask.tolist() == [False, False, False, True, False, True]
+
+
 def test_a_turn_returns_to_the_branch_it_continues() -> None:
     main, side = turn([1], [2]), turn([7], [8])
     first, second = build_trajectories(rollout(main, side, turn([1, 2, 3], [4]), turn([7, 8], [9])), 1.0)

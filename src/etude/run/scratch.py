@@ -1,0 +1,75 @@
+"""One weight version of a run behind an engine and a gateway of its own, for as long as somebody needs them.
+
+Everything happens in a scratch run folder that holds this version and no other; the run itself is only read.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from etude.errors import InfrastructureError
+from etude.run.folder import RunFolder
+from etude.run.supervision import Child, stop_all
+from etude.run.weight_log import open_log
+from etude.telemetry.log import EventLog
+from etude.weights.publish import Publisher
+from etude.weights.pull import pull
+
+READY_S = 120.0
+"""How long engine and gateway may take to start: compiled kernels may have to be made first."""
+POLL_S = 0.2
+"""How often they are asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRun:
+    """A version that is being served."""
+
+    folder: RunFolder
+    """The scratch folder: its endpoints, its admin key."""
+    children: tuple[Child, ...]
+    """Engine and gateway, to be looked after."""
+    version: int
+    digest: str
+
+
+@contextlib.contextmanager
+def serving_version(folder: RunFolder, version: int | None = None) -> Iterator[ServedRun]:
+    """Serve a version of a run (default: the newest) under its own number while the context is open.
+
+    Engine and gateway may still be starting: see :func:`wait_until_ready`.
+    """
+    pulled = pull(open_log(folder), version)
+    config = folder.config()
+    with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
+        bench = RunFolder.create(Path(scratch) / "run", config)
+        shutil.copytree(folder.model, bench.model)
+        with Publisher(open_log(bench)) as publisher:
+            publisher.publish(pulled.state, version=pulled.version, step=pulled.version).result()
+        bench.endpoints.reserve(config)
+        with EventLog(bench.events, "supervisor") as events:
+            children: list[Child] = []
+            try:
+                children.extend(Child(name, bench, events) for name in ("serve", "gateway"))
+                yield ServedRun(folder=bench, children=tuple(children), version=pulled.version, digest=pulled.digest)
+            finally:
+                stop_all(children)
+
+
+def wait_until_ready(served: ServedRun) -> None:
+    """Wait until the gateway has an engine. Raises :class:`~etude.errors.InfrastructureError` if it takes too long."""
+    url = served.folder.endpoints.url("gateway") + "/healthz"
+    deadline_s = time.monotonic() + READY_S
+    while time.monotonic() < deadline_s:
+        for child in served.children:
+            child.check()
+        with contextlib.suppress(URLError, OSError), urlopen(url, timeout=POLL_S * 10):
+            return
+        time.sleep(POLL_S)
+    raise InfrastructureError(f"engine and gateway did not answer within {READY_S:g} s: see {served.folder.logs}")

@@ -1,0 +1,330 @@
+"""The chat format of any Hugging Face checkpoint: its tokenizer, its jinja template, its tool calls.
+
+    folder ──load_format──▶ tokenizer.json            → ids
+                            tokenizer_config.json     → special tokens, the template(s)
+                            chat_template.jinja, additional_chat_templates/*.jinja  → the template(s), too
+                            generation_config.json    → more ids that end a reply
+
+Owns the reading of these files and the rendering of conversations with ids that equal ``apply_chat_template``'s. Only
+a template may write control tokens: a message that spells one is encoded as the text it is. Control tokens are the
+special ones, and other added ones that a template or the tool-call grammar mentions; white space and other added
+tokens that are ordinary text stay so.
+
+Replies end with the template's turn end (what it writes behind an assistant's words), ``eos_token``, and whatever
+``generation_config.json`` lists. Does not own grammars (:mod:`etude.tokens.toolcalls`) or jinja's settings
+(:mod:`etude.tokens.templates`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer
+
+from etude.clock import date_utc
+from etude.errors import DamagedError
+from etude.tokens.chat import JINJA_TEMPLATE, SPECIAL_TOKENS, ChatTemplate, described, read_tokenizer
+from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
+from etude.tokens.reader import IncrementalReader
+from etude.tokens.templates import Now, Template
+from etude.tokens.toolcalls import THINKING, ReplyMarks, grammar_of, thinking_of
+from etude.tokens.vocabulary import Guard, Spelling, stand_in
+from etude.types import Json
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of templates: for any conversation; for one with tools, where a checkpoint has it."""
+SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Fields of ``tokenizer_config.json`` that templates know as variables."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Who may speak; a template may know fewer."""
+PROBE_ID = "abcdefghi"
+"""A call id that every template takes, Mistral's included."""
+PROBE_ARGUMENTS = '{"probe":1}'
+"""JSON that no encoder spells like this by itself."""
+
+
+def today() -> datetime:
+    """The date for templates that tell it to the model: UTC."""
+    return datetime.fromisoformat(date_utc())
+
+
+def load_format(folder: Path, *, now: Now = today) -> ChatFormat:
+    """The chat format of a checkpoint folder: the built-in one if étude made it, else that of its jinja template.
+
+    Raises :class:`~etude.errors.DamagedError` naming the file that is missing or wrong.
+    """
+    checkpoint = read_checkpoint(folder)
+    is_ours = checkpoint.templates.get(DEFAULT) == JINJA_TEMPLATE
+    if is_ours and all(checkpoint.tokenizer.token_to_id(token) is not None for token in SPECIAL_TOKENS):
+        return ChatTemplate(checkpoint.tokenizer)
+    return JinjaFormat(checkpoint, now=now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint folder says of its chat format."""
+
+    tokenizer: Tokenizer
+    templates: Mapping[str, str]
+    """Name → jinja source; ``default`` is there."""
+    variables: Mapping[str, str]
+    """Special tokens by their role, e.g. ``bos_token``."""
+    stop_ids: tuple[int, ...]
+    """Ids that end a reply: ``eos_token``'s first, then those of the generation config."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read the files of a checkpoint. Raises :class:`~etude.errors.DamagedError` naming the one at fault."""
+    tokenizer = read_tokenizer(folder)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = _read_object(folder / "tokenizer_config.json")
+    templates = _read_templates(folder, settings.get("chat_template"))
+    if DEFAULT not in templates:
+        raise DamagedError(f"{folder} has no chat template (found {sorted(templates)}): add a chat_template.jinja")
+    variables = {role: text for role in SPECIAL_ROLES if (text := _token_text(settings.get(role)))}
+    stops: list[int] = []
+    if "eos_token" in variables:
+        eos_id = tokenizer.token_to_id(variables["eos_token"])
+        if eos_id is None:
+            raise DamagedError(f"{folder}: the tokenizer has no eos_token {variables['eos_token']!r}")
+        stops.append(eos_id)
+    generation = folder / "generation_config.json"
+    ends = _read_object(generation).get("eos_token_id") if generation.exists() else None
+    for end in ends if isinstance(ends, list) else [ends]:
+        if isinstance(end, bool) or not isinstance(end, int | None):
+            raise DamagedError(f"{generation}: eos_token_id {ends!r} is no token id or list of them")
+        if end is not None:
+            stops.append(end)
+    return Checkpoint(
+        tokenizer=tokenizer, templates=templates, variables=variables, stop_ids=tuple(dict.fromkeys(stops))
+    )
+
+
+def _read_object(file: Path) -> dict[str, Json]:
+    try:
+        value: Json = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{file} is missing or not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DamagedError(f"{file} is not a JSON object")
+    return value
+
+
+def _read_templates(folder: Path, configured: Json) -> dict[str, str]:
+    """Files count more than the configuration, as in transformers."""
+    templates: dict[str, str] = {}
+    if isinstance(configured, str):
+        templates[DEFAULT] = configured
+    for item in configured if isinstance(configured, list) else []:
+        name, source = (item.get("name"), item.get("template")) if isinstance(item, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise DamagedError(f"{folder}: an entry of chat_template has no name or template")
+        templates[name] = source
+    files = {DEFAULT: folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, file in files.items():
+        if file.exists():
+            templates[name] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _token_text(value: Json) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Style:
+    """What was found out about one template by rendering with it."""
+
+    template: Template
+    marks: ReplyMarks
+    arguments_as_text: bool
+    """Whether arguments are given to it as JSON text; else as objects."""
+    turn_end: str | None
+    """The control token behind an assistant's words; ``None`` if it writes none."""
+
+
+class JinjaFormat:
+    """A tokenizer and a jinja template; implements :class:`~etude.tokens.messages.ChatFormat`."""
+
+    def __init__(self, checkpoint: Checkpoint, *, now: Now = today) -> None:
+        self._tokenizer = checkpoint.tokenizer
+        self._added = {token.content: index for index, token in _added_tokens(checkpoint.tokenizer)}
+        self._guard = Guard(checkpoint.tokenizer, _controls(checkpoint))
+        self._mark = stand_in()
+        styles = {
+            name: self._probe(Template(source, checkpoint.variables, now))
+            for name, source in checkpoint.templates.items()
+            if name in (DEFAULT, TOOL_USE)
+        }
+        self._default = styles[DEFAULT]
+        self._tool_use = styles.get(TOOL_USE, self._default)
+        ends = [self._added[style.turn_end] for style in styles.values() if style.turn_end is not None]
+        self._stop_ids = tuple(dict.fromkeys([*ends, *checkpoint.stop_ids]))
+        if not self._stop_ids:
+            raise DamagedError("nothing ends a reply: set eos_token in tokenizer_config.json")
+        self._stop_texts = tuple(text for text, index in self._added.items() if index in self._stop_ids)
+        marks = [style.marks for style in styles.values()]
+        thoughts = [mark for item in marks if item.thinking for mark in (item.thinking.opening, item.thinking.closing)]
+        calls = [mark for item in marks if item.grammar for mark in item.grammar.marks]
+        self._spelling = Spelling(checkpoint.tokenizer).respelt(dict.fromkeys(self._stop_ids, ""))
+        self._thoughtful = self._spelling.respelt(self._spelt(thoughts))
+        self._calling = self._thoughtful.respelt(self._spelt(calls))
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The template's turn end first, then ``eos_token`` and those of the generation config."""
+        return self._stop_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to ids, nothing added; text that spells a control token is text."""
+        return self._guard.encode_plain(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._spelling.decode(token_ids)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that a model continues to answer a conversation. Raises ``ValueError`` with the template's words."""
+        style = self._style(tools)
+        conversation = self._fields(style, messages, {})
+        return self._guard.encode(style.template.render(conversation, self._tools(tools), opening=True))
+
+    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that follow a sampled reply behind its stop id.
+
+        A template renders whole conversations only, so one is made up that ends like the real one: some user, an
+        assistant with the reply's calls, then ``messages``. What the template writes behind the assistant is wanted.
+        Raises like :meth:`open`, and where the template writes nothing behind an assistant that tells its end.
+        """
+        style = self._style(tools)
+        text = "" if reply.tool_calls else self._mark
+        names = {call.call_id: call.name for call in reply.tool_calls}
+        calls = [
+            ToolCall(call_id=call.call_id, name=call.name, arguments=f'{{"{self._mark}": ""}}')
+            for call in reply.tool_calls
+        ]
+        before = [
+            Message(role="user", content="."),
+            Message(role="assistant", content=text, tool_calls=tuple(calls)),
+        ]
+        conversation = self._fields(style, [*before, *messages], names)
+        rendered = style.template.render(conversation, self._tools(tools), opening=True)
+        at = rendered.rfind(self._mark)
+        if at < 0:
+            raise ValueError("the model's chat template leaves out what the assistant said: no turn can follow it")
+        at += len(self._mark)
+        if style.turn_end is None and not reply.tool_calls:
+            return self._guard.encode(rendered[at:])
+        ends = [end for end in (rendered.find(text, at) for text in self._stop_texts) if end >= 0]
+        if not ends:
+            raise ValueError("the model's chat template does not end such a turn with any token that ends replies")
+        ids = self._guard.encode(rendered[min(ends) :])
+        return ids[next(index for index, token_id in enumerate(ids) if token_id in self._stop_ids) + 1 :]
+
+    def reader(
+        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+    ) -> IncrementalReader:
+        """Reads one reply; calls are looked for where there are ``tools``, in the checkpoint's own grammar."""
+        style = self._style(tools)
+        spelling = self._calling if tools else self._thoughtful
+        return IncrementalReader(spelling.stream(), style.marks, tools, stops=stops, single_call=single_call)
+
+    def _style(self, tools: Sequence[Tool]) -> _Style:
+        return self._tool_use if tools else self._default
+
+    def _tools(self, tools: Sequence[Tool]) -> list[Json]:
+        return [self._guard.hide_all(described(tool)) for tool in tools]
+
+    def _fields(self, style: _Style, messages: Sequence[Message], names: Mapping[str, str]) -> list[Json]:
+        """The messages as templates know them. ``names`` are those of calls by id; a tool's message has its tool's."""
+        names = dict(names)
+        conversation: list[Json] = []
+        for message in messages:
+            if message.role not in ROLES:
+                raise ValueError(f"unknown role {message.role!r}: expected one of {list(ROLES)}")
+            fields: dict[str, Json] = {"role": message.role, "content": self._guard.hide(message.content)}
+            if message.thinking:
+                thinking = self._guard.hide(message.thinking)
+                fields |= {"reasoning_content": thinking, "thinking": thinking}
+            if message.tool_calls:
+                names |= {call.call_id: call.name for call in message.tool_calls}
+                fields["tool_calls"] = [
+                    self._guard.hide_all(_call_fields(call, as_text=style.arguments_as_text))
+                    for call in message.tool_calls
+                ]
+            if message.tool_call_id:
+                fields["tool_call_id"] = self._guard.hide(message.tool_call_id)
+                if message.tool_call_id in names:
+                    fields["name"] = self._guard.hide(names[message.tool_call_id])
+            conversation.append(fields)
+        return conversation
+
+    def _spelt(self, marks: Sequence[str]) -> dict[int, str]:
+        """Those marks that are tokens: id → text."""
+        return {self._added[mark]: mark for mark in marks if mark in self._added}
+
+    def _probe(self, template: Template) -> _Style:
+        """Find out by rendering what a template does."""
+        grammar, thinking = grammar_of(template.source), thinking_of(template.source)
+        user: Json = {"role": "user", "content": "."}
+        prompt = _rendered(template, [user], opening=True)
+        marks = ReplyMarks(
+            grammar=grammar,
+            thinking=thinking,
+            starts_thinking=thinking is not None and prompt.rstrip().endswith(thinking.opening),
+        )
+        said = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
+        _, found, behind = said.partition(self._mark)
+        call = ToolCall(call_id=PROBE_ID, name="probe", arguments=PROBE_ARGUMENTS)
+        asked: Json = {"role": "assistant", "content": "", "tool_calls": [_call_fields(call, as_text=True)]}
+        return _Style(
+            template=template,
+            marks=marks,
+            arguments_as_text=PROBE_ARGUMENTS in _rendered(template, [user, asked], opening=False),
+            turn_end=self._guard.find_control(behind) if found else None,
+        )
+
+
+def _added_tokens(tokenizer: Tokenizer) -> list[tuple[int, AddedToken]]:
+    return list(tokenizer.get_added_tokens_decoder().items())
+
+
+def _controls(checkpoint: Checkpoint) -> dict[str, int]:
+    """Control tokens: text → id."""
+    sources = "".join(checkpoint.templates.values())
+    thoughts = {mark for marks in THINKING for mark in (marks.opening, marks.closing)}
+    return {
+        token.content: index
+        for index, token in _added_tokens(checkpoint.tokenizer)
+        if token.special or token.content in thoughts or (token.content.strip() and token.content in sources)
+    }
+
+
+def _call_fields(call: ToolCall, *, as_text: bool) -> dict[str, Json]:
+    """A call as the OpenAI API has it; most templates want its arguments as an object instead of text."""
+    arguments: Json = call.arguments
+    if not as_text:
+        try:
+            arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of call {call.call_id!r} are not JSON: {error}") from error
+    function: dict[str, Json] = {"name": call.name, "arguments": arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _rendered(template: Template, messages: Sequence[Json], *, opening: bool) -> str:
+    """What a template makes of a probe; empty if it does not take it."""
+    try:
+        return template.render(messages, opening=opening)
+    except ValueError:
+        return ""

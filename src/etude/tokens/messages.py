@@ -1,0 +1,152 @@
+"""What a conversation is made of, whatever wire it came over and whatever model it is for.
+
+Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.dialects`'
+business, how in tokens is a :class:`ChatFormat`'s.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from etude.types import Json
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+"""Who speaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """Something that a model may call."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Json] = field(default_factory=dict)
+    """JSON schema of the arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call that a model asked for."""
+
+    call_id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str = ""
+    thinking: str = ""
+    """What an assistant thought before it spoke."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """What an assistant asked for."""
+    tool_call_id: str = ""
+    """Which call a tool's message answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of a reply's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingDelta:
+    """More of what the model thinks before it speaks."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A tool call begins (``call_id`` and ``name`` are set, once) or goes on (``arguments`` is)."""
+
+    index: int
+    """Which call of the reply, from 0."""
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """More of the JSON text of its arguments."""
+
+
+Delta: TypeAlias = TextDelta | ThinkingDelta | CallDelta
+"""What some sampled tokens add to a reply."""
+
+
+class ReplyReader(Protocol):
+    """Turns sampled tokens into a reply while they come; one object per reply, pure.
+
+    Text that may still become a stop string, a tool call or the rest of a character is held back until it is decided.
+    """
+
+    @property
+    def stopped_after(self) -> int | None:
+        """How many tokens the reply has when it ended for the reader's reasons (a stop string, the only call that was
+        wanted); ``None`` while it has not. Tokens behind it are no part of the reply.
+        """
+        ...
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the reply, if one did; it is no part of the text."""
+        ...
+
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+        """What the next tokens add. A stop id of the format says nothing."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """What was held back, once no token will come."""
+        ...
+
+    def message(self) -> Message:
+        """The reply as far as it was read. A tool call that cannot be parsed is text: its caller sees what was said."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """A model's tokenizer and chat template: messages to token ids, sampled ids to replies."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Sampling any of these ends a reply; the first is what ends a reply that was cut."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text to ids, nothing added; text that spells a special token is text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        ...
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that a model continues to answer a whole conversation.
+
+        Raises ``ValueError`` for a conversation that the template does not take, e.g. an unknown role.
+        """
+        ...
+
+    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """The ids that follow a sampled ``reply`` behind its stop id: ``messages``, and the opening of the next reply.
+
+        Sampled ids + stop id (if it was cut) + these are the next prompt; no text before them is looked at, so it
+        cannot be tokenised in another way than it was sampled. Raises like :meth:`open`.
+        """
+        ...
+
+    def reader(
+        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+    ) -> ReplyReader:
+        """Reads one reply. ``stops`` end it; with ``single_call`` its first complete tool call does, too."""
+        ...

@@ -1,0 +1,399 @@
+"""Sampled tokens to a reply while they come: text, thoughts and tool calls, and where a stop string ends it.
+
+    ids ──TextStream──▶ text ──_Stops──▶ what no stop string can reach ──_Scanner──▶ deltas
+
+Owns when something is decided and what is held back until then. Does not own how ids are spelt
+(:mod:`etude.tokens.vocabulary`) or how a call's text is parsed (:mod:`etude.tokens.toolcalls`).
+
+Two rules make a reply independent of how its tokens were cut into pieces: a stop string counts where it is first
+complete, in the raw text, thoughts and calls included; and white space beside a mark (a thought's, a call's) belongs to
+the mark. A call is delivered when it is complete: only then is it certain to be one, and a text cannot be taken back.
+"""
+
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from types import MappingProxyType
+
+from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool, ToolCall
+from etude.tokens.toolcalls import CallEnd, ReplyMarks
+from etude.tokens.vocabulary import TextState, TextStream
+
+LONG_ID_BYTES = 12
+"""Randomness of a call id, as OpenAI's are: ``call_`` and 24 hex digits."""
+SHORT_ID_DIGITS = 9
+"""All that Mistral's templates take."""
+
+
+def long_call_id() -> str:
+    """A call id as OpenAI makes them."""
+    return f"call_{secrets.token_hex(LONG_ID_BYTES)}"
+
+
+def short_call_id() -> str:
+    """A call id as Mistral's templates take them."""
+    return secrets.token_hex(SHORT_ID_DIGITS)[:SHORT_ID_DIGITS]
+
+
+class IncrementalReader:
+    """Reads one reply; implements :class:`~etude.tokens.messages.ReplyReader`.
+
+    ``tools`` decide whether there are calls at all: without any, a reply that looks like one is text. ``new_id`` names
+    the calls that the model did not name. Raises ``ValueError`` for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        stream: TextStream,
+        marks: ReplyMarks,
+        tools: Sequence[Tool] = (),
+        *,
+        stops: Sequence[str] = (),
+        single_call: bool = False,
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        if "" in stops:
+            raise ValueError("a stop string is empty: it would end every reply before it begins")
+        self._stream = stream
+        self._scanner = _Scanner(marks, tools, new_id, single_call=single_call)
+        self._stops = _Stops(stops)
+        self._is_plain = self._scanner.is_plain and not stops
+        self._may_stop = bool(stops) or (single_call and self._scanner.has_calls)
+        self._fed: list[tuple[int, TextState, Sequence[int]]] = []  # what came, while something may end the reply
+        self._num_characters = 0
+        self._stopped_after: int | None = None
+        self._stop_text: str | None = None
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def stopped_after(self) -> int | None:
+        """Tokens up to and including the one that completed a stop string or the only call; ``None`` before."""
+        return self._stopped_after
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended the reply."""
+        return self._stop_text
+
+    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
+        """What the next tokens add; nothing once the reply has ended."""
+        if self._stopped_after is not None:
+            return []
+        text = self._read(token_ids) if self._may_stop else self._stream.feed(token_ids)
+        if self._is_plain:
+            if not text:
+                return []
+            self._texts.append(text)
+            return [TextDelta(text)]
+        return self._scan(text)
+
+    def finish(self) -> list[Delta]:
+        """What was held back; call it once."""
+        deltas: list[Delta] = []
+        if self._stopped_after is None:
+            deltas = self._scan(self._stream.finish())
+        if self._stopped_after is None:
+            deltas += self._deliver(self._stops.finish())
+        rest = self._scanner.finish()
+        self._keep(rest)
+        return deltas + rest
+
+    def message(self) -> Message:
+        """The reply as far as it was delivered."""
+        return Message(
+            role="assistant",
+            content="".join(self._texts),
+            thinking="".join(self._thoughts),
+            tool_calls=tuple(self._calls),
+        )
+
+    def _read(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens; they are noted, to know later which of them completed what."""
+        self._fed.append((self._num_characters, self._stream.state(), token_ids))
+        text = self._stream.feed(token_ids)
+        self._num_characters += len(text)
+        return text
+
+    def _scan(self, text: str) -> list[Delta]:
+        released, stop = self._stops.feed(text)
+        deltas = self._deliver(released)
+        if stop is not None and self._stopped_after is None:
+            self._stop_text = stop
+            self._stopped_after = self._tokens_until(self._stops.ended_at)
+        return deltas
+
+    def _deliver(self, text: str) -> list[Delta]:
+        deltas = self._scanner.feed(text)
+        self._keep(deltas)
+        if self._scanner.ended_at is not None:
+            self._stopped_after = self._tokens_until(self._scanner.ended_at)
+        return deltas
+
+    def _tokens_until(self, characters: int) -> int:
+        """How many tokens it took to complete so many characters, at least one, of the raw text."""
+        last = bisect_left(self._fed, characters, key=lambda fed: fed[0]) - 1
+        num_tokens = sum(len(token_ids) for _, _, token_ids in self._fed[:last])
+        reached, state, token_ids = self._fed[last]
+        for length in self._stream.lengths(state, token_ids):
+            num_tokens += 1
+            reached += length
+            if reached >= characters:
+                break
+        return num_tokens  # all, if it was the end of the reply that completed a character
+
+    def _keep(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            match delta:
+                case TextDelta(text):
+                    self._texts.append(text)
+                case ThinkingDelta(text):
+                    self._thoughts.append(text)
+                case CallDelta(_, call_id, name, "") if name:
+                    self._calls.append(ToolCall(call_id=call_id, name=name, arguments=""))
+                case CallDelta(index, arguments=arguments):
+                    begun = self._calls[index]
+                    self._calls[index] = ToolCall(call_id=begun.call_id, name=begun.name, arguments=arguments)
+
+
+class _Stops:
+    """Lets text through as long as no stop string is complete in it."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self._released = 0
+        self.ended_at = 0
+        """Characters of the raw text up to the end of the stop string, once one was complete."""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """(text that is out of every stop string's reach, the stop string that is now complete)."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            end, start, stop = min(found)
+            self._held = ""
+            self.ended_at = self._released + end
+            return text[:start], stop
+        released = len(text) - _partial(text, self._stops)
+        self._held = text[released:]
+        self._released += released
+        return text[:released], None
+
+    def finish(self) -> str:
+        """What was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Phase(Enum):
+    START = auto()
+    """White space only, so far: a thought may open."""
+    THINKING = auto()
+    ANSWER = auto()
+    """Behind a thought; white space is dropped."""
+    TEXT = auto()
+    CALL = auto()
+    """From a call's opening on, until it is complete."""
+    BETWEEN = auto()
+    """Behind a call; white space and the grammar's separators are dropped."""
+    ENDED = auto()
+    """The only call that was wanted is complete."""
+
+
+_NEXT: Mapping[_Phase, frozenset[_Phase]] = MappingProxyType(
+    {
+        _Phase.START: frozenset({_Phase.THINKING, _Phase.TEXT, _Phase.CALL}),
+        _Phase.THINKING: frozenset({_Phase.ANSWER}),
+        _Phase.ANSWER: frozenset({_Phase.TEXT, _Phase.CALL}),
+        _Phase.TEXT: frozenset({_Phase.CALL}),
+        _Phase.CALL: frozenset({_Phase.TEXT, _Phase.BETWEEN, _Phase.ENDED}),
+        _Phase.BETWEEN: frozenset({_Phase.TEXT, _Phase.CALL}),
+        _Phase.ENDED: frozenset(),
+    }
+)
+
+
+class _Scanner:
+    """Raw text to deltas. ``_rest`` is what was not decided yet; each phase has one method that takes from it."""
+
+    def __init__(
+        self, marks: ReplyMarks, tools: Sequence[Tool], new_id: Callable[[], str] | None, *, single_call: bool
+    ) -> None:
+        self._grammar = marks.grammar if tools else None
+        self._thinking = marks.thinking
+        self._tools = {tool.name: tool for tool in tools}
+        is_short = self._grammar is not None and self._grammar.short_ids
+        self._new_id = new_id or (short_call_id if is_short else long_call_id)
+        self._single_call = single_call
+        self.has_calls = self._grammar is not None
+        """Whether there can be tool calls."""
+        self.is_plain = self._grammar is None and self._thinking is None
+        """Whether all there can be is text."""
+        self._phase = _Phase.THINKING if marks.starts_thinking and marks.thinking else _Phase.START
+        self._steps: Mapping[_Phase, Callable[[], bool]] = {
+            _Phase.START: self._start,
+            _Phase.THINKING: self._think,
+            _Phase.ANSWER: self._answer,
+            _Phase.TEXT: self._say,
+            _Phase.CALL: self._call,
+            _Phase.BETWEEN: self._go_on,
+        }
+        self._rest = ""
+        self._taken = 0  # characters before `_rest`
+        self._deltas: list[Delta] = []
+        self._thought = False
+        self._num_calls = 0
+        self._call_end: CallEnd | None = None
+        self.ended_at: int | None = None
+        """Characters up to the end of the only call that was wanted, once it is complete."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What more text decides."""
+        self._rest += text
+        while self._phase is not _Phase.ENDED and self._steps[self._phase]():
+            pass
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """What is undecided is what it looks like; a complete call needs no closing mark any more."""
+        if self._phase is _Phase.CALL and self._call_end is not None:
+            self._close(len(self._rest))
+        if self._phase is _Phase.THINKING:
+            self._emit_thought(len(self._rest))
+        else:
+            self._emit_text(len(self._rest))
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _move(self, phase: _Phase) -> bool:
+        assert phase in _NEXT[self._phase], f"a reply cannot go from {self._phase} to {phase}"
+        self._phase = phase
+        return True
+
+    def _start(self) -> bool:
+        stripped = self._rest.lstrip()
+        if not stripped:
+            return False
+        if self._thinking is not None:
+            if stripped.startswith(self._thinking.opening):
+                self._drop(len(self._rest) - len(stripped) + len(self._thinking.opening))
+                return self._move(_Phase.THINKING)
+            if self._thinking.opening.startswith(stripped):
+                return False
+        return self._begin()
+
+    def _answer(self) -> bool:
+        self._drop(len(self._rest) - len(self._rest.lstrip()))
+        return bool(self._rest) and self._begin()
+
+    def _begin(self) -> bool:
+        """Leave START or ANSWER for what comes first: a call, or text."""
+        stripped = self._rest.lstrip()
+        openings = self._grammar.openings if self._grammar else ()
+        if stripped.startswith(openings):
+            return self._open(len(self._rest) - len(stripped))
+        if any(opening.startswith(stripped) for opening in openings):
+            return False
+        return self._move(_Phase.TEXT)
+
+    def _think(self) -> bool:
+        assert self._thinking is not None
+        closing = self._thinking.closing
+        at = self._rest.find(closing)
+        if at >= 0:
+            self._emit_thought(len(self._rest[:at].rstrip()))
+            self._drop(self._rest.index(closing) + len(closing))
+            return self._move(_Phase.ANSWER)
+        decided = len(self._rest) - _partial(self._rest, (closing,))
+        self._emit_thought(len(self._rest[:decided].rstrip()))
+        return False
+
+    def _say(self) -> bool:
+        grammar = self._grammar
+        if grammar is None or grammar.first:
+            self._emit_text(len(self._rest))
+            return False
+        found = [at for at in map(self._rest.find, grammar.openings) if at >= 0]
+        if found:
+            self._emit_text(len(self._rest[: min(found)].rstrip()))
+            return self._open(len(self._rest) - len(self._rest.lstrip()))
+        decided = len(self._rest) - _partial(self._rest, grammar.openings)
+        self._emit_text(len(self._rest[:decided].rstrip()))
+        return False
+
+    def _open(self, at: int) -> bool:
+        assert self._grammar is not None
+        self._call_end = CallEnd(self._grammar, at)
+        return self._move(_Phase.CALL)
+
+    def _call(self) -> bool:
+        assert self._call_end is not None
+        end = self._call_end.find(self._rest)
+        return end is not None and self._close(end)
+
+    def _close(self, end: int) -> bool:
+        """A call is complete, or its text broken, which makes it text."""
+        assert self._grammar is not None and self._call_end is not None
+        call = self._grammar.parse(self._rest[self._call_end.start : end].strip(), self._tools)
+        self._call_end = None
+        if call is None:
+            self._emit_text(end)
+            return self._move(_Phase.TEXT)
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        self._deltas.append(CallDelta(index, call_id=call.call_id or self._new_id(), name=call.name))
+        self._deltas.append(CallDelta(index, arguments=call.arguments))
+        self._drop(end)
+        if self._single_call:
+            self.ended_at = self._taken
+            self._rest = ""
+            return self._move(_Phase.ENDED)
+        return self._move(_Phase.BETWEEN)
+
+    def _go_on(self) -> bool:
+        assert self._grammar is not None
+        self._drop(len(self._rest) - len(self._rest.lstrip()))
+        for mark in self._grammar.between:
+            if self._rest.startswith(mark):
+                self._drop(len(mark))
+                return True
+        openings = self._grammar.openings + self._grammar.again
+        if self._rest.startswith(openings):
+            return self._open(0)
+        if any(mark.startswith(self._rest) for mark in openings + self._grammar.between):
+            return False
+        return self._move(_Phase.TEXT)
+
+    def _emit_text(self, length: int) -> None:
+        if length:
+            self._deltas.append(TextDelta(self._rest[:length]))
+            self._drop(length)
+
+    def _emit_thought(self, length: int) -> None:
+        text = self._rest[:length] if self._thought else self._rest[:length].lstrip()
+        if text:
+            self._thought = True
+            self._deltas.append(ThinkingDelta(text))
+        self._drop(length)
+
+    def _drop(self, length: int) -> None:
+        self._rest = self._rest[length:]
+        self._taken += length
+
+
+def _partial(text: str, words: Sequence[str]) -> int:
+    """Length of the longest end of ``text`` that is the beginning of a word, but not the word."""
+    longest = 0
+    for word in words:
+        at = text.find(word[0], max(0, len(text) - len(word) + 1))
+        while at >= 0:
+            if word.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
+                break
+            at = text.find(word[0], at + 1)
+    return longest

@@ -1,0 +1,271 @@
+"""What token ids spell, and how text becomes ids without forging any: a tokenizer as chat formats need it.
+
+Owns the bytes behind each id, their decoding while they come, and the guard that keeps text from spelling control
+tokens. Does not own how a conversation looks (:mod:`etude.tokens.chat`, :mod:`etude.tokens.jinja`).
+"""
+
+import codecs
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import TypeAlias
+
+from tokenizers import Tokenizer
+
+from etude.errors import DamagedError
+from etude.types import Json
+
+Spec: TypeAlias = "dict[str, Json]"
+"""One object of a ``tokenizer.json``."""
+
+TextState: TypeAlias = tuple[bytes, bool]
+"""The bytes of an unfinished character; whether a space at the start is still to be dropped."""
+
+NONCE_DIGITS = 40
+"""Length of a stand-in: 132 bits, not to be guessed by whoever writes a message. Digits survive every filter that a
+template may put text through: JSON, case, trimming.
+"""
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece spells a byte that no token covers."""
+
+
+class Spelling:
+    """The bytes that each token id adds to a text.
+
+    Special tokens add nothing, nor do ids beyond the table, which a padded model may sample. Raises
+    :class:`~etude.errors.DamagedError` for a decoder that is neither byte-level nor SentencePiece's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        decoders = _decoders(tokenizer)
+        kinds = {str(decoder.get("type")) for decoder in decoders}
+        spell: _ByteLevel | _SentencePiece
+        if "ByteLevel" in kinds:
+            spell = _ByteLevel()
+        elif kinds and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+            spell = _SentencePiece(decoders)
+        else:
+            raise DamagedError(
+                f"the tokenizer's decoder is made of {sorted(kinds)}: expected ByteLevel, or SentencePiece's parts"
+            )
+        special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        table = [b""] * (max(vocab.values(), default=-1) + 1)
+        for text, index in vocab.items():
+            if index not in special:
+                table[index] = spell(text)
+        self._table = tuple(table)
+        self._strips = spell.strips
+
+    def respelt(self, spellings: Mapping[int, str]) -> "Spelling":
+        """The same but for the tokens that ``spellings`` names (id → text)."""
+        table = list(self._table)
+        for index, text in spellings.items():
+            if index < len(table):  # a padded model may know more ids than its tokenizer
+                table[index] = text.encode()
+        other = copy(self)
+        other._table = tuple(table)
+        return other
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids; what is no UTF-8 becomes U+FFFD."""
+        stream = self.stream()
+        return stream.feed(token_ids) + stream.finish()
+
+    def stream(self) -> "TextStream":
+        """Decodes ids while they come."""
+        return TextStream(self._table, strips=self._strips)
+
+
+class TextStream:
+    """One text in the making; parts of a character are kept until it is whole.
+
+    With ``strips`` a space at the very start belongs to SentencePiece, not to the text.
+    """
+
+    def __init__(self, table: tuple[bytes, ...], *, strips: bool) -> None:
+        self._table = table
+        self._size = len(table)
+        self._strips = strips
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The whole characters that these ids complete."""
+        table, size = self._table, self._size
+        text = self._decoder.decode(b"".join([table[token_id] for token_id in token_ids if token_id < size]))
+        return self._stripped(text) if self._strips else text
+
+    def finish(self) -> str:
+        """What an unfinished character comes to."""
+        return self._decoder.decode(b"", True)
+
+    def state(self) -> TextState:
+        """Where the stream is now, for :meth:`lengths` later on."""
+        return self._decoder.getstate()[0], self._strips
+
+    def lengths(self, state: TextState, token_ids: Sequence[int]) -> Iterator[int]:
+        """How many characters each of ``token_ids`` completed when they were fed in ``state``."""
+        pending, strips = state
+        past = TextStream(self._table, strips=strips)
+        past._decoder.setstate((pending, 0))
+        return (len(past.feed((token_id,))) for token_id in token_ids)
+
+    def _stripped(self, text: str) -> str:
+        if text:
+            self._strips = False
+        return text.removeprefix(" ")
+
+
+def stand_in() -> str:
+    """A text that nobody can have written."""
+    return "".join(str(secrets.randbelow(10)) for _ in range(NONCE_DIGITS))
+
+
+class Guard:
+    """Encodes text in which only a template may spell ``controls``, the control tokens (text → id).
+
+    What people and tools wrote is passed through :meth:`hide` before a template sees it: there a stand-in splits
+    whatever spells a control token. :meth:`encode` then knows which ones the template wrote. It gives those names that
+    nobody can guess, takes the stand-ins out and encodes with a twin of the tokenizer that knows the controls by those
+    names only. So every other id is what the tokenizer makes of the whole text. The twin takes as much memory as the
+    tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, controls: Mapping[str, int]) -> None:
+        short = [text for text in controls if len(text) < 2]
+        if short:
+            raise DamagedError(f"the tokenizer has control tokens of one character, {short}: text cannot avoid them")
+        self._tokenizer = tokenizer
+        self._split = stand_in()
+        secret = stand_in()
+        # Brackets from the private use area keep digits of the text apart from those of the name.
+        self._names = {text: f"\ue000{secret}{index}\ue001" for index, text in enumerate(controls)}
+        self._twin = _renamed(tokenizer, self._names)
+        for text, name in self._names.items():
+            if self._twin.token_to_id(name) != controls[text]:
+                raise DamagedError(f"the tokenizer does not keep the id of {text!r} under another name")
+        longest_first = sorted(controls, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def hide(self, text: str) -> str:
+        """``text`` with a stand-in inside whatever spells a control token."""
+        while self._controls.search(text):  # again where two overlapped
+            text = self._controls.sub(lambda match: match[0][0] + self._split + match[0][1:], text)
+        return text
+
+    def hide_all(self, value: Json) -> Json:
+        """The same for every text inside ``value``, names included."""
+        if isinstance(value, str):
+            return self.hide(value)
+        if isinstance(value, list):
+            return [self.hide_all(item) for item in value]
+        if isinstance(value, dict):
+            return {self.hide(name): self.hide_all(item) for name, item in value.items()}
+        return value
+
+    def find_control(self, rendered: str, start: int = 0) -> str | None:
+        """The control token that a template wrote at ``start`` or behind whitespace there."""
+        while start < len(rendered) and rendered[start].isspace():
+            start += 1
+        match = self._controls.match(rendered, start)
+        return match[0] if match else None
+
+    def encode(self, rendered: str) -> list[int]:
+        """The ids of what a template made of hidden texts."""
+        if self._split not in rendered:
+            return self._ids(self._tokenizer, rendered)
+        return self._ids(self._twin, self._controls.sub(self._name, rendered).replace(self._split, ""))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The ids of text that no template wrote: none is a control token."""
+        return self._ids(self._twin, text)
+
+    def _name(self, match: re.Match[str]) -> str:
+        return self._names[match[0]]
+
+    @staticmethod
+    def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """The same tokenizer, with other spellings for some tokens; ids stay."""
+    spec: Spec = json.loads(tokenizer.to_str())
+    for token in _objects(spec.get("added_tokens")):
+        content = token.get("content")
+        token["content"] = names.get(content, content) if isinstance(content, str) else content
+    for model in _objects([spec.get("model")]):
+        vocab = model.get("vocab")
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(text, text): index for text, index in vocab.items()}
+        elif isinstance(vocab, list):  # Unigram: [text, score] by id
+            pairs = [item for item in vocab if isinstance(item, list)]
+            model["vocab"] = [[names.get(str(text), text), score] for text, score in pairs]
+        unknown = model.get("unk_token")
+        if isinstance(unknown, str):
+            model["unk_token"] = names.get(unknown, unknown)
+    spec |= {"post_processor": None, "truncation": None, "padding": None}
+    return Tokenizer.from_str(json.dumps(spec))
+
+
+def _objects(value: Json) -> list[Spec]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _decoders(tokenizer: Tokenizer) -> list[Spec]:
+    """The parts of the decoder, with a sequence laid flat."""
+    spec: Spec = json.loads(tokenizer.to_str())
+    decoder = spec.get("decoder")
+    if isinstance(decoder, dict) and decoder.get("type") == "Sequence":
+        return _objects(decoder.get("decoders"))
+    return _objects([decoder])
+
+
+class _ByteLevel:
+    """GPT-2's way: each byte has a printable character of its own; a token with any other character is itself."""
+
+    strips = False
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        self._byte_of = {chr(byte): byte for byte in printable}
+        self._byte_of |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+    def __call__(self, token: str) -> bytes:
+        try:
+            return bytes([self._byte_of[character] for character in token])
+        except KeyError:
+            return token.encode()
+
+
+class _SentencePiece:
+    """SentencePiece's way: a mark for the space, ``<0xE2>`` for a byte, a space before the first word."""
+
+    def __init__(self, decoders: Iterable[Spec]) -> None:
+        self._spaces: list[tuple[str, str]] = []
+        self.strips = False
+        for decoder in decoders:
+            kind = decoder["type"]
+            if kind == "Metaspace":
+                self._spaces.append((str(decoder.get("replacement", "▁")), " "))
+                self.strips |= decoder.get("prepend_scheme", "always") != "never"
+            elif kind == "Replace":
+                pattern = decoder.get("pattern")
+                text = pattern.get("String") if isinstance(pattern, dict) else None
+                if not isinstance(text, str):
+                    raise DamagedError(f"the tokenizer's decoder replaces {pattern!r}: expected a plain text")
+                self._spaces.append((text, str(decoder.get("content", ""))))
+            elif kind == "Strip":
+                self.strips |= bool(decoder.get("start"))
+
+    def __call__(self, token: str) -> bytes:
+        byte = BYTE_TOKEN.fullmatch(token)
+        if byte:
+            return bytes.fromhex(byte[1])
+        for mark, space in self._spaces:
+            token = token.replace(mark, space)
+        return token.encode()

@@ -1,0 +1,143 @@
+"""A harness that no one here wrote the rules for, in a sandbox, against a real gateway: a rollout like any other."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from etude.clock import SystemClock
+from etude.config import GatewayConfig, HarnessConfig
+from etude.engines.fake import FakeEngine
+from etude.gateway.door import door
+from etude.gateway.keys import Key, Scope, digest_of
+from etude.gateway.recorder import Recorder
+from etude.gateway.standing import EngineEntry
+from etude.harnesses.command import CommandHarness
+from etude.ledger.ledger import OpenSlot
+from etude.rewards.fresh import FreshGrader
+from etude.rewards.tests import HiddenTests
+from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.worker import Rig, run_rollout
+from etude.run.gateway_parts import Plan, running
+from etude.run.serving import listening
+from etude.sandboxes.bubble import DOOR_URL, WORK, BubbleSandboxes
+from etude.sandboxes.local import LocalSandboxes
+from etude.tokens.chat import ChatTemplate
+from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+HARNESS = """
+import json, os, subprocess, sys, urllib.request
+prompt, model, temperature = sys.argv[1:4]
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+messages = [{"role": "user", "content": prompt}]
+for _ in range(5):
+    body = {"model": model, "messages": messages, "temperature": float(temperature), "max_tokens": 64}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as response:
+        reply = json.load(response)["choices"][0]["message"]
+    if reply["content"] == "submit":
+        sys.exit(0)
+    done = subprocess.run(reply["content"], shell=True, capture_output=True, text=True)
+    messages += [reply, {"role": "user", "content": done.stdout + done.stderr}]
+sys.exit(1)
+"""
+TASK = Task(
+    task_id="t",
+    family="bugfix",
+    template="add",
+    split=Split.TRAIN,
+    prompt="fix add in util.py",
+    files={"util.py": "def add(a, b):\n    return a - b\n"},
+    checks=FunctionChecks(path="util.py", function="add", visible=(), hidden=(Case(arguments=(5, 5), expected=10),)),
+)
+SLOT = OpenSlot(group_index=0, slot=0, attempt=0, task=TASK)
+REPAIR = "sed -i s/-/+/ util.py"
+
+
+@asynccontextmanager
+async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
+    """A gateway in front of ``engine``; its admin key is ``admin``."""
+    plan = Plan(
+        chat=chat,
+        max_length=1024,
+        recorder=Recorder(None),
+        engines=(EngineEntry(name="engine", url="http://engine"),),
+        keys=(Key(key_id="t", digest=digest_of("admin"), scope=Scope.ADMIN),),
+    )
+    config = GatewayConfig()
+    async with (
+        running(plan, config, SystemClock(), lambda url: engine) as parts,
+        listening(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) -> tuple[Rollout, ChatTemplate]:
+    """One rollout of the harness whose model says ``replies``."""
+    (folder / "agent.py").write_text(HARNESS)
+    folder.chmod(0o755)
+    chat = ChatTemplate.train([HARNESS, TASK.prompt, *replies], 400)
+
+    async def act() -> Rollout:
+        clock = SystemClock()
+        engine = FakeEngine(clock, vocab_size=chat.vocab_size, max_length=1024)
+        engine.script(*([*chat.encode(reply), chat.end_id] for reply in replies))
+        config = HarnessConfig(
+            kind="command",
+            command=("python3", "/harness/agent.py", "{prompt}", "{model}", "{temperature}"),
+            timeout_s=timeout_s,
+        )
+        async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
+            bubbles, sandboxes = BubbleSandboxes(door=url, mounts={"/harness": folder}), LocalSandboxes(1)
+            rig = Rig(
+                sessions=GatewaySessions(url, "admin", http),
+                sandboxes=bubbles,
+                harness=CommandHarness(config, http, door_url=DOOR_URL, workdir=WORK),
+                grader=FreshGrader(HiddenTests(timeout_s=10), sandboxes),
+                clock=clock,
+            )
+            try:
+                return await run_rollout(SLOT, rig, rollout_id="r", temperature=0.7, timeout_s=60.0)
+            finally:
+                await bubbles.close()
+                await sandboxes.close()
+
+    return asyncio.run(act()), chat
+
+
+def test_what_an_external_harness_does_is_a_graded_rollout(tmp_path: Path) -> None:
+    replies = ["cat util.py", REPAIR, "submit"]
+    rollout, chat = attempt(tmp_path, replies)
+    assert (rollout.status, rollout.reason, rollout.reward) == (RolloutStatus.GRADED, "submit", 1.0), rollout.reason
+    sampled = [turn.completion_ids.tolist() for turn in rollout.turns]
+    assert sampled == [[*chat.encode(reply), chat.end_id] for reply in replies]
+    assert {turn.temperature for turn in rollout.turns} == {0.7}
+    for earlier, later in zip(rollout.turns, rollout.turns[1:], strict=False):
+        seen = [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
+        assert later.prompt_ids.tolist()[: len(seen)] == seen
+    assert "return a - b" in chat.decode(rollout.turns[1].prompt_ids.tolist())
+
+
+def test_a_harness_that_gives_up_has_submitted_nothing(tmp_path: Path) -> None:
+    rollout, _ = attempt(tmp_path, [REPAIR] * 5)
+    assert (rollout.status, rollout.reason, rollout.reward) == (RolloutStatus.GRADED, "exit 1", 0.0)
+    assert len(rollout.turns) == 5
+
+
+def test_a_harness_that_hangs_is_stopped_and_graded(tmp_path: Path) -> None:
+    rollout, _ = attempt(tmp_path, ["sleep 60"], timeout_s=3.0)
+    assert (rollout.status, rollout.reason, rollout.reward) == (RolloutStatus.GRADED, "timeout", 0.0)
+    assert rollout.seconds < 30
+
+
+def test_a_harness_that_never_asks_the_model_is_infrastructure(tmp_path: Path) -> None:
+    rollout, _ = attempt(tmp_path, [], timeout_s=0.01)
+    assert rollout.status is RolloutStatus.FAILED_INFRA
+    assert "never reached the gateway" in rollout.reason

@@ -1,0 +1,114 @@
+"""Whatever is sent to a gateway, it answers soon, with a status that its OpenAPI document has, and lives on."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from typing import Any, TypeAlias
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.core.result import Ok
+from schemathesis.generation import GenerationMode
+
+from etude.clock import SystemClock
+from etude.config import GatewayConfig
+from etude.engines.fake import FakeEngine
+from etude.gateway.door import door
+from etude.gateway.keys import Key, Scope, digest_of
+from etude.gateway.openapi import document
+from etude.gateway.recorder import Recorder
+from etude.gateway.standing import EngineEntry
+from etude.run.gateway_parts import Plan, running
+from etude.run.serving import listening
+from etude.tokens.chat import ChatTemplate
+
+ADMIN_KEY, PRODUCT_KEY = "the admin key", "a product's key"
+EXAMPLES, EXAMPLES_AGAIN = 12, 3
+"""Of each operation and mode; of the same operation below a session."""
+ANSWER_S = 5.0
+"""Longest time of one answer: the fake engine takes no time, so anything longer hangs."""
+PRIVILEGED = ("/sessions", "/keys", "/engines", "/metrics")
+SCHEMA = schemathesis.openapi.from_dict(document())
+Operation: TypeAlias = schemathesis.APIOperation[Any, Any, Any, Any]
+OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations() if isinstance(found, Ok)]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Where a gateway answers, in a thread of its own."""
+    ready, over = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def serve() -> None:
+        clock = SystemClock()
+        engine = FakeEngine(clock, vocab_size=300, max_length=256)
+        plan = Plan(
+            chat=ChatTemplate.train(["return total\n"] * 4, vocab_size=300),
+            max_length=256,
+            recorder=Recorder(None),
+            engines=(EngineEntry(name="one", url="http://fake"),),
+            keys=(
+                Key(key_id="admin", digest=digest_of(ADMIN_KEY), scope=Scope.ADMIN),
+                Key(key_id="product", digest=digest_of(PRODUCT_KEY), scope=Scope.PRODUCTION),
+            ),
+        )
+        async with (
+            running(plan, GatewayConfig(), clock, lambda _url: engine) as parts,
+            listening(door(parts.gateway.handle, max_body_bytes=2**20), 0) as port,
+        ):
+            found.append(f"http://127.0.0.1:{port}")
+            while not parts.pool.versions():
+                await asyncio.sleep(0.01)
+            ready.set()
+            while not over.is_set():
+                await asyncio.sleep(0.02)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    yield found[0]
+    over.set()
+    thread.join(20)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: f"{operation.method} {operation.path}")
+def test_every_operation_answers_as_documented(operation: Operation, mode: GenerationMode, url: str) -> None:
+    """What a schema allows is generated, and what it does not."""
+    key = ADMIN_KEY if operation.path.startswith(PRIVILEGED) else PRODUCT_KEY
+    documented = {int(status) for status in operation.definition.raw["responses"]}
+
+    @settings(
+        max_examples=EXAMPLES_AGAIN if operation.path.startswith("/s/") else EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def fuzz(case: schemathesis.Case[Any]) -> None:
+        headers = {"Authorization": f"Bearer {key}", "X-Etude-Deadline-S": str(ANSWER_S)}
+        answer = case.call(base_url=url, headers=headers, timeout=2 * ANSWER_S)
+        assert answer.status_code < 500, answer.text
+        assert answer.status_code in documented, answer.text
+
+    with suppress(Unsatisfiable):  # nothing can be wrong with a request that has no part
+        fuzz()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    parts=st.lists(st.sampled_from(["s", "v1", "keys", "..", "%2e%2e", "%00", "%ff", "", "etude-x", "messages"])),
+    method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH"]),
+)
+def test_no_path_is_more_than_a_refusal(parts: list[str], method: str, url: str) -> None:
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
+    connection.request(method, "/" + "/".join(parts), headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+    assert connection.getresponse().status < 500
+    connection.close()

@@ -1,0 +1,211 @@
+"""A pool of real engines over HTTP: nothing that dies, changes or fills up costs a turn or a token."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+from aiohttp import ClientSession, TCPConnector, web
+
+from etude.clock import SystemClock
+from etude.config import EngineConfig
+from etude.engines.http import HttpEngine
+from etude.engines.native import NativeEngine, Weights
+from etude.engines.server import engine_app
+from etude.gateway.admission import PRIORITIES, Admission, AdmissionLimits, TrafficClass
+from etude.gateway.line import Line
+from etude.gateway.pool import EnginePool
+from etude.gateway.router import Router
+from etude.gateway.standing import EngineEntry, EngineState, HealthLimits
+from etude.models.decoder import Decoder
+from etude.models.invariant import InvariantArithmetic
+from etude.models.spec import TINY
+from etude.protocols import Completion, Piece, SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+SPEC = replace(TINY, vocab_size=64, max_positions=256)
+CONFIG = EngineConfig(max_running=4, max_length=256, max_waiting=64)
+DIGESTS = ("first", "second")
+QUICK = HealthLimits(healthy_poll_s=0.02, suspect_poll_s=0.02, stale_poll_s=0.02, dead_poll_s=0.02, dead_s=0.3)
+
+
+def weights(seed: int, version: int, digest: str) -> Weights:
+    model = Decoder(SPEC, InvariantArithmetic())
+    model.initialise(seed, std=0.2)
+    return Weights(model, version, digest)
+
+
+class Host:
+    """One native engine behind a port of its own, to be killed at will."""
+
+    def __init__(self) -> None:
+        self.engine = NativeEngine(weights(0, 0, DIGESTS[0]), CONFIG, seed=0, record_routes=True)
+        self._runner = web.AppRunner(engine_app(self.engine), handler_cancellation=True, shutdown_timeout=0.01)
+
+    async def start(self) -> str:
+        """Serve; returns the base URL."""
+        self._stepping = asyncio.create_task(self.engine.run())
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def kill(self) -> None:
+        """Drop the port, every connection and every call; twice is harmless."""
+        self._stepping.cancel()
+        await asyncio.gather(self._stepping, self._runner.cleanup(), return_exceptions=True)
+
+
+@asynccontextmanager
+async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host]]]:
+    """A pool, watched, whose engines are all healthy."""
+    hosts = [Host() for _ in range(engines)]
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(ClientSession(connector=TCPConnector(limit=0)))
+        pool = EnginePool(lambda url: HttpEngine(url, http, 0.0), Router(QUICK), SystemClock(), seed=0)
+        pool.announce(0, DIGESTS[0])
+        for name, host in enumerate(hosts):
+            stack.push_async_callback(host.kill)
+            pool.add(EngineEntry(name=str(name), url=await host.start()))
+        watching = asyncio.create_task(pool.watch())
+        stack.push_async_callback(asyncio.wait, [watching])
+        stack.callback(watching.cancel)
+        await until(lambda: all(view.state is EngineState.HEALTHY for view in pool.list()))
+        yield pool, hosts
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def assert_same(one: Completion, other: Completion) -> None:
+    np.testing.assert_array_equal(one.token_ids, other.token_ids)
+    np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    np.testing.assert_array_equal(one.versions, other.versions)
+    assert one.finish is other.finish
+    assert one.routes is not None and other.routes is not None
+    np.testing.assert_array_equal(one.routes, other.routes)
+
+
+def test_a_turn_whose_engine_is_killed_in_the_middle_is_the_turn_it_would_have_been() -> None:
+    params = SamplingParams(max_tokens=60, temperature=0.0, want_routes=True)
+
+    async def run() -> None:
+        async with pool_of(2) as (pool, hosts):
+            whole = await hosts[0].engine.generate(PROMPT, params, session="s")
+            heard = list[Piece]()
+            async for piece in pool.stream(PROMPT, params, session="s"):
+                heard.append(piece)
+                if len(heard) == 20:
+                    (serving,) = [view for view in pool.list() if view.inflight]
+                    await hosts[int(serving.entry.name)].kill()
+            assert pool.counters.continued == 1
+            completion = heard[-1].completion
+            assert completion is not None
+            assert_same(completion, whole)
+            np.testing.assert_array_equal(np.concatenate([piece.token_ids for piece in heard]), whole.token_ids)
+            await until(lambda: sorted(view.state for view in pool.list()) == [EngineState.DEAD, EngineState.HEALTHY])
+            assert_same(await pool.generate(PROMPT, params, session="s"), whole)
+
+    asyncio.run(run())
+
+
+def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_were_sampled_with() -> None:
+    params = SamplingParams(max_tokens=60, temperature=1.0, want_routes=True)
+
+    async def run() -> None:
+        async with pool_of(2) as (pool, hosts):
+            pool.announce(1, DIGESTS[1])
+            heard = list[Piece]()
+            async for piece in pool.stream(PROMPT, params, session="s"):
+                heard.append(piece)
+                if len(heard) == 20:
+                    (serving,) = [int(view.entry.name) for view in pool.list() if view.inflight]
+                    await hosts[1 - serving].engine.swap(weights(1, 1, DIGESTS[1]))
+                    await hosts[serving].kill()
+            completion = heard[-1].completion
+            assert completion is not None and completion.routes is not None
+            versions = completion.versions.tolist()
+            assert versions == sorted(versions) and set(versions) == {0, 1}
+            assert len(completion.routes) == len(PROMPT) + len(versions) - 1
+            np.testing.assert_array_equal(np.concatenate([piece.logprobs for piece in heard]), completion.logprobs)
+            # The first token of each part, scored by its own weights, behind exactly what came before it.
+            second = versions.index(1)
+            for at, seed in ((0, 0), (second, 1)):
+                context = [*PROMPT, *completion.token_ids[:at].tolist()]
+                logprob = await chance(weights(seed, seed, ""), context, int(completion.token_ids[at]))
+                assert logprob == completion.logprobs[at]
+
+    asyncio.run(run())
+
+
+async def chance(held: Weights, context: Sequence[int], token: int) -> float:
+    """The log-probability with which an engine samples ``token`` behind ``context``, found by drawing until it does."""
+    engine = NativeEngine(held, CONFIG, seed=0)
+    stepping = asyncio.create_task(engine.run())
+    try:
+        for seed in range(5000):
+            drawn = await engine.generate(context, SamplingParams(max_tokens=1, seed=seed), session="s")
+            if drawn.token_ids[0] == token:
+                return float(drawn.logprobs[0])
+        raise AssertionError(f"token {token} was not drawn in 5000 tries")
+    finally:
+        stepping.cancel()
+
+
+def test_an_engine_that_swaps_to_wrong_weights_gets_no_more_calls() -> None:
+    params = SamplingParams(max_tokens=4)
+
+    async def run() -> None:
+        async with pool_of(2) as (pool, hosts):
+            pool.announce(1, DIGESTS[1])
+            await hosts[0].engine.swap(weights(2, 1, "damaged"))
+            await hosts[1].engine.swap(weights(1, 1, DIGESTS[1]))
+            await until(lambda: pool.list()[0].state is EngineState.STALE)
+            hosts[0].engine.take_counters()
+            calls = (pool.generate(PROMPT, params, session=str(session)) for session in range(30))
+            for completion in await asyncio.gather(*calls):
+                assert completion.versions.tolist() == [1] * 4
+            assert hosts[0].engine.take_counters().generated_tokens == 0
+            await hosts[0].engine.swap(weights(1, 1, DIGESTS[1]))
+            await until(lambda: pool.list()[0].state is EngineState.HEALTHY)
+
+    asyncio.run(run())
+
+
+def test_people_are_served_first_while_rollouts_saturate_the_engine_and_no_rollout_is_lost() -> None:
+    async def run() -> None:
+        async with pool_of(1) as (pool, (host,)):
+            clock = SystemClock()
+            line = Line(Admission(AdmissionLimits(start=8)), clock)
+            expected = await asyncio.gather(
+                *(host.engine.generate(PROMPT, rollout(seed), session="s") for seed in range(16))
+            )
+            host.engine.take_counters()
+
+            async def call(traffic: TrafficClass, params: SamplingParams, session: str) -> Completion:
+                async with line.place(traffic, clock.now() + 60.0):
+                    asked = replace(params, priority=PRIORITIES[traffic])
+                    return await pool.generate(PROMPT, asked, session=session)
+
+            rollouts = [asyncio.create_task(call(TrafficClass.ROLLOUT, rollout(seed), str(seed))) for seed in range(16)]
+            while (await host.engine.health()).running < CONFIG.max_running:
+                await asyncio.sleep(0.001)
+            assert line.admission.waiting(TrafficClass.ROLLOUT) == 8
+            before = sum(task.done() for task in rollouts)
+            answer = await call(TrafficClass.PRODUCTION, SamplingParams(max_tokens=8, seed=99), "person")
+            assert len(answer.token_ids) == 8
+            assert sum(task.done() for task in rollouts) == before == 0
+            assert host.engine.take_counters().preempted >= 1
+            for completion, undisturbed in zip(await asyncio.gather(*rollouts), expected, strict=True):
+                assert_same(completion, undisturbed)
+
+    asyncio.run(run())
+
+
+def rollout(seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=60, seed=seed, want_routes=True)

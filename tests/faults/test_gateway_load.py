@@ -1,0 +1,305 @@
+"""A thousand agents at once, streaming, some of them hanging up, one engine killed: nothing leaks, no turn is lost.
+
+Each agent opens a session, talks for a few turns, closes it and compares what it read with the turns that it gets. The
+gateway runs in this process, where tasks, sockets and objects can be counted; its engines are processes that die.
+``ETUDE_LONG=1`` takes a minute.
+"""
+
+import asyncio
+import gc
+import os
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+import uvloop
+from aiohttp import web
+
+from etude.clock import SystemClock
+from etude.config import GatewayConfig
+from etude.engines.http import HttpEngine
+from etude.gateway.conversations import Conversation
+from etude.gateway.door import door
+from etude.gateway.keys import Key, Scope, digest_of, new_secret
+from etude.gateway.recorder import Recorder
+from etude.gateway.standing import EngineEntry
+from etude.run.endpoints import probe_port
+from etude.run.gateway_parts import Plan, Running, running
+from etude.tokens.chat import ChatTemplate
+from etude.tokens.turns import decode_turns
+from etude.types import Turn
+
+SECONDS = 60.0 if os.environ.get("ETUDE_LONG") else 10.0
+AGENTS, TURNS = 1000, 3
+HANG_UP_SHARE, HANG_UP_S = 0.2, 0.2
+"""How many turns are abandoned, and after how long at most."""
+MAX_TOKENS, MAX_LENGTH = 24, 2048
+FILES = 8192
+"""Descriptors: a connection of each agent, both ends, and those to engines."""
+GROWTH_BYTES = 32 << 20
+"""Resident memory that the last quarter may have more than the third: what an allocator keeps, not a leak that goes on.
+"""
+SETTLE_S = 20.0
+
+ENGINE = """
+import asyncio, sys
+from aiohttp import web
+from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
+from etude.engines.server import engine_app
+
+class Paced(FakeEngine):
+    async def stream(self, prompt_ids, params, *, session):
+        async for piece in super().stream(prompt_ids, params, session=session):
+            await asyncio.sleep(0.01)
+            yield piece
+
+port, seed, vocab_size, max_length = map(int, sys.argv[1:])
+engine = Paced(SystemClock(), vocab_size=vocab_size, max_length=max_length, seed=seed)
+web.run_app(engine_app(engine), host="127.0.0.1", port=port, print=None, handler_cancellation=True)
+"""
+
+pytestmark = pytest.mark.timeout(SECONDS * 3 + 120)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What all agents saw together."""
+
+    sessions: int = 0
+    completed: int = 0
+    hung_up: int = 0
+    kept_after_hang_up: int = 0
+    memory_bytes: list[tuple[float, int]] = field(default_factory=list)
+    """Resident memory by time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the agents are."""
+
+    url: str
+    secret: str
+    http: aiohttp.ClientSession
+    template: ChatTemplate
+    tally: Tally
+    ends: float
+
+
+async def live(site: Site, chance: random.Random) -> None:
+    """One agent: session after session until time is up."""
+    while time.monotonic() < site.ends:
+        async with site.http.post(f"{site.url}/sessions", headers=bearer(site.secret), json={}) as answer:
+            assert answer.status == 200, await answer.text()
+            opened = await answer.json()
+        said, abandoned = await talk(site, opened["api_key"], chance)
+        closing = site.http.delete(f"{site.url}/sessions/{opened['session_id']}", headers=bearer(site.secret))
+        async with closing as answer:
+            assert answer.status == 200, await answer.text()
+            turns = decode_turns(await answer.read())
+        check(site, turns, said, abandoned)
+        site.tally.sessions += 1
+
+
+async def talk(site: Site, key: str, chance: random.Random) -> tuple[dict[int, str], set[int]]:
+    """A conversation, cut short when time is up: what was answered to each question, and which were not waited for."""
+    messages: list[dict[str, str]] = [{"role": "system", "content": "answer at random"}]
+    said: dict[int, str] = {}
+    abandoned: set[int] = set()
+    for number in range(TURNS):
+        if number and time.monotonic() >= site.ends:
+            break
+        asked = [*messages, {"role": "user", "content": f"question {number}"}]
+        patience_s = chance.random() * HANG_UP_S if chance.random() < HANG_UP_SHARE else None
+        try:
+            async with asyncio.timeout(patience_s):
+                said[number] = await ask(site, key, asked)
+        except TimeoutError:
+            abandoned.add(number)
+            site.tally.hung_up += 1
+        else:
+            messages = [*asked, {"role": "assistant", "content": said[number]}]
+            site.tally.completed += 1
+    return said, abandoned
+
+
+async def ask(site: Site, key: str, messages: Sequence[dict[str, str]]) -> str:
+    """One streamed turn, whole; leaving it hangs up."""
+    body = {"model": "policy", "messages": messages, "stream": True, "max_tokens": MAX_TOKENS}
+    async with site.http.post(f"{site.url}/v1/chat/completions", headers=bearer(key), json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        text, ended = "", False
+        async for line in answer.content:
+            data = line.strip().removeprefix(b"data: ")
+            ended = ended or data == b"[DONE]"
+            if data and not ended:
+                event = orjson.loads(data)
+                assert "error" not in event, event
+                text += event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
+        assert ended, "a stream ended without its end"
+    return text
+
+
+def check(site: Site, turns: Sequence[Turn], said: dict[int, str], abandoned: set[int]) -> None:
+    """Every reply that was read is a turn, once; the others are of calls that were hung up on."""
+    by_question: dict[int, Turn] = {}
+    for turn in turns:
+        *_, number = re.findall(r"question (\d)", site.template.decode(turn.prompt_ids.tolist()))
+        assert int(number) not in by_question, "a turn is there twice"
+        by_question[int(number)] = turn
+    assert said.keys() <= by_question.keys(), "a turn is lost"
+    assert by_question.keys() - said.keys() <= abandoned, "a turn is there that nobody asked for"
+    site.tally.kept_after_hang_up += len(by_question.keys() - said.keys())
+    before = np.empty(0, np.int32)
+    for number, text in said.items():
+        turn = by_question[number]
+        assert site.template.decode(turn.completion_ids.tolist()) == text
+        assert np.array_equal(turn.prompt_ids[: len(before)], before), "a turn does not continue the one before"
+        before = np.concatenate([turn.prompt_ids, turn.completion_ids])
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+# ── the gateway and what is around it ───────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def engine(seed: int, vocab_size: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A process that serves a fake engine, and its URL; it may still be starting."""
+    with probe_port(0) as port:
+        pass  # it is free
+    command = [sys.executable, "-c", ENGINE, str(port), str(seed), str(vocab_size), str(MAX_LENGTH)]
+    with subprocess.Popen(command) as process:
+        try:
+            yield process, f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@asynccontextmanager
+async def gateway(template: ChatTemplate, engines: Sequence[str], secret: str) -> AsyncIterator[tuple[Running, str]]:
+    """A gateway in this event loop, and its URL."""
+    key = Key(key_id="test", digest=digest_of(secret), scope=Scope.PRODUCTION)
+    plan = Plan(
+        chat=template,
+        max_length=MAX_LENGTH,
+        recorder=Recorder(None),
+        engines=tuple(EngineEntry(name=f"engine-{index}", url=url) for index, url in enumerate(engines)),
+        keys=(key,),
+    )
+    config = GatewayConfig()
+    async with AsyncExitStack() as stack:
+        connector = aiohttp.TCPConnector(limit=0)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        parts = await stack.enter_async_context(
+            running(plan, config, SystemClock(), lambda url: HttpEngine(url, http, 0.0))
+        )
+        runner = web.ServerRunner(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=AGENTS)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield parts, f"http://{host}:{port}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until something is so; it shall not take long."""
+    async with asyncio.timeout(SETTLE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def watch_memory(tally: Tally) -> None:
+    while True:
+        pages = resident_pages()
+        tally.memory_bytes.append((time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE")))
+        await asyncio.sleep(SECONDS / 100)
+
+
+async def kill_in_the_middle(process: subprocess.Popen[bytes]) -> None:
+    await asyncio.sleep(SECONDS / 3)
+    process.kill()
+
+
+async def populate(url: str, secret: str, template: ChatTemplate, victim: subprocess.Popen[bytes]) -> Tally:
+    """Let all agents live until time is up."""
+    tally = Tally()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        site = Site(url=url, secret=secret, http=http, template=template, tally=tally, ends=time.monotonic() + SECONDS)
+        watching = asyncio.create_task(watch_memory(tally))
+        async with asyncio.TaskGroup() as agents:
+            agents.create_task(kill_in_the_middle(victim))
+            for index in range(AGENTS):
+                agents.create_task(live(site, random.Random(index)))
+        watching.cancel()
+    return tally
+
+
+def resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+
+
+def open_sockets() -> int:
+    opened = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one of the listing itself
+            opened += str(link.readlink()).startswith("socket:")
+    return opened
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """As many descriptors as a thousand callers take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FILES:
+        pytest.skip(f"the system allows {hard} open files, and {FILES} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_agents_lose_nothing_and_leave_nothing(many_files: None) -> None:
+    template = ChatTemplate.train(["answer at random: question 0 1 2 3 4 5 6 7 8 9"], 300)
+    secret = new_secret(Scope.PRODUCTION)
+
+    async def story() -> Tally:
+        tasks, sockets = asyncio.all_tasks(), open_sockets()
+        with engine(1, template.vocab_size) as (victim, first), engine(2, template.vocab_size) as (_, second):
+            async with gateway(template, [first, second], secret) as (parts, url):
+                await until(lambda: all(view.health is not None for view in parts.pool.list()))
+                own_tasks = asyncio.all_tasks()
+                tally = await populate(url, secret, template, victim)
+                await until(lambda: not asyncio.all_tasks() - own_tasks)  # hang-ups are noticed a little later
+                assert not len(parts.sessions), "sessions were left open"
+                assert [key.key_id for key in parts.keyring] == ["test"], "keys outlived their sessions"
+                assert parts.pool.counters.losses, "the engine was killed when nobody needed it"
+        await until(lambda: not asyncio.all_tasks() - tasks and open_sockets() <= sockets)
+        return tally
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        tally = runner.run(story())
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, Conversation)], "a conversation is still there"
+    assert tally.sessions >= AGENTS and tally.completed > tally.hung_up > 0, tally
+    start, end = tally.memory_bytes[0][0], tally.memory_bytes[-1][0]
+    third, last = (
+        statistics.mean(size for at, size in tally.memory_bytes if low <= (at - start) / (end - start) <= low + 0.25)
+        for low in (0.5, 0.75)
+    )
+    assert last - third < GROWTH_BYTES, f"memory grows: {third / 2**20:.0f} MiB, then {last / 2**20:.0f} MiB"

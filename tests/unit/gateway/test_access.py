@@ -1,0 +1,61 @@
+import asyncio
+from pathlib import Path
+
+import orjson
+
+from etude.gateway import access
+from etude.gateway.access import AccessLog, Visit
+
+
+def visit(route: str = "POST /v1/chat/completions") -> Visit:
+    return Visit(began=1.0, route=route, status=200, first_token=1.25, ended=1.5, versions=(3, 4))
+
+
+def test_a_line_has_the_facts_of_a_visit(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log", lambda: 1785312000.1234)
+    log.add(visit())
+    log.close()
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    fields = orjson.loads(line)
+    assert fields["time"] == 1785312000.123
+    assert (fields["seconds"], fields["first_token_s"], fields["versions"]) == (0.5, 0.25, [3, 4])
+
+
+def test_lines_are_written_every_second_and_appended_to_what_is_there(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    file.write_text("earlier\n")
+
+    async def run() -> None:
+        log = AccessLog(file, lambda: 0.0)
+        running = asyncio.create_task(log.run())
+        log.add(visit("first"))
+        async with asyncio.timeout(5):
+            while "first" not in file.read_text():
+                await asyncio.sleep(0.05)
+        log.add(visit("second"))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        log.close()
+
+    asyncio.run(run())
+    lines = file.read_text().splitlines()
+    assert lines[0] == "earlier"
+    assert [orjson.loads(line)["route"] for line in lines[1:]] == ["first", "second"]
+
+
+def test_lines_beyond_the_buffer_are_counted_and_the_count_is_written(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log", lambda: 0.0)
+    for _ in range(access.MAX_LINES + 7):
+        log.add(visit())
+    log.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert len(lines) == access.MAX_LINES + 1
+    assert orjson.loads(lines[-1])["lost_lines"] == 7
+
+
+def test_a_full_disk_loses_lines_and_nothing_else() -> None:
+    log = AccessLog(Path("/dev/full"), lambda: 0.0)
+    log.add(visit())
+    log.flush()
+    log.add(visit())
+    log.close()

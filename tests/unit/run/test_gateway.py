@@ -1,0 +1,168 @@
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+import aiohttp
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from etude.clock import SystemClock
+from etude.config import GatewayConfig
+from etude.engines.fake import FakeEngine
+from etude.errors import ConfigError
+from etude.gateway.door import door
+from etude.gateway.keys import Key, Scope, digest_of
+from etude.gateway.recorder import Recorder
+from etude.gateway.standing import EngineEntry
+from etude.run.gateway import Alone, entry_of, longest_context, run_alone, tls_context
+from etude.run.gateway_parts import Plan, running
+from etude.run.keys import add_key, revoke_key
+from etude.run.serving import listening
+from etude.tokens.chat import ChatTemplate
+
+SECRET = "a product's key"
+
+
+def certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 for itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "étude")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    cert_file, key_file = folder / "cert.pem", folder / "key.pem"
+    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    key_file.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return cert_file, key_file
+
+
+@asynccontextmanager
+async def serving(config: GatewayConfig) -> AsyncIterator[str]:
+    """A gateway with a fake engine; gives its host and port."""
+    clock = SystemClock()
+    engine = FakeEngine(clock, vocab_size=300, max_length=64)
+    plan = Plan(
+        chat=ChatTemplate.train(["return total\n"] * 4, vocab_size=300),
+        max_length=64,
+        recorder=Recorder(None),
+        engines=(EngineEntry(name="one", url="http://fake"),),
+        keys=(Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),),
+    )
+    async with running(plan, config, clock, lambda _url: engine) as parts:
+        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        async with listening(server, 0, tls=tls_context(config)) as port:
+            yield f"127.0.0.1:{port}"
+
+
+async def ask(url: str, key: str, verify: ssl.SSLContext | bool = True) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{url}/v1/chat/completions", json=body, headers=headers, ssl=verify) as answer,
+    ):
+        await answer.read()
+        return answer.status
+
+
+def test_calls_travel_over_tls_and_nothing_else_is_answered(tmp_path: Path) -> None:
+    cert_file, key_file = certificate(tmp_path)
+    config = GatewayConfig(tls_cert=str(cert_file), tls_key=str(key_file))
+
+    async def run() -> None:
+        async with serving(config) as where:
+            assert await ask(f"https://{where}", SECRET, ssl.create_default_context(cafile=cert_file)) == 200
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await ask(f"https://{where}", SECRET)
+            with pytest.raises(aiohttp.ClientError):
+                await ask(f"http://{where}", SECRET)
+
+    asyncio.run(run())
+
+
+def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("no certificate")
+    bad = str(tmp_path / "bad.pem")
+    with pytest.raises(ConfigError, match=r"gateway\.tls_cert"):
+        tls_context(GatewayConfig(tls_cert=bad, tls_key=bad))
+    assert tls_context(GatewayConfig()) is None
+
+
+def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    key_id, secret = add_key(file, "production", "bot", (None, None), None)
+    config = GatewayConfig(keys=str(file))
+
+    async def run() -> None:
+        async with serving(config) as where:
+            url = f"http://{where}"
+            assert await ask(url, secret) == 200
+            assert await ask(url, SECRET) == 200
+            _, later = add_key(file, "production", "later", (None, None), None)
+            revoke_key(file, key_id)
+            async with asyncio.timeout(10):
+                while await ask(url, later) != 200:
+                    await asyncio.sleep(0.05)
+            assert await ask(url, secret) == 401
+            assert await ask(url, SECRET) == 200  # not of the file: it stays
+            file.write_text("damaged")
+            await asyncio.sleep(1.2)
+            assert await ask(url, later) == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "region"),
+    [
+        ("http://10.0.0.1:8000", "http://10.0.0.1:8000", ""),
+        ("https://engines.example/a/@eu-west", "https://engines.example/a", "eu-west"),
+    ],
+)
+def test_engines_are_told_by_url_and_region(text: str, url: str, region: str) -> None:
+    entry = entry_of(text)
+    assert (entry.url, entry.region) == (url, region)
+    assert "/" not in entry.name
+
+
+@pytest.mark.parametrize("text", ["", "localhost:80", "ftp://x", "http://x@", "http://x@a@b"])
+def test_what_is_no_engine_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--engine"):
+        entry_of(text)
+
+
+def test_the_context_is_as_long_as_the_checkpoint_says(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"max_position_embeddings": 640}')
+    assert longest_context(tmp_path) == 640
+    file.write_text('{"text_config": {"max_position_embeddings": 32}}')
+    assert longest_context(tmp_path) == 32
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        longest_context(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"), [("trainer.steps=3", "no effect on a gateway"), ("gateway.access_log=true", "--access-log")]
+)
+def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        run_alone(Alone(model=tmp_path, engines=("http://x",), settings=(setting,)))

@@ -1,0 +1,124 @@
+"""`etude gateway` as a process: its greeting, its calls, its end."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
+from etude.engines.server import engine_app
+from etude.protocols import Completion, SamplingParams
+from etude.run.serving import listening
+from etude.tokens.chat import ChatTemplate
+
+STARTS_S = 60.0
+"""A busy machine may need this long to start a Python process."""
+
+
+class GatedEngine(FakeEngine):
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock(), vocab_size=300, max_length=64)
+        self.gate, self.asked = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+        self.asked.set()
+        await self.gate.wait()
+        return await super().generate(prompt_ids, params, session=session)
+
+
+@asynccontextmanager
+async def process(model: Path, engine: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, str]]:
+    """A gateway, its URL and the key it made."""
+    command = ("-m", "etude", "gateway", "--model", str(model), "--engine", engine)
+    child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    try:
+        greeting = ""
+        async with asyncio.timeout(STARTS_S):
+            while "model" not in greeting:
+                line = (await child.stdout.readline()).decode()
+                assert line, "it ended before it said where it is"
+                greeting += line
+        url, key = re.search(r"http://\S+", greeting), re.search(r"etude-production-\S+", greeting)
+        assert url is not None
+        assert key is not None
+        yield child, url[0], key[0]
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+
+
+async def ask(http: aiohttp.ClientSession, url: str, key: str) -> tuple[int, bytes]:
+    body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with http.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+        return answer.status, await answer.read()
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patient: bool) -> None:
+    chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
+    chat.save(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+
+    async def run() -> None:
+        engine = GatedEngine()
+        async with (
+            listening(engine_app(engine), 0) as port,
+            process(tmp_path, f"http://127.0.0.1:{port}") as (child, url, key),
+            aiohttp.ClientSession() as http,
+            asyncio.timeout(STARTS_S),
+        ):
+            call = asyncio.create_task(ask(http, url, key))
+            await engine.asked.wait()
+            os.kill(child.pid, signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while (await http.get(f"{url}/healthz")).status != 503:
+                    await asyncio.sleep(0.02)
+            assert (await ask(http, url, key))[0] == 503
+            assert not call.done()
+            if patient:
+                engine.gate.set()
+                assert (await call)[0] == 200
+            else:
+                os.kill(child.pid, signal.SIGTERM)
+                with pytest.raises(aiohttp.ClientError):
+                    await call
+            assert await child.wait() == 128 + signal.SIGTERM
+            engine.gate.set()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--model", "nowhere", "--engine", "http://x"], "nowhere"),
+        (["--model", "nowhere"], "--engine"),
+        (["--run", "nowhere", "--port", "1"], "--port would have no effect"),
+        (["--run", "nowhere"], "not a run folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(options: list[str], told: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "etude", "gateway", *options],
+        capture_output=True,
+        text=True,
+        timeout=STARTS_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,25 @@
+"""What a run shows to an external harness."""
+
+from pathlib import Path
+
+import pytest
+
+from etude.config import default_recipe
+from etude.errors import ConfigError
+from etude.run.folder import RunFolder
+from etude.run.rollouts import harness_mounts, write_harness
+
+
+def test_a_harness_gets_its_files_and_nothing_else_of_the_run(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    place = write_harness(folder, {"a.yaml": "x: 1\n"})
+    assert write_harness(folder, {"a.yaml": "x: 2\n"}) == place
+    assert [(path.name, path.read_text()) for path in place.iterdir()] == [("a.yaml", "x: 2\n")]
+    assert place.stat().st_mode & 0o005 == 0o005
+    assert place.parent.stat().st_mode & 0o077 == 0
+
+
+def test_mounts_are_folders_of_this_machine(tmp_path: Path) -> None:
+    assert harness_mounts([str(tmp_path)]) == {str(tmp_path): tmp_path}
+    with pytest.raises(ConfigError, match="no-such-folder"):
+        harness_mounts([str(tmp_path / "no-such-folder")])

@@ -1,0 +1,50 @@
+"""Jinja as chat templates expect it, and nothing that a template could break out of."""
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from etude.errors import DamagedError
+from etude.tokens.templates import Template
+
+NOON = datetime(2026, 7, 1, 12)
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    for source in ("{{ ''.__class__.__mro__ }}", "{% set _ = messages.append(1) %}", "{{ range(99999999) | list }}"):
+        with pytest.raises(ValueError, match="does not take"):
+            Template(source, {}, lambda: NOON).render(["x"], opening=True)
+
+
+def test_json_is_not_escaped_for_html() -> None:
+    template = Template("{{ messages | tojson }} {{ messages | tojson(indent=1) }}", {}, lambda: NOON)
+    assert template.render(["<é>"], opening=False) == '["<é>"] [\n "<é>"\n]'
+
+
+def test_blocks_leave_no_lines_behind_and_loops_can_be_left() -> None:
+    source = "{% for m in messages %}\n  {% if m == 'stop' %}\n    {% break %}\n  {% endif %}\n{{ m }},{% endfor %}"
+    assert Template(source, {}, lambda: NOON).render(["a", "b", "stop", "c"], opening=False) == "a,b,"
+
+
+def test_generation_marks_a_scope_and_writes_nothing() -> None:
+    source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert Template(source, {}, lambda: NOON).render([], opening=False) == "21"
+
+
+def test_the_day_is_asked_once_per_rendering() -> None:
+    moments = iter(NOON + timedelta(days=day) for day in range(9))
+    template = Template("{{ strftime_now('%d') }}{{ strftime_now('%d') }}", {}, lambda: next(moments))
+    assert [template.render([], opening=False) for _ in range(2)] == ["0101", "0202"]
+
+
+def test_variables_and_the_opening_are_known() -> None:
+    template = Template(
+        "{{ bos_token }}{{ tools is none }}{{ add_generation_prompt }}", {"bos_token": "<s>"}, lambda: NOON
+    )
+    assert template.render([], opening=True) == "<s>TrueTrue"
+    assert template.render([], ["x"], opening=False) == "<s>FalseFalse"
+
+
+def test_a_source_that_is_no_template_is_damage() -> None:
+    with pytest.raises(DamagedError, match="does not compile"):
+        Template("{% if %}", {}, lambda: NOON)
