@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task, Turn
+from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task, TokenIds, Turn
 
 
 class Clock(Protocol):
@@ -72,7 +72,7 @@ class Completion:
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
 
 
-def turn_of(prompt_ids: Ids | Sequence[int], params: SamplingParams, completion: Completion) -> Turn:
+def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
     """The turn in which an engine was given ``prompt_ids`` [P] and ``params`` and sampled ``completion``.
 
     Raises ``ValueError`` where the record does not fit the tokens, as :class:`~etude.types.Turn` does.
@@ -115,7 +115,7 @@ class EngineHealth:
 class Engine(Protocol):
     """Samples tokens. Token ids in, token ids out; text never passes this seam."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; calls of one ``session`` may share a prefix cache.
 
         Raises :class:`~etude.errors.EngineUnavailable` when no answer can be had, and its kind
@@ -123,7 +123,7 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> AsyncGenerator[Piece, None]:
+    def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its tokens as they come; closing the iterator cancels it.
 
         Raises like :meth:`generate`.

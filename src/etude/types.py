@@ -6,7 +6,7 @@ I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens 
     Task ──▶ Rollout (Turns) ──▶ Trajectory ──▶ Batch ──▶ WeightVersion
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, TypeAlias
@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 """Token ids."""
+TokenIds: TypeAlias = Sequence[int] | Ids
+"""Token ids as whoever has them holds them; an engine takes either."""
 Floats: TypeAlias = npt.NDArray[np.float32]
 """One real number per token."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -31,6 +33,11 @@ NO_ROUTE = 0xFFFF
 """What stands for an expert where no engine said which: the trainer's own router decides."""
 SHA256_HEX = 64
 """Length of a SHA-256 in hex."""
+
+
+def as_list(token_ids: TokenIds) -> list[int]:
+    """A list of Python's own whole numbers, whatever held them."""
+    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
 
 
 class Split(StrEnum):

@@ -27,7 +27,7 @@ import torch
 
 from etude.clock import SystemClock
 from etude.config import EngineConfig, GatewayConfig, ModelConfig
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app
 from etude.gateway.door import door
@@ -45,7 +45,7 @@ from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.trajectories.build import build_trajectories
-from etude.types import Ids, Rollout, RolloutStatus, Turn
+from etude.types import Ids, Rollout, RolloutStatus, TokenIds, Turn
 
 HARNESS = Path(os.environ.get("ETUDE_HARNESS_PYTHON", Path(__file__).parents[2] / ".venv-harness/bin/python"))
 ADMIN = "etude-admin-" + "a" * 43
@@ -78,13 +78,13 @@ class Overheard:
     engine: Engine
     calls: list[tuple[list[int], Ids]] = field(default_factory=list)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         completion = await self.engine.generate(prompt_ids, params, session=session)
         self.calls.append((list(prompt_ids), completion.token_ids))
         return completion
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         async for piece in self.engine.stream(prompt_ids, params, session=session):
             yield piece
@@ -203,7 +203,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
             steps = asyncio.create_task(overheard.engine.run())
             stack.callback(steps.cancel)
             engine_port = await stack.enter_async_context(listening(engine_app(overheard), 0))
-            http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+            connect = await stack.enter_async_context(http_engines(0.0))
             plan = Plan(
                 chat=chat,
                 max_length=MAX_LENGTH,
@@ -212,9 +212,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
                 keys=(Key(key_id="test", digest=digest_of(ADMIN), scope=Scope.ADMIN, created=""),),
             )
             config = GatewayConfig()
-            parts = await stack.enter_async_context(
-                running(plan, config, SystemClock(), lambda url: HttpEngine(url, http, 0.0))
-            )
+            parts = await stack.enter_async_context(running(plan, config, SystemClock(), connect))
             server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
             port = await stack.enter_async_context(listening(server, 0))
             stages.append(Stage(port=port, overheard=overheard))

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, closing
 from dataclasses import replace
 
 import numpy as np
@@ -45,7 +45,8 @@ async def fake() -> AsyncIterator[Engine]:
 @asynccontextmanager
 async def over_http(app: web.Application, timeout_s: float = 1.0) -> AsyncIterator[HttpEngine]:
     async with TestServer(app) as server, ClientSession() as http:
-        yield HttpEngine(str(server.make_url("")), http, timeout_s)
+        with closing(HttpEngine(str(server.make_url("")), http, timeout_s)) as engine:
+            yield engine
 
 
 @asynccontextmanager

@@ -6,11 +6,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config import EngineConfig
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app
 from etude.gateway.admission import PRIORITIES, Admission, AdmissionLimits, TrafficClass
@@ -63,8 +63,8 @@ async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host
     """A pool, watched, whose engines are all healthy."""
     hosts = [Host() for _ in range(engines)]
     async with AsyncExitStack() as stack:
-        http = await stack.enter_async_context(ClientSession(connector=TCPConnector(limit=0)))
-        pool = EnginePool(lambda url: HttpEngine(url, http, 0.0), Router(QUICK), SystemClock(), seed=0)
+        connect = await stack.enter_async_context(http_engines(0.0))
+        pool = EnginePool(connect, Router(QUICK), SystemClock(), seed=0)
         pool.announce(0, DIGESTS[0])
         for name, host in enumerate(hosts):
             stack.push_async_callback(host.kill)

@@ -29,7 +29,7 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config import GatewayConfig
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.gateway.conversations import Conversation
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_secret
@@ -203,11 +203,8 @@ async def gateway(template: ChatTemplate, engines: Sequence[str], secret: str) -
     )
     config = GatewayConfig()
     async with AsyncExitStack() as stack:
-        connector = aiohttp.TCPConnector(limit=0)
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        parts = await stack.enter_async_context(
-            running(plan, config, SystemClock(), lambda url: HttpEngine(url, http, 0.0))
-        )
+        connect = await stack.enter_async_context(http_engines(0.0))
+        parts = await stack.enter_async_context(running(plan, config, SystemClock(), connect))
         runner = web.ServerRunner(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -77,3 +77,10 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_default_is_the_built_in_harness() -> None:
     assert default_recipe().harness.kind == "coding"
+
+
+def test_the_recipe_with_mini_swe_agent_is_complete() -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "external-harness"
+    harness = load_recipe(recipe).harness
+    assert harness.files["mini.yaml"] == (recipe / "mini.yaml").read_text(encoding="utf-8")
+    assert "/harness/mini.yaml" in harness.command

@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import EngineUnavailable
 from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
-from etude.types import Finish
+from etude.types import Finish, TokenIds, as_list
 
 STOP_SHARE = 0.1
 """Probability that a drawn token is a stop token: completions of about ten tokens."""
@@ -48,7 +48,7 @@ class FakeEngine:
         """Let the next ``calls`` calls, of either method, raise :class:`~etude.errors.EngineUnavailable`."""
         self._failures = calls
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion. Raises ``ValueError`` on a request that no engine could serve."""
         self._fail_if_told()
         self._check(prompt_ids, params)
@@ -60,7 +60,7 @@ class FakeEngine:
             self._running -= 1
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion, then hand it out token by token."""
         whole = await self.generate(prompt_ids, params, session=session)
@@ -84,8 +84,8 @@ class FakeEngine:
             self._failures -= 1
             raise EngineUnavailable("the fake engine was told to fail")
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        if not prompt_ids or not all(0 <= token < self._vocab_size for token in prompt_ids):
+    def _check(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
+        if len(prompt_ids) == 0 or not all(0 <= token < self._vocab_size for token in prompt_ids):
             raise ValueError(f"prompt ids must be in 0 … {self._vocab_size - 1} and not empty")
         if params.max_tokens < 1:
             raise ValueError(f"max_tokens={params.max_tokens}: expected at least 1")
@@ -94,12 +94,12 @@ class FakeEngine:
                 f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {self._max_length}"
             )
 
-    def _draws(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[int]:
+    def _draws(self, prompt_ids: TokenIds, params: SamplingParams) -> Iterator[int]:
         """Endless tokens: a function of the prompt if greedy, of prompt and seed if seeded, else of the call."""
         if params.temperature == 0:
-            key = f"greedy {list(prompt_ids)}"
+            key = f"greedy {as_list(prompt_ids)}"
         elif params.seed is not None:
-            key = f"seeded {params.seed} {list(prompt_ids)}"
+            key = f"seeded {params.seed} {as_list(prompt_ids)}"
         else:
             key = f"call {next(self._calls)}"
         random = Random(f"{self._seed} {key}")

@@ -4,21 +4,25 @@ Owns the retries while an engine restarts; the wire format is engines/wire.py's.
 between two calls that an answer depends on, so a call whose answer was lost is simply made again.
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import TypeVar
 
 import aiohttp
 import orjson
+from aiohttp import ClientSession, TCPConnector
 from aiohttp.http_exceptions import LineTooLong
 
 from etude.clock import SystemClock
 from etude.engines.exchange import answering, unavailable
+from etude.engines.lines import Lines
 from etude.engines.wire import decode_completion, decode_piece, encode_request
 from etude.errors import EngineUnavailable
 from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
+from etude.types import TokenIds
 
 Answer = TypeVar("Answer")
 
@@ -37,11 +41,20 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
 SYSTEM_CLOCK = SystemClock()
 
 
+@asynccontextmanager
+async def http_engines(timeout_s: float) -> AsyncIterator[Callable[[str], "HttpEngine"]]:
+    """Makes clients by URL, for as many calls in flight as there are; they are closed with the context."""
+    async with ClientSession(connector=TCPConnector(limit=0)) as http:
+        with ExitStack() as engines:
+            yield lambda url: engines.enter_context(closing(HttpEngine(url, http, timeout_s)))
+
+
 class HttpEngine:
     """Talks to one engine process; implements :class:`~etude.protocols.Engine`.
 
-    ``timeout_s`` is how long an engine may be down before a call gives up. The connector of ``http`` must allow as many
-    connections as there may be calls in flight (aiohttp allows 100 unless told otherwise).
+    ``timeout_s`` is how long an engine may be down before a call gives up. To be closed by who made it. The connector
+    of ``http`` must allow as many connections as there may be streams in flight (aiohttp allows 100 unless told
+    otherwise).
     """
 
     def __init__(
@@ -51,8 +64,13 @@ class HttpEngine:
         self._http = http
         self._timeout_s = timeout_s
         self._clock = clock
+        self._lines = Lines(base_url, connect_s=CONNECT_TIMEOUT_S)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    def close(self) -> None:
+        """Close the connections that nobody uses; ``http`` stays the caller's."""
+        self._lines.close()
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion, trying again while the engine is down.
 
         Raises ``ValueError`` with the engine's words if it refuses the request, and
@@ -63,7 +81,7 @@ class HttpEngine:
         for pause_s in _pauses_s():
             asked_at = self._clock.now()
             try:
-                return _readable(decode_completion, await self._call("POST", "/generate", body, GENERATE_TIMEOUT))
+                return _readable(decode_completion, await self._whole("/generate", body))
             except EngineUnavailable:
                 # Time spent on an answer that was then lost is no outage: the engine was up, and is to be had again.
                 down_s += min(self._clock.now() - asked_at, CONNECT_TIMEOUT_S) + pause_s
@@ -73,7 +91,7 @@ class HttpEngine:
         raise AssertionError("the pauses are endless")
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its pieces as they come; a stream that breaks is not taken up again.
 
@@ -93,12 +111,20 @@ class HttpEngine:
 
     async def health(self) -> EngineHealth:
         """Ask once. Raises :class:`~etude.errors.EngineUnavailable` at once if there is no answer."""
-        return _health(await self._call("GET", "/health", None, HEALTH_TIMEOUT))
+        async with self._exchange("GET", "/health", None, HEALTH_TIMEOUT) as response:
+            return _health(await response.read())
 
-    async def _call(self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout) -> bytes:
-        """One exchange; everything but an answer or a refusal is an unavailable engine."""
-        async with self._exchange(method, path, body, timeout) as response:
-            return await response.read()
+    async def _whole(self, path: str, body: bytes) -> bytes:
+        """One short exchange; everything but an answer or a refusal is an unavailable engine."""
+        url = self._base_url + path
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                status, answer = await self._lines.post(path, body)
+        except (OSError, TimeoutError) as error:
+            raise EngineUnavailable(f"no answer from the engine at {url}: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise _refused(url, status, answer)
+        return answer
 
     def _exchange(
         self, method: str, path: str, body: bytes | None, timeout: aiohttp.ClientTimeout

@@ -4,10 +4,10 @@ Owns nothing else. It matters most for engines of others: one token id outside t
 (seen in 0.32 without a tokenizer), so no such request may ever reach it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.protocols import SamplingParams
+from etude.types import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Limits:
     max_length: int
     """Tokens of one sequence, prompt and completion."""
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def check(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a request that could never be served, with the offending value."""
         if len(prompt_ids) == 0 or min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
             raise ValueError(f"prompt ids must be in 0 … {self.vocab_size - 1} and not empty")

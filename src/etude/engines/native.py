@@ -32,7 +32,7 @@ from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
 from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
-from etude.types import Finish, Ids, Routes
+from etude.types import Finish, Ids, Routes, TokenIds, as_list
 
 SEED_BITS = 63
 """Random bits of the seed of a call that brings none."""
@@ -87,7 +87,7 @@ class NativeEngine:
         self.busy_s = 0.0
         """Seconds spent computing."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion.
 
         Raises ``ValueError`` on what can never be served (ids outside the vocabulary, a prompt that is too long), and
@@ -97,7 +97,7 @@ class NativeEngine:
             return await call.done
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
         with self._submitted(prompt_ids, params, session, streaming=True) as call:
@@ -251,13 +251,14 @@ class NativeEngine:
 
     @contextmanager
     def _submitted(
-        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, *, streaming: bool
+        self, prompt_ids: TokenIds, params: SamplingParams, session: str, *, streaming: bool
     ) -> Iterator[_Call]:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
-        _check(prompt_ids, params, self._weights.model.spec, self._cache)
-        request = Request(session=session, params=params, token_ids=list(prompt_ids), prompt_length=len(prompt_ids))
+        token_ids = as_list(prompt_ids)
+        _check(token_ids, params, self._weights.model.spec, self._cache)
+        request = Request(session=session, params=params, token_ids=token_ids, prompt_length=len(token_ids))
         self._scheduler.add(request)
         call = _Call(
             request=request,

@@ -26,7 +26,7 @@ from etude.engines.exchange import Exchange
 from etude.engines.limits import Limits
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
-from etude.types import Finish, Floats, Ids, Routes
+from etude.types import Finish, Floats, Ids, Routes, TokenIds, as_list
 from etude.weights.digest import state_digest
 from etude.weights.interop.checkpoint import read_checkpoint
 
@@ -99,7 +99,7 @@ class SglangEngine:
         self._open.set()
         await self.update(version, await asyncio.to_thread(_digest_of, folder), folder)
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion, whatever updates fall into it.
 
         Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
@@ -110,7 +110,7 @@ class SglangEngine:
         raise AssertionError("a stream ends with its completion")
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its tokens as they come; raises as :meth:`generate` does."""
         self._limits.check(prompt_ids, params)
@@ -121,7 +121,7 @@ class SglangEngine:
             while not _is_finished(done):
                 await self._admitted()
                 given, answer, updates = 0, None, self._updates
-                read = [*prompt_ids, *(token for part in done for token in part.token_ids.tolist())]
+                read = [*as_list(prompt_ids), *(token for part in done for token in part.token_ids.tolist())]
                 rest = replace(params, max_tokens=params.max_tokens - len(read) + len(prompt_ids))
                 async for answer in self._answers(read, rest):
                     if given < len(answer.token_ids) and answer.finish is None:
@@ -194,7 +194,7 @@ class SglangEngine:
             yield read_answer(event, params, len(read), self._offer)
 
 
-def request_body(prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]:
     """The request, to be answered as a stream."""
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,

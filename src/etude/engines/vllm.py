@@ -36,7 +36,7 @@ from etude.engines.vllm_answers import (
 )
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
-from etude.types import Finish, Floats, Ids
+from etude.types import Finish, Floats, Ids, TokenIds
 from etude.weights.replica import ChangedNumbers
 
 GENERATE = "/inference/v1/generate"
@@ -120,7 +120,7 @@ class VllmEngine:
         self._version, self._digest, self._fault = version, digest, ""
         self._open.set()
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; prefixes are shared by all sessions.
 
         Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
@@ -133,7 +133,7 @@ class VllmEngine:
         return self._completion(prompt_ids, params, draft, choice)
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its tokens as they come.
 
@@ -242,7 +242,7 @@ class VllmEngine:
         if (found := await self.digest()) != digest:
             raise DamagedError(f"vLLM holds the state {found[:12]}, not {digest[:12]}")
 
-    async def _admit(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    async def _admit(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Wait for the end of an update, and check the request."""
         self._limits.check(prompt_ids, params)
         self._offer.check(params)
@@ -258,7 +258,7 @@ class VllmEngine:
         write_patch(self._patch, Patch(base=self._digest, digest=digest, changes=source))
         return {"patch": str(_absolute(self._patch)), "digest": digest}
 
-    def _completion(self, prompt_ids: Sequence[int], params: SamplingParams, draft: _Draft, last: Choice) -> Completion:
+    def _completion(self, prompt_ids: TokenIds, params: SamplingParams, draft: _Draft, last: Choice) -> Completion:
         token_ids, logprobs = draft.whole()
         count, finish = len(token_ids), finish_of(last)
         if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:

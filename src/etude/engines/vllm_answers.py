@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import EngineUnavailable
 from etude.protocols import SamplingParams
-from etude.types import Finish, Floats, Ids, KeptSets, Routes
+from etude.types import Finish, Floats, Ids, KeptSets, Routes, TokenIds
 
 Choice = Mapping[str, Any]
 """One entry of ``choices``, or of one event's ``choices``."""
@@ -51,7 +51,7 @@ def is_filtered(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
 
 
-def request_body(prompt_ids: Sequence[int], params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:
+def request_body(prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:
     """The request; only prompts of the same ``salt`` share cached prefixes."""
     return {
         "token_ids": np.asarray(prompt_ids, np.int64),

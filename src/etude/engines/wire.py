@@ -6,8 +6,8 @@ follow it. Owns both directions, so that client and server cannot disagree.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -18,8 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.protocols import Completion, Piece, SamplingParams
-from etude.types import Finish, Json, KeptSets
+from etude.types import Finish, Json, KeptSets, TokenIds
 
+PARAMS = tuple(field.name for field in fields(SamplingParams))
+"""What travels of sampling parameters: all of them."""
 MAX_SEED = 2**63 - 1
 """What every random generator takes."""
 REQUIRED = frozenset({"prompt_ids", "session", "max_tokens"})
@@ -41,9 +43,9 @@ ARRAYS: Mapping[str, tuple[type[np.generic], int]] = MappingProxyType(
 """Type and axes of everything in a completion's file."""
 
 
-def encode_request(prompt_ids: Sequence[int], params: SamplingParams, session: str) -> bytes:
+def encode_request(prompt_ids: TokenIds, params: SamplingParams, session: str) -> bytes:
     """The body of ``POST /generate`` and ``POST /stream``."""
-    fields = {"prompt_ids": np.asarray(prompt_ids, dtype=np.int64), "session": session, **asdict(params)}
+    fields = {"prompt_ids": prompt_ids, "session": session} | {name: getattr(params, name) for name in PARAMS}
     return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

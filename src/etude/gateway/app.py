@@ -21,7 +21,6 @@ with each retry of a call, is given the recorded reply again; so is an SDK that 
 
 import asyncio
 import re
-import secrets
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from types import MappingProxyType
@@ -41,6 +40,7 @@ from etude.gateway.keys import retry_after
 from etude.gateway.metrics import OVER_BUDGET
 from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
 from etude.gateway.routes import Matched, Routes, chosen, reply_bytes
+from etude.gateway.serials import Serials
 from etude.gateway.service import Caller, Service
 
 DIALECTS: tuple[Dialect, ...] = (chat.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
@@ -62,7 +62,6 @@ PROBES = frozenset({"GET /healthz", "GET /metrics"})
 """Routes that leave no line in the access log: they are asked many times a second, and by machines."""
 FAREWELL_S = 1.0
 """How long the last event of a stream that failed may take to leave."""
-REQUEST_ID_BYTES = 12
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 WHOLE = re.compile(r"[0-9]{1,9}")
 
@@ -89,6 +88,7 @@ class Gateway:
         self._clock = facilities.clock
         self._deadline_s = config.deadline_s
         self._access_log = access_log
+        self._serials = Serials()
         control = Control(facilities)
         administration = Administration(facilities.identity, facilities.pool, facilities.clock, key_file)
         self._metrics = control.metrics
@@ -100,7 +100,7 @@ class Gateway:
 
     async def handle(self, visitor: Visitor) -> Reply | None:
         """Answer one request; ``None`` says that it was streamed. Raises nothing but being cancelled."""
-        visit = Visit(began=self._clock.now(), request_id=f"req_{secrets.token_hex(REQUEST_ID_BYTES)}")
+        visit = Visit(began=self._clock.now(), request_id=f"req_{self._serials.draw()}")
         found = self._routes.match(visitor.path)
         visit.route = f"{visitor.method} {found.pattern}" if found else "unknown"
         dialect = _dialect_of(visitor, found)

@@ -13,13 +13,11 @@ A turn that nobody has seen is sampled anew; one that was handed out in part is 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar, final
-
-import numpy as np
 
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
 from etude.gateway.admission import Admission
@@ -27,7 +25,7 @@ from etude.gateway.continuations import StreamedTurn
 from etude.gateway.router import Reason, Router
 from etude.gateway.standing import EngineEntry, EngineState, EngineView
 from etude.protocols import Clock, Completion, Engine, Piece, SamplingParams
-from etude.types import Ids
+from etude.types import Ids, TokenIds, as_list
 
 Answer = TypeVar("Answer")
 
@@ -132,7 +130,7 @@ class EnginePool:
         self._router.announce(version, digest, self._clock.now())
 
     async def generate(
-        self, prompt_ids: Sequence[int] | Ids, params: SamplingParams, *, session: str, want: Want = ANYTHING
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, want: Want = ANYTHING
     ) -> Completion:
         """Sample one completion; when its engine fails, it is sampled anew elsewhere.
 
@@ -140,18 +138,18 @@ class EnginePool:
         the wanted version, :class:`~etude.errors.EngineBusy` when all had enough to do until the deadline, and
         :class:`~etude.errors.EngineUnavailable` when none answered.
         """
-        trip, prompt = _Trip(session=session, want=want, began=self._clock.now()), _as_list(prompt_ids)
+        trip = _Trip(session=session, want=want, began=self._clock.now())
         while True:
             name = await self._choose(trip)
             with self._calling(name, trip):
                 client = self._clients[name]
-                answer = client.engine.generate(prompt, params, session=session)
+                answer = client.engine.generate(prompt_ids, params, session=session)
                 completion = await self._bounded(client, trip, answer)
                 self._router.answered(name, self._clock.now(), _last(completion.versions))
                 return completion
 
     async def stream(
-        self, prompt_ids: Sequence[int] | Ids, params: SamplingParams, *, session: str, want: Want = ANYTHING
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, want: Want = ANYTHING
     ) -> AsyncGenerator[Piece, None]:
         """Sample one completion and hand out its tokens as they come; when its engine fails, it is continued elsewhere.
 
@@ -159,7 +157,7 @@ class EnginePool:
         continued: it raises :class:`~etude.errors.EngineUnavailable`.
         """
         trip = _Trip(session=session, want=want, began=self._clock.now())
-        turn = StreamedTurn(_as_list(prompt_ids), params)
+        turn = StreamedTurn(as_list(prompt_ids), params)
         while not turn.complete:
             name = await self._choose(trip)
             with self._calling(name, trip):
@@ -345,7 +343,3 @@ async def _next(pieces: AsyncIterator[Piece]) -> Piece:
 
 def _last(versions: Ids) -> int | None:
     return int(versions[-1]) if len(versions) else None
-
-
-def _as_list(token_ids: Sequence[int] | Ids) -> list[int]:
-    return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)

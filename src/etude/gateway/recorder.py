@@ -6,13 +6,12 @@ fit is the engine's fault, not the model's: the rollout fails as infrastructure 
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 from etude.errors import CaptureError
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, SamplingParams, turn_of
-from etude.types import Finish, Ids, KeptSets, RouteSpace, Turn
+from etude.types import Finish, KeptSets, RouteSpace, TokenIds, Turn
 
 
 class Recorder:
@@ -32,9 +31,7 @@ class Recorder:
         """The same parameters, asking for what is to be recorded."""
         return replace(params, want_routes=self._space is not None)
 
-    async def turn(
-        self, prompt_ids: Ids | Sequence[int], params: SamplingParams, completion: Completion, session_id: str
-    ) -> Turn:
+    async def turn(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str) -> Turn:
         """One turn; its routes and kept sets, if there are any, are on disk.
 
         Raises :class:`~etude.errors.CaptureError` for a record that does not fit.
@@ -49,13 +46,11 @@ class Recorder:
         # To check megabytes of routes takes longer than a loop that serves others may be kept from them.
         return await asyncio.to_thread(self._stowed, prompt_ids, params, wanted, session_id)
 
-    def _stowed(
-        self, prompt_ids: Ids | Sequence[int], params: SamplingParams, completion: Completion, session_id: str
-    ) -> Turn:
+    def _stowed(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str) -> Turn:
         assert self._payloads is not None, "what is bulky is only wanted where there is a folder for it"
         return self._payloads.stow(self._checked(prompt_ids, params, completion), session_id)
 
-    def _checked(self, prompt_ids: Ids | Sequence[int], params: SamplingParams, completion: Completion) -> Turn:
+    def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
         try:
             turn = turn_of(prompt_ids, params, completion)
             self._check(turn, params)

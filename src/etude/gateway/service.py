@@ -12,7 +12,6 @@ A caller that hangs up cancels the call: up to the moment at which the turn is r
 """
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -28,12 +27,10 @@ from etude.gateway.conversations import Conversation, Prompt
 from etude.gateway.line import Line
 from etude.gateway.pool import EnginePool, Want
 from etude.gateway.recorder import Recorder, cut
+from etude.gateway.serials import Serials
 from etude.protocols import Clock, Completion, Piece, SamplingParams
 from etude.tokens.messages import CallDelta, ChatFormat, Delta, Message, ReplyReader, TextDelta, ThinkingDelta
 from etude.types import Finish
-
-ANSWER_ID_BYTES = 12
-"""Randomness of an answer's id: unique within its session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +69,6 @@ class _Job:
     caller: Caller
     prompt: Prompt
     params: SamplingParams
-    want: Want
 
     @property
     def session(self) -> str:
@@ -118,6 +114,7 @@ class Service:
         self._recorder = parts.recorder
         self._clock = parts.clock
         self._max_length = max_length
+        self._serials = Serials()
 
     def count(self, call: Call, conversation: Conversation) -> int:
         """How many tokens the prompt of a call has. Raises :class:`~etude.gateway.calls.Refusal`."""
@@ -132,7 +129,7 @@ class Service:
         if answer is None:
             job = self._job(call, caller)
             replies = await _all([self._reply(job, index, visit) for index in range(call.sampling.count)])
-            answer = self._record(job, replies, secrets.token_hex(ANSWER_ID_BYTES), int(unix_s()))
+            answer = self._record(job, replies, self._serials.draw(), int(unix_s()))
         _note(answer, visit)
         return answer
 
@@ -146,7 +143,7 @@ class Service:
             _note(known, visit)
             yield _replayed(known, events)
             return
-        job, answer_id, created = self._job(call, caller), secrets.token_hex(ANSWER_ID_BYTES), int(unix_s())
+        job, answer_id, created = self._job(call, caller), self._serials.draw(), int(unix_s())
         replies: dict[int, Reply] = {}
         opening = events.opening(answer_id, created)
         async with aclosing(self._spoken(job)) as parts:
@@ -188,8 +185,11 @@ class Service:
             seed=sampling.seed,
             priority=PRIORITIES[caller.traffic],
         )
-        want = Want(min_version=caller.min_version, deadline_s=caller.deadline - self._clock.now())
-        return _Job(call=call, caller=caller, prompt=prompt, params=self._recorder.params(params), want=want)
+        return _Job(call=call, caller=caller, prompt=prompt, params=self._recorder.params(params))
+
+    def _want(self, job: _Job) -> Want:
+        """What an engine must have and do for a call that has its place now."""
+        return Want(min_version=job.caller.min_version, deadline_s=job.caller.deadline - self._clock.now())
 
     async def _reply(self, job: _Job, index: int, visit: Visit) -> Reply:
         """One reply that nobody reads along."""
@@ -203,7 +203,7 @@ class Service:
         async with self._line.place(job.caller.traffic, job.caller.deadline):
             try:
                 completion = await self._pool.generate(
-                    job.prompt.token_ids, job.params_of(index), session=job.session, want=job.want
+                    job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job)
                 )
             except ValueError as error:
                 raise _refused(error) from error
@@ -238,7 +238,7 @@ class Service:
         """What the engines sample."""
         try:
             async with aclosing(
-                self._pool.stream(job.prompt.token_ids, job.params_of(index), session=job.session, want=job.want)
+                self._pool.stream(job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job))
             ) as pieces:
                 async for piece in pieces:
                     yield piece

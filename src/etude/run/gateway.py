@@ -17,11 +17,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from etude.clock import SystemClock, date_utc
 from etude.config import GatewayConfig, RunConfig, default_recipe
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_key_id, new_secret
@@ -134,9 +132,9 @@ async def _serve_alone(told: Alone) -> None:
 async def _connected(plan: Plan, config: GatewayConfig) -> AsyncIterator[Running]:
     """The parts, with connections to engines."""
     async with (
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
         # Engines are given up at the first trouble: the pool knows better than to wait for one of them.
-        running(plan, config, SystemClock(), lambda url: HttpEngine(url, http, 0.0)) as parts,
+        http_engines(0.0) as connect,
+        running(plan, config, SystemClock(), connect) as parts,
     ):
         yield parts
 

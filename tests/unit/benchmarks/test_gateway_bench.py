@@ -29,7 +29,7 @@ from etude.benchmarks.gateway import (
 from etude.benchmarks.gateway_contestants import CONTESTANTS, LITELLM_VARIABLE, NO_KEY
 from etude.benchmarks.gateway_load import Crowd, Door, Measured, Order, quantile
 from etude.benchmarks.gateway_upstream import LOGPROB, VERSION, Connection, Replies, Script
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.errors import UserError
 from etude.protocols import SamplingParams
 from etude.tokens.chat import ChatTemplate
@@ -71,8 +71,8 @@ def row(contestant: str, cell: Cell, *rates: float, p50_s: float = 1.0, cpu_s: f
 
 def test_the_upstream_speaks_our_engines_protocol() -> None:
     async def story() -> None:
-        async with upstream() as port, aiohttp.ClientSession() as http:
-            engine = HttpEngine(f"http://127.0.0.1:{port}", http, 1.0)
+        async with upstream() as port, http_engines(1.0) as connect:
+            engine = connect(f"http://127.0.0.1:{port}")
             params = SamplingParams(max_tokens=3)
             whole = await engine.generate([1, 2], params, session="s")
             pieces = [piece async for piece in engine.stream([1, 2], params, session="s")]

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from io import BytesIO
 
@@ -36,7 +36,8 @@ def fake_engine() -> FakeEngine:
 @asynccontextmanager
 async def client(app: web.Application, timeout_s: float, clock: VirtualClock) -> AsyncIterator[HttpEngine]:
     async with TestServer(app) as server, ClientSession() as http:
-        yield HttpEngine(str(server.make_url("")), http, timeout_s, clock)
+        with closing(HttpEngine(str(server.make_url("")), http, timeout_s, clock)) as engine:
+            yield engine
 
 
 def app_of(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.Application:
@@ -116,7 +117,7 @@ def test_a_request_that_every_engine_dies_of_is_given_up() -> None:
 
     async def run() -> None:
         async with client(app_of(dies_late), 30.0, clock) as engine:
-            with pytest.raises(EngineUnavailable, match="ServerDisconnectedError"):
+            with pytest.raises(EngineUnavailable, match="the server closed it"):
                 await engine.generate([1], PARAMS, session="s")
 
     asyncio.run(run())

@@ -1,6 +1,6 @@
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,7 +25,7 @@ from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.turns import decode_turns
-from etude.types import Json, RouteSpace, Turn
+from etude.types import Json, RouteSpace, TokenIds, Turn, as_list
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
 VOCAB_SIZE = 300
@@ -58,19 +58,19 @@ class GatedClock:
 class BrokenEngine(FakeEngine):
     """An engine client with a bug whose error quotes its prompt."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
-        raise RuntimeError(f"prompt {template().decode(prompt_ids)}")
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        raise RuntimeError(f"prompt {template().decode(as_list(prompt_ids))}")
 
 
 class BreakingEngine(FakeEngine):
     """An engine client with a bug in the middle of a stream."""
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         async for piece in super().stream(prompt_ids, params, session=session):
             yield piece
-            raise RuntimeError(f"prompt {template().decode(prompt_ids)}")
+            raise RuntimeError(f"prompt {template().decode(as_list(prompt_ids))}")
 
 
 class ListeningEngine(FakeEngine):
@@ -78,7 +78,7 @@ class ListeningEngine(FakeEngine):
 
     heard: SamplingParams | None = None
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         self.heard = params
         raise ValueError("enough heard")
 

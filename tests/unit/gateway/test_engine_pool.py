@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer, unused_port
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.clock import SystemClock, VirtualClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http import HttpEngine
+from etude.engines.http import http_engines
 from etude.engines.server import engine_app
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
 from etude.gateway.admission import Admission, AdmissionLimits
@@ -23,7 +22,7 @@ from etude.gateway.pool import EnginePool, PoolLimits, Want
 from etude.gateway.router import Router
 from etude.gateway.standing import EngineEntry, EngineState, HealthLimits
 from etude.protocols import Clock, Completion, Engine, EngineHealth, Piece, SamplingParams
-from etude.types import Finish, KeptSets
+from etude.types import Finish, KeptSets, TokenIds
 
 PROMPT = [1, 2, 3]
 STOP = 0
@@ -51,7 +50,7 @@ class Chain:
     asked: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     """What each call was about."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         async with aclosing(self.stream(prompt_ids, params, session=session)) as pieces:
             async for piece in pieces:
                 if piece.completion is not None:
@@ -59,7 +58,7 @@ class Chain:
         raise AssertionError("a stream ends with its completion")
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         self.asked.append((tuple(prompt_ids), params))
         await self._trouble()
@@ -100,7 +99,7 @@ class Chain:
             completion=completion,
         )
 
-    def _completion(self, said: Sequence[int], prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    def _completion(self, said: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
         size, read = len(said), np.array([*prompt_ids, *said[:-1]], np.uint16)
         cuts = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         kept = KeptSets(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
@@ -506,9 +505,9 @@ def test_real_servers_that_fail_and_come_back() -> None:
         async with (
             TestServer(engine_app(fakes[0])) as one,
             TestServer(engine_app(fakes[1])) as two,
-            ClientSession() as http,
+            http_engines(0.0) as connect,
         ):
-            pool = EnginePool(lambda url: HttpEngine(url, http, 0.0), Router(QUICK), SystemClock(), seed=1)
+            pool = EnginePool(connect, Router(QUICK), SystemClock(), seed=1)
             pool.add(EngineEntry(name="one", url=str(one.make_url(""))))
             pool.add(EngineEntry(name="two", url=str(two.make_url(""))))
             pool.add(EngineEntry(name="nobody", url=f"http://127.0.0.1:{unused_port()}"))

@@ -30,7 +30,7 @@ from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, Piece, SamplingParams
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import Message
-from etude.types import Json, KeptSets
+from etude.types import Json, KeptSets, TokenIds
 
 VOCAB_SIZE, MAX_LENGTH = 300, 128
 GO = (Message(role="user", content="go"),)
@@ -72,7 +72,7 @@ class Bench:
 class KeepingEngine(FakeEngine):
     """Records from what each token was drawn, as top-p asks."""
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         whole = await super().generate(prompt_ids, params, session=session)
         offsets = np.arange(len(whole.token_ids) + 1, dtype=np.int64)
         return replace(whole, kept=KeptSets(offsets=offsets, token_ids=whole.token_ids))
@@ -88,7 +88,7 @@ class EndlessEngine(FakeEngine):
         self._tokens = tokens
 
     async def stream(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[Piece, None]:
         try:
             for index in count():
@@ -218,7 +218,7 @@ def test_the_first_failure_of_several_replies_cancels_the_others_and_nothing_is_
     class OneBad(FakeEngine):
         calls = 0
 
-        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+        async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
             self.calls += 1
             if self.calls == 2:
                 raise ValueError("no")
@@ -242,7 +242,7 @@ def test_calls_wait_for_a_place_and_go_in_order_of_arrival() -> None:
     class Noting(FakeEngine):
         most = now = 0
 
-        async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+        async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
             self.now += 1
             self.most = max(self.most, self.now)
             await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from etude.engines.server import engine_app
 from etude.protocols import Completion, SamplingParams
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
+from etude.types import TokenIds
 
 STARTS_S = 60.0
 """A busy machine may need this long to start a Python process."""
@@ -31,7 +32,7 @@ class GatedEngine(FakeEngine):
         super().__init__(SystemClock(), vocab_size=300, max_length=64)
         self.gate, self.asked = asyncio.Event(), asyncio.Event()
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, session: str) -> Completion:
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         self.asked.set()
         await self.gate.wait()
         return await super().generate(prompt_ids, params, session=session)
