@@ -75,12 +75,13 @@ class Administration:
 
     async def _revoke_key(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
         self._key(visitor, visit, Action.KEYS)
-        key = self._keyring.revoke(matched.parameter)
+        key = next((key for key in self._keyring if key.key_id == matched.parameter), None)
         if key is None:
             raise Refusal(404, "key_not_found", "there is no key of this id")
         if self._key_file is not None and key.session_id is None:
             with suppress(ValueError):  # it was taken out of the file meanwhile
-                await asyncio.to_thread(self._key_file.revoke, key.key_id)
+                await asyncio.to_thread(self._key_file.revoke, key.key_id)  # first, or it would come back from there
+        self._keyring.revoke(key.key_id)
         return reply_json(visit, self._shown(key))
 
     async def _list_engines(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
