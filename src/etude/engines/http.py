@@ -7,19 +7,17 @@ between two calls that an answer depends on, so a call whose answer was lost is 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, closing
-from dataclasses import replace
 from itertools import chain, repeat
 from typing import TypeVar
 
 import aiohttp
 import orjson
 from aiohttp import ClientSession, TCPConnector
-from aiohttp.http_exceptions import LineTooLong
 
 from etude.clock import SystemClock
 from etude.engines.exchange import answering, unavailable
 from etude.engines.lines import Lines
-from etude.engines.wire import decode_completion, decode_piece, encode_request
+from etude.engines.wire import PieceReader, decode_completion, encode_request
 from etude.errors import EngineUnavailable
 from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
 from etude.types import TokenIds
@@ -99,14 +97,13 @@ class HttpEngine:
         """
         body = encode_request(prompt_ids, params, session)
         async with self._exchange("POST", "/stream", body, GENERATE_TIMEOUT) as response:
-            content = response.content
-            while line := await _next_line(content):
-                piece, size = _readable(decode_piece, line)
-                if size:
-                    whole = _readable(decode_completion, await content.readexactly(size))
-                    yield replace(piece, completion=whole)
-                    return
-                yield piece
+            reader = PieceReader()
+            async for data in response.content.iter_any():
+                piece = _readable(reader.feed, data)
+                if piece is not None:
+                    yield piece
+                    if piece.completion is not None:
+                        return
             raise EngineUnavailable(f"the engine at {self._base_url} broke off its stream")
 
     async def health(self) -> EngineHealth:
@@ -140,14 +137,6 @@ def _refused(url: str, status: int, answer: bytes) -> Exception:
     if status in (400, 413):
         return ValueError(_error_message(answer))
     return unavailable(status, f"the engine at {url} answered {status}: {_error_message(answer)}")
-
-
-async def _next_line(content: aiohttp.StreamReader) -> bytes:
-    """With its end; empty at the end of the stream."""
-    try:
-        return await content.readline()
-    except (ValueError, LineTooLong) as error:  # which of them is aiohttp's version's choice
-        raise EngineUnavailable(f"the engine's answer is not in lines: {error}") from error
 
 
 def _readable(decode: Callable[[bytes], Answer], data: bytes) -> Answer:

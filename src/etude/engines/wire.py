@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from etude.types import Finish, Json, KeptSets, TokenIds
 
 PARAMS = tuple(field.name for field in fields(SamplingParams))
 """What travels of sampling parameters: all of them."""
+MAX_LINE_BYTES = 2**20
+"""Of a piece: far more tokens than any engine has at once."""
 MAX_SEED = 2**63 - 1
 """What every random generator takes."""
 REQUIRED = frozenset({"prompt_ids", "session", "max_tokens"})
@@ -124,23 +126,60 @@ def encode_piece(piece: Piece) -> bytes:
     return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" + tail
 
 
-def decode_piece(line: bytes) -> tuple[Piece, int]:
-    """A piece without its completion, and how many bytes of that follow. Raises ``ValueError``."""
-    fields = _fields(line, PIECE)
-    logprobs = fields["logprobs"]
-    if not isinstance(logprobs, list):
-        raise ValueError("logprobs must be a list of numbers")
-    try:
-        with np.errstate(over="ignore"):  # what becomes infinite is refused
-            piece = Piece(
-                token_ids=np.array(_ids("token_ids", fields["token_ids"]), np.int32),
-                logprobs=np.array([_real("logprobs", value) for value in logprobs], np.float32),
-                versions=np.array(_ids("versions", fields["versions"]), np.int32),
-            )
-    except OverflowError as error:
-        raise ValueError(str(error)) from error
-    _check_tokens(piece)
-    return piece, _whole("completion_bytes", fields["completion_bytes"], low=0)
+@final
+class PieceReader:
+    """Puts a stream together again, however its bytes were cut. What came together is one piece."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._tail_bytes = 0
+        """Size of the completion that is expected now; 0 while it is lines."""
+
+    def feed(self, data: bytes) -> Piece | None:
+        """What more bytes complete, if anything. Raises ``ValueError`` on what is no stream of pieces."""
+        self._rest += data
+        while not self._tail_bytes and (end := self._rest.find(b"\n")) >= 0:
+            self._take(bytes(self._rest[:end]))
+            del self._rest[: end + 1]
+        if not self._tail_bytes:
+            if len(self._rest) > MAX_LINE_BYTES:
+                raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
+            return self._piece(None) if self._token_ids else None
+        if len(self._rest) < self._tail_bytes:
+            return None
+        return self._piece(decode_completion(bytes(self._rest[: self._tail_bytes])))
+
+    def _take(self, line: bytes) -> None:
+        fields = _fields(line, PIECE)
+        logprobs = fields["logprobs"]
+        if not isinstance(logprobs, list):
+            raise ValueError("logprobs must be a list of numbers")
+        token_ids, versions = _ids("token_ids", fields["token_ids"]), _ids("versions", fields["versions"])
+        if not len(token_ids) == len(logprobs) == len(versions):
+            lengths = [len(token_ids), len(logprobs), len(versions)]
+            raise ValueError(f"{lengths} token ids, log probabilities and versions: expected as many of each")
+        self._token_ids += token_ids
+        self._logprobs += [_real("logprobs", value) for value in logprobs]
+        self._versions += versions
+        self._tail_bytes = _whole("completion_bytes", fields["completion_bytes"], low=0)
+
+    def _piece(self, completion: Completion | None) -> Piece:
+        try:
+            with np.errstate(over="ignore"):  # what becomes infinite is refused
+                piece = Piece(
+                    token_ids=np.array(self._token_ids, np.int32),
+                    logprobs=np.array(self._logprobs, np.float32),
+                    versions=np.array(self._versions, np.int32),
+                    completion=completion,
+                )
+        except OverflowError as error:
+            raise ValueError(str(error)) from error
+        _check_tokens(piece)
+        self._token_ids, self._logprobs, self._versions = [], [], []
+        return piece
 
 
 def _check_kinds(arrays: Mapping[str, npt.NDArray[Any]]) -> None:

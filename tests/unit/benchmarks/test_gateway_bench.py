@@ -79,7 +79,7 @@ def test_the_upstream_speaks_our_engines_protocol() -> None:
             assert (await engine.health()).version == VERSION
             assert whole.token_ids.tolist() == [7, 8, 9]
             assert whole.logprobs.tolist() == pytest.approx([LOGPROB] * 3)
-            assert [piece.token_ids.tolist() for piece in pieces] == [[7], [8], [9]]
+            assert [token for piece in pieces for token in piece.token_ids.tolist()] == [7, 8, 9]
             assert pieces[-1].completion is not None and pieces[-1].completion.token_ids.tolist() == [7, 8, 9]
             with pytest.raises(ValueError, match=r".*"):
                 await engine.generate([1], SamplingParams(max_tokens=5), session="s")

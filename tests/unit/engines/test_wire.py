@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,10 @@ from safetensors.numpy import load, save
 
 from etude.engines.wire import (
     FINISH,
+    MAX_LINE_BYTES,
     MAX_SEED,
+    PieceReader,
     decode_completion,
-    decode_piece,
     decode_request,
     encode_completion,
     encode_piece,
@@ -230,22 +232,42 @@ def test_a_file_that_is_no_completion_is_refused(change: Change, word: str) -> N
 # Streams
 
 
-@given(completion=completions(), is_last=st.booleans())
-def test_a_piece_arrives_as_it_was_sent(completion: Completion, is_last: bool) -> None:
-    token_ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.versions
-    sent = encode_piece(
-        Piece(token_ids=token_ids, logprobs=logprobs, versions=versions, completion=completion if is_last else None)
+@given(completion=completions(), cuts=st.lists(st.integers(0, 5000), max_size=8))
+def test_a_stream_arrives_as_it_was_sent_however_it_was_cut(completion: Completion, cuts: list[int]) -> None:
+    count = len(completion.token_ids)
+    sent = b"".join(encode_piece(part(completion, at, last=at == count - 1)) for at in range(count))
+    reader, edges = PieceReader(), [0, *sorted(cut % (len(sent) + 1) for cut in cuts), len(sent)]
+    pieces = [piece for first, end in pairwise(edges) if (piece := reader.feed(sent[first:end])) is not None]
+    assert_same_array(np.concatenate([piece.token_ids for piece in pieces]), completion.token_ids)
+    assert_same_array(np.concatenate([piece.logprobs for piece in pieces]), completion.logprobs)
+    assert_same_array(np.concatenate([piece.versions for piece in pieces]), completion.versions)
+    *before, last = pieces
+    assert all(piece.completion is None and len(piece.token_ids) for piece in before)
+    assert last.completion is not None
+    assert_same(last.completion, completion)
+
+
+def part(completion: Completion, at: int, *, last: bool) -> Piece:
+    token = slice(at, at + 1)
+    return Piece(
+        token_ids=completion.token_ids[token],
+        logprobs=completion.logprobs[token],
+        versions=completion.versions[token],
+        completion=completion if last else None,
     )
-    line, _, tail = sent.partition(b"\n")
-    piece, size = decode_piece(line)
-    assert_same_array(piece.token_ids, token_ids)
-    assert_same_array(piece.logprobs, logprobs)
-    assert_same_array(piece.versions, versions)
-    assert piece.completion is None
-    assert size == len(tail)
-    assert bool(size) == is_last
-    if is_last:
-        assert_same(decode_completion(tail), completion)
+
+
+def test_what_came_together_is_one_piece() -> None:
+    piece = PieceReader().feed(b"".join(encode_piece(part(make_completion(), at, last=False)) for at in range(2)))
+    assert piece is not None
+    assert_same_array(piece.token_ids, make_completion().token_ids[:2])
+
+
+def test_a_line_that_never_ends_is_refused() -> None:
+    reader = PieceReader()
+    with pytest.raises(ValueError, match="a line of more than"):
+        for _ in range(3):
+            reader.feed(b" " * (MAX_LINE_BYTES // 2))
 
 
 LINE: dict[str, Json] = {"token_ids": [3], "logprobs": [-0.5], "versions": [7], "completion_bytes": 0}
@@ -275,12 +297,12 @@ LINE: dict[str, Json] = {"token_ids": [3], "logprobs": [-0.5], "versions": [7], 
     ids=str,
 )
 def test_a_line_that_is_no_piece_is_refused(change: dict[str, Json]) -> None:
-    assert decode_piece(orjson.dumps(LINE))[1] == 0
+    assert PieceReader().feed(orjson.dumps(LINE) + b"\n") is not None
     with pytest.raises(ValueError, match=r"."):
-        decode_piece(orjson.dumps({**LINE, **change}))
+        PieceReader().feed(orjson.dumps({**LINE, **change}) + b"\n")
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"null", b"{}", b"{", b"\xff\xfe", orjson.dumps(LINE)[:-1]])
 def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode_piece(line)
+        PieceReader().feed(line + b"\n")
