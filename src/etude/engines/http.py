@@ -100,10 +100,13 @@ class HttpEngine:
             reader = PieceReader()
             async for data in response.content.iter_any():
                 piece = _readable(reader.feed, data)
-                if piece is not None:
+                if piece is None:
+                    continue
+                if piece.completion is not None:
+                    await response.content.read()  # to its end, or the connection could not be used again
                     yield piece
-                    if piece.completion is not None:
-                        return
+                    return
+                yield piece
             raise EngineUnavailable(f"the engine at {self._base_url} broke off its stream")
 
     async def health(self) -> EngineHealth:
