@@ -1,11 +1,13 @@
 """A pool of real engines over HTTP: nothing that dies, changes or fills up costs a turn or a token."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
@@ -23,6 +25,8 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Piece, SamplingParams
 
+# An engine that is killed here dies as a process does: it closes no connection that came in at that very moment.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PROMPT = [5, 6, 7, 8, 9]
 SPEC = replace(TINY, vocab_size=64, max_positions=256)
 CONFIG = EngineConfig(max_running=4, max_length=256, max_waiting=64)
@@ -34,6 +38,13 @@ def weights(seed: int, version: int, digest: str) -> Weights:
     model = Decoder(SPEC, InvariantArithmetic())
     model.initialise(seed, std=0.2)
     return Weights(model, version, digest)
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What a killed engine left behind is found in the test that killed it."""
+    yield
+    gc.collect()
 
 
 class Host:

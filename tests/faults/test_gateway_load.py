@@ -292,7 +292,7 @@ def test_a_thousand_agents_lose_nothing_and_leave_nothing(many_files: None) -> N
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         tally = runner.run(story())
         gc.collect()
-        assert not [one for one in gc.get_objects() if isinstance(one, Conversation)], "a conversation is still there"
+        assert not [one for one in gc.get_objects() if type(one) is Conversation], "a conversation is still there"
     assert tally.sessions >= AGENTS and tally.completed > tally.hung_up > 0, tally
     start, end = tally.memory_bytes[0][0], tally.memory_bytes[-1][0]
     third, last = (

@@ -22,7 +22,7 @@ WINDOW_TOKENS = 256
 """Length of a standard-library document."""
 CODE_TOKENS = 170
 """A document of domain code holds functions until it has this many tokens."""
-NUMBERED_SHARE = 0.7
+SHOWN_SHARE = 0.7
 """Of domain code that is shown as an agent reads it."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 """How many modules of the standard library are read, and how much of each."""
@@ -83,7 +83,7 @@ class Corpus:
             ids = [self._chat.document_id]
             while len(ids) < CODE_TOKENS:
                 text = "\n".join(self._family.problem(Split.TRAIN, rng).right)
-                shown = self._style.number(text) if rng.random() < NUMBERED_SHARE else text
+                shown = self._style.show(text) if rng.random() < SHOWN_SHARE else text
                 ids += [*self._chat.encode(shown), self._chat.end_id]
             return _whole(ids)
 

@@ -1,9 +1,9 @@
 """The planted-bug tasks for an agent that has a shell, and transcripts of such an agent for mid-training.
 
 The agent is the imperfect one of :mod:`etude.environments.transcripts`; what changes are its words. They are those of
-mini-swe-agent with the templates of ``recipes/external-harness/mini.yaml``, to the letter: one command in a code block
-per message, answered by its exit code and output, until a command prints the word that submits. The observations are
-what the commands really print.
+mini-swe-agent with the templates of ``recipes/external-harness/mini.yaml``, to the letter: one command per message,
+answered by what it prints, and by its exit code where that is not 0, until a command prints the word that submits. The
+observations are what the commands really print.
 
 Owns the spelling and the check that an agent can run. Does not start anything.
 """
@@ -19,7 +19,7 @@ from etude.protocols import TaskFamily
 from etude.sandboxes import tools
 from etude.types import Case, FunctionChecks, Split, Task
 
-SYSTEM = "Answer with one command in a code block. To finish: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SYSTEM = "One command per message. To finish: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What mini-swe-agent's system template says."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command by which mini-swe-agent knows that its agent is done."""
@@ -62,31 +62,21 @@ def shell_transcript(problem: Problem, checks: FunctionChecks, config: Transcrip
     """One session of the imperfect agent, from the system message to the command that submits."""
     messages = [Message("system", SYSTEM), Message("user", f"fix {problem.function} in {problem.path}")]
     for move, lines in moves(problem, checks, config, rng):
-        messages.append(Message("assistant", block(_command(move))))
+        messages.append(Message("assistant", _command(move)))
         messages.append(Message("user", observation(*_outcome(move, problem, lines, checks))))
-    messages.append(Message("assistant", block(SUBMIT)))
+    messages.append(Message("assistant", SUBMIT))
     return messages
-
-
-def number_lines(text: str) -> str:
-    """A file as ``cat -n`` shows it; ends without a line break as the file does."""
-    return "\n".join(f"{number:6d}\t{line}" for number, line in enumerate(text.split("\n"), start=1))
-
-
-def block(command: str) -> str:
-    """A command as the agent writes it."""
-    return f"```\n{command}\n```"
 
 
 def observation(exit_code: int, output: str) -> str:
     """What mini-swe-agent's observation template makes of a command's end."""
-    return f"exit {exit_code}\n{output}"
+    return f"exit {exit_code}\n{output}" if exit_code else output or "ok"
 
 
 def _command(move: Move) -> str:
     match move:
         case tools.ReadFile(path):
-            return f"cat -n {path}"
+            return f"cat {path}"
         case tools.EditFile(path, line, text):
             return f"sed -i '{line}c\\{text}' {path}"
         case tools.RunTests():
@@ -97,7 +87,7 @@ def _outcome(move: Move, problem: Problem, lines: Lines, checks: FunctionChecks)
     """Exit code and output of a command."""
     match move:
         case tools.ReadFile():
-            return 0, number_lines("\n".join(lines))
+            return 0, "\n".join(lines)
         case tools.EditFile():
             return 0, ""
         case tools.RunTests():
@@ -109,5 +99,5 @@ def _call(function: str, case: Case) -> str:
     return f"{function}({', '.join(map(repr, case.arguments))})"
 
 
-SHELL = Style(shell_transcript, number_lines)
+SHELL = Style(shell_transcript, str)
 """The words of an agent with a shell."""

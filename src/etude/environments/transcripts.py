@@ -40,8 +40,8 @@ class Style:
     """In whose words an agent works."""
 
     write: Writer
-    number: Callable[[str], str]
-    """A file as that agent reads it, lines numbered."""
+    show: Callable[[str], str]
+    """A file as that agent reads it."""
 
 
 def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random) -> list[Message]:

@@ -19,9 +19,7 @@ from etude.environments.shell_transcripts import (
     SUBMIT,
     SYSTEM,
     ShellTasks,
-    block,
     check_program,
-    number_lines,
     observation,
     shell_transcript,
 )
@@ -59,12 +57,19 @@ def test_observations_are_what_the_commands_print(tmp_path: Path) -> None:
         for reply, answer in zip(replies, answers, strict=False):
             (command,) = re.findall(MINI["model"]["action_regex"], reply.content, re.DOTALL)
             assert observation(*run(command, tmp_path)) == answer.content
-        assert replies[-1].content == block(SUBMIT)
+        assert replies[-1].content == SUBMIT
 
 
 def test_the_templates_of_the_recipe_say_what_the_transcripts_say() -> None:
     template = jinja2.Template(MINI["model"]["observation_template"], undefined=jinja2.StrictUndefined)
-    for code, output in ((0, ""), (1, "FAIL f(1) = 2 want 3\n"), (127, "x: not found\n"), (0, "     1\tdef f():")):
+    for code, output in (
+        (0, ""),
+        (1, "FAIL f(1) = 2 want 3\n"),
+        (127, "x: not found\n"),
+        (0, "def f():\n"),
+        (1, ""),
+        (-1, "part"),
+    ):
         rendered = template.render(output={"returncode": code, "output": output, "exception_info": ""})
         assert rendered == observation(code, output)
     assert jinja2.Template(MINI["agent"]["system_template"]).render() == SYSTEM
@@ -84,12 +89,6 @@ def test_answer_lines_need_no_quoting() -> None:
         for template in kind.templates:
             for naming in kind.namings:
                 assert not set(kind.answer_line(template, naming)) & set("'\\\n")
-
-
-def test_files_are_numbered_as_cat_numbers_them(tmp_path: Path) -> None:
-    for text in ("one", "one\ntwo", "\n".join("x" * n for n in range(120))):
-        (tmp_path / "file").write_text(text)
-        assert run("cat -n file", tmp_path) == (0, number_lines(text))
 
 
 def test_the_check_says_what_is_wrong(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_the_check_knows_no_hidden_case() -> None:
 @pytest.mark.parametrize("config", [TaskConfig(), ALL_KINDS], ids=["quick", "full"])
 def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
     forbidden = BugfixFamily(config, seed=0).forbidden
-    shown = re.compile(r"^(?: *\d+\t|sed -i '\d+c\\)? *(.*?)(?:' \w+\.py)?$", re.MULTILINE)
+    shown = re.compile(r"^(?:sed -i '\d+c\\)? *(.*?)(?:' \w+\.py)?$", re.MULTILINE)
     for messages in sessions(400, config):
         for message in messages:
             assert not set(shown.findall(message.content)) & forbidden
@@ -148,4 +147,4 @@ def test_a_session_fits_a_short_context() -> None:
     batches = [next(stream) for _ in range(30)]
     seen = "".join(chat.decode(document.token_ids.tolist()) for batch in batches for document in batch)
     assert SUBMIT in seen
-    assert "     1\tdef" in seen
+    assert "sed -i '3c\\    return" in seen
