@@ -205,7 +205,7 @@ class HarnessResult:
     """What a harness says when its session is over."""
 
     reason: str
-    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``."""
+    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``; an external command's ``timeout``, ``exit N``."""
     counts: Mapping[str, int]
     """What the agent did: tool name → calls; ``malformed`` counts the unreadable ones."""
 

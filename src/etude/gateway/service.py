@@ -173,7 +173,9 @@ class Service:
             raise Refusal(
                 400,
                 "context_length_exceeded",
-                f"{read} prompt tokens and {wanted} to sample exceed the context of {self._max_length}",
+                # OpenAI's words: some clients know a full context by them, not by the code.
+                f"This model's maximum context length is {self._max_length} tokens: {read} prompt tokens and {wanted} "
+                f"to sample exceed it",
                 param=_param(call),
             )
         params = SamplingParams(

@@ -287,7 +287,7 @@ def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> No
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     async def scene(stage: Bench) -> None:
         call = Call(prompt=tuple(range(40, 40 + 100)), sampling=Sampling(max_tokens=29))
-        with pytest.raises(Refusal, match="100 prompt tokens and 29 to sample exceed the context of 128") as refused:
+        with pytest.raises(Refusal, match="is 128 tokens: 100 prompt tokens and 29 to sample exceed it") as refused:
             await stage.answer(call)
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
         assert stage.service.count(call, stage.conversation) == 100
