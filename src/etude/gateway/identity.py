@@ -9,7 +9,6 @@
 Owns the reading of headers and paths; what a key may do is :mod:`etude.gateway.keys`'. Pure but for the ids it makes.
 """
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
@@ -18,13 +17,12 @@ from etude.gateway.admission import TrafficClass
 from etude.gateway.calls import Refusal
 from etude.gateway.conversations import Conversation
 from etude.gateway.keys import Action, Key, Keyring, Scope, may, may_close, may_enter
+from etude.gateway.serials import Serials
 from etude.gateway.sessions import Sessions, named_id
 
 SESSION_HEADER = "X-Etude-Session"
 SECRET_PREFIX = "etude-"
 """Every secret begins so, and no session's id does."""
-ONCE_BYTES = 12
-"""Randomness of the id of a session that lasts one call: unique among those in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +47,7 @@ class Identity:
     def __init__(self, keyring: Keyring, sessions: Sessions) -> None:
         self.keyring = keyring
         self.sessions = sessions
+        self._serials = Serials()
 
     def key(self, headers: Mapping[str, str], action: Action, now: float) -> Key:
         """The key of a request, which may do ``action``. Raises :class:`Refusal`: 401 for none, 403 if it may not."""
@@ -73,7 +72,7 @@ class Identity:
                 raise Refusal(403, "forbidden", "this key opens one session, and the request names another")
             return self._in_own_session(key, now)
         if wanted is None:
-            alone = self.sessions.detached(f"once-{secrets.token_hex(ONCE_BYTES)}")
+            alone = self.sessions.detached(f"once-{self._serials.draw()}")
             return Guest(key=key, conversation=alone, once=True)
         return Guest(key=key, conversation=self._of_owner(key, wanted, now))
 
