@@ -1,7 +1,5 @@
 """Whatever is sent to a gateway, it answers soon, with a status that its OpenAPI document has, and lives on."""
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection
@@ -16,16 +14,11 @@ from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of
 from etude.gateway.openapi import document
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
-from etude.run.gateway_parts import Plan, running
-from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
+from gateways import gateway_in_a_thread
 
 ADMIN_KEY, PRODUCT_KEY = "the admin key", "a product's key"
 EXAMPLES, EXAMPLES_AGAIN = 12, 3
@@ -41,39 +34,13 @@ OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations() if isinstance(
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where a gateway answers, in a thread of its own."""
-    ready, over = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    async def serve() -> None:
-        clock = SystemClock()
-        engine = FakeEngine(clock, vocab_size=300, max_length=256)
-        plan = Plan(
-            chat=ChatTemplate.train(["return total\n"] * 4, vocab_size=300),
-            max_length=256,
-            recorder=Recorder(None),
-            engines=(EngineEntry(name="one", url="http://fake"),),
-            keys=(
-                Key(key_id="admin", digest=digest_of(ADMIN_KEY), scope=Scope.ADMIN),
-                Key(key_id="product", digest=digest_of(PRODUCT_KEY), scope=Scope.PRODUCTION),
-            ),
-        )
-        async with (
-            running(plan, GatewayConfig(), clock, lambda _url: engine) as parts,
-            listening(door(parts.gateway.handle, max_body_bytes=2**20), 0) as port,
-        ):
-            found.append(f"http://127.0.0.1:{port}")
-            while not parts.pool.versions():
-                await asyncio.sleep(0.01)
-            ready.set()
-            while not over.is_set():
-                await asyncio.sleep(0.02)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield found[0]
-    over.set()
-    thread.join(20)
+    chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
+    keys = (
+        Key(key_id="admin", digest=digest_of(ADMIN_KEY), scope=Scope.ADMIN),
+        Key(key_id="product", digest=digest_of(PRODUCT_KEY), scope=Scope.PRODUCTION),
+    )
+    with gateway_in_a_thread(chat, FakeEngine(SystemClock(), vocab_size=300, max_length=256), keys, 256) as url:
+        yield url
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)

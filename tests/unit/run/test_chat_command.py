@@ -1,22 +1,15 @@
-import asyncio
 import io
-import threading
 from collections.abc import Iterator
 
 import pytest
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
 from etude.run.chat import Chat, Line, Talk
-from etude.run.gateway_parts import Plan, running
-from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json
+from gateways import gateway_in_a_thread
 
 SECRET = "a product's key"
 TEMPLATE = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
@@ -35,36 +28,10 @@ class GrowingEngine(FakeEngine):
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where a gateway answers, in a thread of its own."""
-    ready, over = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    async def serve() -> None:
-        clock = SystemClock()
-        engine = GrowingEngine(clock, vocab_size=300, max_length=64)
-        plan = Plan(
-            chat=TEMPLATE,
-            max_length=64,
-            recorder=Recorder(None),
-            engines=(EngineEntry(name="one", url="http://fake"),),
-            keys=(Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),),
-        )
-        async with (
-            running(plan, GatewayConfig(), clock, lambda _url: engine) as parts,
-            listening(door(parts.gateway.handle, max_body_bytes=2**20), 0) as port,
-        ):
-            found.append(f"http://127.0.0.1:{port}")
-            while not parts.pool.versions():
-                await asyncio.sleep(0.01)
-            ready.set()
-            while not over.is_set():
-                await asyncio.sleep(0.02)
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    yield found[0]
-    over.set()
-    thread.join(20)
+    keys = (Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),)
+    engine = GrowingEngine(SystemClock(), vocab_size=300, max_length=64)
+    with gateway_in_a_thread(TEMPLATE, engine, keys, 64) as url:
+        yield url
 
 
 def test_a_reply_is_printed_with_the_weights_that_said_it(url: str) -> None:

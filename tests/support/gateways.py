@@ -1,0 +1,205 @@
+"""A gateway under test: what it is made of, and a caller that talks to it over real HTTP."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+
+import orjson
+from aiohttp import ClientSession
+
+from etude.clock import SystemClock
+from etude.config import GatewayConfig
+from etude.engines.fake import FakeEngine
+from etude.gateway.door import door
+from etude.gateway.keys import Key, Limits, Scope, digest_of
+from etude.gateway.recorder import Recorder
+from etude.gateway.sessions import SessionLimits
+from etude.gateway.standing import EngineEntry
+from etude.ledger.payloads import Payloads
+from etude.protocols import Engine
+from etude.run.gateway_parts import Plan, Running, running
+from etude.run.serving import listening
+from etude.tokens.chat import ChatTemplate
+from etude.tokens.turns import decode_turns
+from etude.types import Json, RouteSpace, Turn
+
+ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
+VOCAB_SIZE = 300
+MAX_LENGTH = 64
+QUESTION: list[Json] = [{"role": "user", "content": "go"}]
+LONG: list[Json] = [{"role": "user", "content": "x" * 99}]
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+
+
+@cache
+def template() -> ChatTemplate:
+    return ChatTemplate.train(["return total\n"] * 4, vocab_size=VOCAB_SIZE)
+
+
+class GatedClock:
+    """Time stands still until the gate opens; ``waiting`` says that someone sleeps."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.waiting = asyncio.Event()
+
+    def now(self) -> float:
+        return 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.waiting.set()
+        await self.gate.wait()
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    raw: bytes
+
+    @property
+    def body(self) -> Json:
+        value: Json = orjson.loads(self.raw)
+        return value
+
+    def at(self, *path: str | int) -> Json:
+        value = self.body
+        for key in path:
+            if isinstance(key, int):
+                assert isinstance(value, list)
+                value = value[key]
+            else:
+                assert isinstance(value, dict)
+                value = value[key]
+        return value
+
+    @property
+    def error(self) -> tuple[int, Json, Json, Json]:
+        return self.status, self.at("error", "type"), self.at("error", "code"), self.at("error", "param")
+
+    @property
+    def events(self) -> list[dict[str, Json]]:
+        lines = [line.removeprefix(b"data: ") for line in self.raw.split(b"\n") if line.startswith(b"data: ")]
+        return [orjson.loads(line) for line in lines if line != b"[DONE]"]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Talks to a gateway over real HTTP."""
+
+    http: ClientSession
+    url: str
+    parts: Running
+
+    async def send(self, method: str, path: str, key: str = "", body: object = None, **headers: str) -> Answer:
+        data = BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        if key:
+            named["Authorization"] = f"Bearer {key}"
+        async with self.http.request(method, self.url + path, data=data, headers=named) as response:
+            return Answer(response.status, dict(response.headers), await response.read())
+
+    async def open_session(self) -> tuple[str, str]:
+        answer = await self.send("POST", "/sessions", ADMIN_KEY, {})
+        assert answer.status == 200
+        assert answer.at("base_url") == f"/s/{answer.at('session_id')}/v1"
+        return str(answer.at("session_id")), str(answer.at("api_key"))
+
+    async def chat(self, key: str, messages: Json = QUESTION, request_id: str = "", **fields: Json) -> Answer:
+        headers = {"X_Request_Id": request_id} if request_id else {}
+        body = {"messages": messages, "max_tokens": 8, **fields}
+        return await self.send("POST", CHAT, key, body, **headers)
+
+    async def close(self, session_id: str, key: str = ADMIN_KEY) -> tuple[Turn, ...]:
+        answer = await self.send("DELETE", f"/sessions/{session_id}", key)
+        assert answer.status == 200
+        return decode_turns(answer.raw)
+
+    async def inflight(self, calls: int) -> None:
+        async with asyncio.timeout(5):
+            while (await self.send("GET", "/healthz")).at("inflight") != calls:
+                await asyncio.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a gateway under test is made of."""
+
+    engine: Engine
+    limits: SessionLimits = field(default_factory=SessionLimits)
+    config: GatewayConfig = field(default_factory=lambda: GatewayConfig(engine_timeout_s=0.1))
+    space: RouteSpace | None = None
+    access_log: Path | None = None
+    budget: Limits = field(default_factory=Limits)
+    port: int = 0
+
+
+def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 0.0) -> FakeEngine:
+    return FakeEngine(clock or SystemClock(), vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH, token_s=token_s)
+
+
+def key_of(key_id: str, secret: str, scope: Scope, limits: Limits | None = None) -> Key:
+    return Key(key_id=key_id, digest=digest_of(secret), scope=scope, limits=limits or Limits())
+
+
+@asynccontextmanager
+async def gateway(setting: Setting) -> AsyncIterator[Caller]:
+    plan = Plan(
+        chat=template(),
+        max_length=MAX_LENGTH,
+        recorder=Recorder(Payloads(Path("/nowhere")), setting.space),
+        engines=(EngineEntry(name="one", url="http://fake"),),
+        keys=(
+            key_of("admin", ADMIN_KEY, Scope.ADMIN),
+            key_of("product", PRODUCT_KEY, Scope.PRODUCTION, setting.budget),
+            key_of("other", OTHER_KEY, Scope.PRODUCTION),
+        ),
+        sessions=setting.limits,
+        access_log=setting.access_log,
+    )
+    config = setting.config
+    async with running(plan, config, SystemClock(), lambda _url: setting.engine) as parts:
+        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        async with listening(server, 0) as port, ClientSession() as http:
+            async with asyncio.timeout(5):
+                while not parts.pool.versions():
+                    await asyncio.sleep(0.005)
+            yield Caller(http, f"http://127.0.0.1:{port}", parts)
+
+
+@contextmanager
+def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...], max_length: int) -> Iterator[str]:
+    """Where a gateway answers, in a thread of its own: for callers that are not asynchronous."""
+    ready, over = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def serve() -> None:
+        plan = Plan(
+            chat=chat,
+            max_length=max_length,
+            recorder=Recorder(None),
+            engines=(EngineEntry(name="one", url="http://fake"),),
+            keys=keys,
+        )
+        async with (
+            running(plan, GatewayConfig(), SystemClock(), lambda _url: engine) as parts,
+            listening(door(parts.gateway.handle, max_body_bytes=2**20), 0) as port,
+        ):
+            found.append(f"http://127.0.0.1:{port}")
+            while not parts.pool.versions():
+                await asyncio.sleep(0.01)
+            ready.set()
+            while not over.is_set():
+                await asyncio.sleep(0.02)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    yield found[0]
+    over.set()
+    thread.join(20)
