@@ -17,13 +17,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.errors import DamagedError
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.toolcalls import HERMES, ReplyMarks
 from etude.tokens.vocabulary import Spelling
+from etude.tokens.words import WordCache, word_splitter
 from etude.types import Json
 
 PAD, DOCUMENT, END = "<|pad|>", "<|doc|>", "<|end|>"
@@ -31,13 +32,6 @@ ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>
 """Role in the API → the token that opens its message."""
 SPECIAL_TOKENS = (PAD, DOCUMENT, END, *ROLES.values())
 """In order of their ids, from 0."""
-
-WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[<>=!+*-]=| ?[^\sA-Za-z_0-9]|\s"
-"""Where BPE may not merge across: words, single digits, an indent with its line break, single marks.
-
-Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from parts the model has met elsewhere: were
-``:][::-`` one token, a combination that is held out could never be written.
-"""
 
 TOOLS_INTRODUCTION = (
     'Tools, to be called with <tool_call>{"name": <name>, "arguments": <arguments as a JSON object>}</tool_call>:\n'
@@ -75,17 +69,13 @@ class ChatTemplate:
         self.end_id = _token_id(tokenizer, END)
         """Ends every message; an engine stops when it samples it."""
         self._spelling = Spelling(tokenizer)
+        self._words = WordCache(tokenizer)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Learn a byte-level BPE of ``vocab_size`` entries from ``texts``."""
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(WORDS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        tokenizer.pre_tokenizer = word_splitter()
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -126,7 +116,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Plain text to ids, with nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._words.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""

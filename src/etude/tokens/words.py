@@ -1,0 +1,76 @@
+"""Token ids of words, remembered: what agents send is nearly all made of words that were tokenised before.
+
+    text ──WORDS──▶ words ──known──▶ ids          a word that is new: the tokenizer, once
+
+A byte-level BPE never merges across the words of its pre-tokenizer, so the ids of a text are those of its words,
+one after the other. Owns the pattern of the built-in format's words, for the tokenizer that is trained with it and for
+Python. Does not own the vocabulary.
+"""
+
+import re
+from collections.abc import Callable
+
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+"""What the tokenizer's ``\\s`` stands for; Python's has four more control characters."""
+WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[<>=!+*-]=| ?[^\sA-Za-z_0-9]|\s"
+"""Where BPE may not merge across: words, single digits, an indent with its line break, single marks.
+
+Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from parts the model has met elsewhere: were
+``:][::-`` one token, a combination that is held out could never be written.
+"""
+FIND_WORDS: Callable[[str], list[str]] = re.compile(
+    WORDS.replace(r"[^\s", "[^" + SPACE.strip("[]")).replace(r"\s", SPACE)
+).findall
+"""The words of a text, as the tokenizer's own pattern makes them; together they are the text."""
+LONGEST_CHARACTERS = 32
+"""Longer words are rare and not remembered."""
+MOST_WORDS = 1 << 16
+"""Remembered at a time: some 10 MB."""
+
+
+class WordCache:
+    """Encodes plain text as its tokenizer would, looking up what it has seen before."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """``tokenizer`` has no normaliser; whether it splits by ``WORDS`` is looked up, else nothing is remembered."""
+        self._tokenizer = tokenizer
+        self._splits = _state(tokenizer.pre_tokenizer) == _state(word_splitter())
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, with nothing added."""
+        if not self._splits:
+            return self._ids(text)
+        ids: list[int] = []
+        known = self._known
+        for word in FIND_WORDS(text):
+            found = known.get(word)
+            ids += self._learn(word) if found is None else found
+        return ids
+
+    def _learn(self, word: str) -> list[int]:
+        ids = self._ids(word)
+        if len(word) <= LONGEST_CHARACTERS:
+            if len(self._known) >= MOST_WORDS:
+                self._known.clear()
+            self._known[word] = ids
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def word_splitter() -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer of the built-in format."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _state(splitter: pre_tokenizers.PreTokenizer | None) -> bytes:
+    return b"" if splitter is None else splitter.__getstate__()
