@@ -1,5 +1,5 @@
 """``python -m etude`` is ``etude``."""
 
-from etude.cli import main
+from etude.cli.main import main
 
 raise SystemExit(main())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli import main
+from etude.cli.main import main
 from etude.config import load_recipe
 from etude.run.folder import RunFolder
 

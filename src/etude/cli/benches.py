@@ -1,0 +1,88 @@
+"""``etude bench NAME``: measure a claim on this machine."""
+
+import argparse
+import json
+from pathlib import Path
+
+from etude.cli.words import Commands, names
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the commands of this part."""
+    _add_bench(commands)
+
+
+def _add_bench(commands: Commands) -> None:
+    bench = commands.add_parser("bench", help="measure a claim on this machine")
+    benches = bench.add_subparsers(required=True, metavar="NAME")
+    parsers = {}
+    for name, text in (
+        ("loop", "asynchronous against synchronous RL"),
+        ("weights", "delta codecs and publishing, against other systems' codecs and memcpy"),
+        ("sync", "from a step's end to the last engine, over emulated long-distance links"),
+        ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
+        ("numerics", "how far the trainer's logprobs are from the engine's, and what replay removes"),
+        ("quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
+        ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
+    ):
+        parsers[name] = benches.add_parser(name, help=text)
+        parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+        parsers[name].set_defaults(command=run_bench, name=name)
+    parsers["loop"].add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
+    parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
+    parsers["engine"].add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
+    quantised = parsers["quantised"]
+    quantised.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="what is learnt")
+    quantised.add_argument("--out", type=Path, default=Path("runs/bench-quantised"), help="keeps the runs; goes on")
+    quantised.add_argument("--seeds", type=int, default=3, help="how many")
+    quantised.add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
+    quantised.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
+    )
+    for name in ("engine", "numerics", "gateway"):
+        parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
+        parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these (default: all)")
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Measure and print."""
+    match options.name:
+        case "loop":
+            from etude.benchmarks.loop import bench_loop, table
+
+            result = bench_loop(steps=options.steps)
+        case "weights":
+            from etude.benchmarks.weights import bench_weights, table
+
+            result = bench_weights(size_gb=options.size_gb)
+        case "engine":
+            from etude.benchmarks.engine import bench_engine, table
+            from etude.benchmarks.engine_options import engine_options
+
+            result = bench_engine(
+                engine_options(names(options.contestants), quick=options.quick, threads=options.threads)
+            )
+        case "numerics":
+            from etude.benchmarks.numerics import bench_numerics, numerics_options, table
+
+            result = bench_numerics(numerics_options(names(options.contestants), quick=options.quick))
+        case "gateway":
+            from etude.benchmarks.gateway import bench_gateway, gateway_options, table
+
+            result = bench_gateway(gateway_options(names(options.contestants), quick=options.quick))
+        case "quantised":
+            from etude.benchmarks.quantised import FORMATS, bench_quantised, table
+
+            result = bench_quantised(
+                options.recipe,
+                options.out,
+                seeds=range(options.seeds),
+                formats=names(options.formats) or FORMATS,
+                overrides=options.set,
+            )
+        case _:
+            from etude.benchmarks.sync import bench_sync, table
+
+            result = bench_sync()
+    print(json.dumps(result, indent=2) if options.json else table(result))
+    return 0

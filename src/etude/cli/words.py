@@ -1,0 +1,14 @@
+"""What the parts of the command line share: exit codes, argparse's name for subcommands, lists with commas."""
+
+import argparse
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""A set of subcommands; argparse has no public name for it."""
+USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
+"""Exit codes: the user can fix it; a process of the run failed; interrupted."""
+
+
+def names(listed: str | None) -> tuple[str, ...] | None:
+    """The names in a list with commas; ``None`` for all there are."""
+    return None if listed is None else tuple(listed.split(","))
