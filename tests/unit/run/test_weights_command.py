@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from etude.cli import main
+from etude.cli.main import main
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run import weights
 from etude.run.weight_log import KEY_VARIABLE
