@@ -14,8 +14,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
-LIFT_SAMPLED, LIFT_GREEDY = 0.30, 0.05
-"""Of every seed when sampled; of the mean when greedy, for some seeds leave mid-training with hardly any room."""
+CLAIMS = {"quickstart": (0.30, 0.05), "external-harness": (0.10, -0.05)}
+"""Recipe → how much more is passed afterwards: by every seed when sampled; by the mean when greedy, for some leave
+mid-training with hardly any room, and ten steps of another team's harness leave it as it was.
+"""
+WORST_GREEDY = -0.05
+"""Of any one seed."""
 
 
 def reports(recipe: Path) -> list[dict[str, Json]]:
@@ -47,17 +51,20 @@ def test_the_results_are_of_this_recipe(recipe: Path) -> None:
 def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
     for report in reports(recipe):
         assert report["finished"] is True
-        assert lift(report, "pass") >= LIFT_SAMPLED
-        assert lift(report, "greedy") >= -LIFT_GREEDY
+        assert lift(report, "pass") >= CLAIMS[recipe.name][0]
+        assert lift(report, "greedy") >= WORST_GREEDY
         mismatch = figure(report, "mismatch.k3")
         assert mismatch is not None
         assert mismatch < 1e-6
-        assert (figure(report, "staleness.max") or 9) <= (figure(report, "staleness.bound") or 0)
+        oldest, bound = figure(report, "staleness.max"), figure(report, "staleness.bound")
+        assert oldest is not None
+        assert bound is not None
+        assert oldest <= bound
 
 
 @pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
-def test_the_greedy_policy_learnt_on_average(recipe: Path) -> None:
-    assert mean(lift(report, "greedy") for report in reports(recipe)) >= LIFT_GREEDY
+def test_the_greedy_policy_is_what_is_claimed_on_average(recipe: Path) -> None:
+    assert mean(lift(report, "greedy") for report in reports(recipe)) >= CLAIMS[recipe.name][1]
 
 
 @pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
