@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check lint format types layers shape harness bubblewrap bench-setup bench clean
+.PHONY: help demo test check lint format types layers shape harness bubblewrap machines base bench-setup bench clean
 
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
@@ -29,7 +29,7 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-test: .venv/dev.stamp $(VLLM) $(HARNESS) ## run the tests; ARGS="-k codec" picks some
+test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" picks some
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
@@ -37,7 +37,7 @@ check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; a
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent, and bubblewrap to run it in
 
-bench-setup: .venv/bench.stamp .venv-litellm/stamp ## prepare the contestants of the benches
+bench-setup: .venv/bench.stamp .venv-litellm/stamp base ## prepare the contestants of the benches
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)
@@ -112,6 +112,26 @@ bubblewrap:
 	    echo "bubblewrap is missing. On Debian or Ubuntu: sudo apt-get install bubblewrap" >&2; \
 	    exit 1; \
 	  fi; }
+
+# Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.
+MACHINES := runsc:runsc qemu-system-x86_64:qemu-system-x86 qemu-img:qemu-utils mmdebstrap:mmdebstrap mksquashfs:squashfs-tools \
+  mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman
+
+machines:
+	@missing=""; for pair in $(MACHINES); do \
+	  PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; done; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing, for sandboxes with kernels and services of their own"; \
+	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $$missing; } \
+	      >/dev/null; \
+	  else \
+	    echo "some tests will be skipped without$$missing. On Debian or Ubuntu: sudo apt-get install$$missing"; \
+	  fi; fi
+
+# The Debian system, kernel and all, that virtual machines start from; kept in ETUDE_IMAGES, or the user's cache.
+base: .venv/demo.stamp machines
+	@if [ "$$(id -u)" = 0 ] && command -v mmdebstrap >/dev/null; then $(BIN)/etude images build debian; fi
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \

@@ -18,6 +18,7 @@ from etude.config import EngineConfig, HarnessConfig, MidtrainConfig, ModelConfi
 from etude.engines.native import NativeEngine, Weights
 from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.environments.transcripts import BugfixPractice
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
@@ -131,10 +132,11 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
 
 def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
-    chat = ChatTemplate.train(tokenizer_texts(family, TranscriptConfig(), SEED), vocab_size=512)
+    practice = BugfixPractice(family, TranscriptConfig())
+    chat = ChatTemplate.train(tokenizer_texts(practice, SEED), vocab_size=512)
     model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
     model.initialise(SEED)
-    corpus = Corpus(family, chat, MIDTRAIN, TranscriptConfig())
+    corpus = Corpus(practice, chat, MIDTRAIN)
     midtrain(
         model, corpus.batches(SEED), MIDTRAIN, lambda p: print(f"  {p.step}/{p.steps} loss {p.loss:.2f}", end="\r")
     )

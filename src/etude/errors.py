@@ -4,6 +4,7 @@
     ├── UserError               the caller can fix it: exit code 2, one line, never a traceback
     │   ├── ConfigError         a recipe or a ``--set`` names a wrong key, type or value
     │   ├── RunFolderError      the run folder is missing, unwritable or belongs to something else
+    │   ├── TaskFolderError     a folder is no task in Harbor's format (defined with its reader)
     │   └── PortInUseError      a configured port is taken
     ├── DamagedError            bytes on disk are not what their digest says: exit code 2, nothing is overwritten
     ├── FencedError             another writer committed this weight version first
@@ -17,6 +18,8 @@
         ├── CaptureError        an engine's record of what it did is missing or does not fit
         ├── SessionLost         the gateway no longer knows a session (it restarted)
         └── SandboxError        a sandbox could not start or died under a command
+            ├── Unsupported     its provider does not claim to be capable of that
+            └── SandboxesBusy   a pool has as many waiting as it takes (defined there, with when to come back)
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
 in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what becomes of a rollout).
@@ -92,3 +95,7 @@ class SessionLost(InfrastructureError):
 
 class SandboxError(InfrastructureError):
     """A sandbox could not be started or died under a command."""
+
+
+class Unsupported(SandboxError):
+    """A sandbox was asked for something that its provider does not claim; the message says what to use instead."""

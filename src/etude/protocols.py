@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task, TokenIds, Turn
+from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 
 class Clock(Protocol):
@@ -150,20 +151,56 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-    """A place where an agent's files live and its commands run."""
+    """A place where an agent's files live and its commands run.
 
-    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
-        """Run one command in the sandbox's root. A failing command is a result; a failing sandbox raises
-        :class:`~etude.errors.SandboxError`.
+    A path is relative to the sandbox's working folder, or absolute inside of it where the provider is ``CONFINED``;
+    one that would leave the sandbox is a ``ValueError``. Any method raises :class:`~etude.errors.SandboxError` when the
+    sandbox failed or is closed, and its kind :class:`~etude.errors.Unsupported` for what its provider does not claim.
+    """
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Run one command in the working folder. A failing command is a result. ``environment`` is added to the
+        sandbox's own variables.
         """
         ...
 
     async def read_file(self, path: str) -> str | None:
-        """The text of a file, or ``None`` if there is none. Paths cannot leave the sandbox (``ValueError``)."""
+        """The text of a file, or ``None`` if there is none; ``ValueError`` for what is no plain file."""
         ...
 
     async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file. Paths cannot leave the sandbox (``ValueError``)."""
+        """Create or replace a file and the folders above it; it belongs to whom commands run as."""
+        ...
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
+        """An uncompressed tar of files and whole folders, by the paths they were asked for; what is missing is left
+        out. Links are links in it, and nothing but files, folders and links is. ``ValueError`` beyond the limit.
+        """
+        ...
+
+    async def load(self, tar: bytes) -> None:
+        """Unpack a tar such as :meth:`export` makes into the working folder. ``ValueError`` for a name that would leave
+        the sandbox, also through a link, and for anything but files, folders and links; then nothing is unpacked.
+        """
+        ...
+
+    async def stats(self) -> SandboxStats:
+        """What is used now."""
+        ...
+
+    async def snapshot(self) -> Image:
+        """The files as they are, as an image that lives as long as the provider (``SNAPSHOT``)."""
+        ...
+
+    async def fork(self, count: int = 1) -> "Sequence[Sandbox]":
+        """Independent copies of this sandbox (``FORK``, ``LIVE_FORK``); all of them, or none and an error."""
         ...
 
     async def close(self) -> None:
@@ -174,8 +211,14 @@ class Sandbox(Protocol):
 class SandboxProvider(Protocol):
     """Makes sandboxes."""
 
-    async def create(self, files: Mapping[str, str]) -> Sandbox:
-        """A fresh sandbox that holds ``files``."""
+    async def capabilities(self) -> frozenset[Capability]:
+        """What it holds to on this machine, found out by trying."""
+        ...
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
+        """A fresh sandbox that holds ``files``. Raises :class:`~etude.errors.SandboxError`, and its kind
+        :class:`~etude.errors.Unsupported` for a spec that asks for what is not claimed.
+        """
         ...
 
     async def close(self) -> None:

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from etude.worlds import World
+
 Ids: TypeAlias = npt.NDArray[np.int32]
 """Token ids."""
 TokenIds: TypeAlias = Sequence[int] | Ids
@@ -77,6 +79,92 @@ class FunctionChecks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Calls of one function that are made from outside of the process it runs in: what it should give is not there.
+
+    ``module`` is imported in the graded world, with the working folder and the image's ``PYTHONPATH`` to find it by.
+    """
+
+    module: str
+    function: str
+    """Its name in the module, dotted for one of a class."""
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestChecks:
+    """How a task is graded: hidden tests, run where the agent has never been, over the artefacts it left."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+    files: Mapping[str, str]
+    """Hidden test files, relative to the working folder; they replace what the agent has there."""
+    must_pass: tuple[str, ...]
+    """Node ids, each of which must be seen to pass: those that the task is about, then those that passed before."""
+    about: int
+    """How many of ``must_pass`` fail in the world that the agent was given."""
+    artefacts: tuple[str, ...]
+    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    command: tuple[str, ...] = ("python3", "-m", "pytest")
+    """What runs the tests; node ids and options are added."""
+    probes: tuple[Probe, ...] = ()
+    visible: tuple[str, ...] = ()
+    """Node ids or files in the agent's world that its own ``test`` runs; none: all that are there."""
+    timeout_s: float = 120.0
+    """For one whole run of the tests."""
+
+    def __post_init__(self) -> None:
+        if not self.must_pass or not 0 < self.about <= len(self.must_pass):
+            raise ValueError(f"{self.about} of {len(self.must_pass)} tests are what the task is about: expected some")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptChecks:
+    """How a task is graded: a program of its author's that writes a reward file, in a world of its own (Harbor)."""
+
+    files: Mapping[str, str]
+    """The verifier's files, relative to ``/tests``."""
+    command: tuple[str, ...] = ("bash", "/tests/test.sh")
+    artefacts: tuple[str, ...] = (".",)
+    """Files and folders, relative to the working folder, that are carried over from the agent's world."""
+    canary: str = ""
+    """File of the verifier that can be made to fail: rewarded work is verified once more with it, and must not pass."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One question to the task's database, and the rows it must answer with, as JSON."""
+
+    sql: str
+    rows: tuple[tuple[Json, ...], ...]
+    setup: str = ""
+    """SQL that is run before, in the same transaction, which is rolled back afterwards."""
+    fails_with: str = ""
+    """SQLSTATE that the question must fail with instead, such as ``23505``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryChecks:
+    """How a task is graded: its migration file is applied to a fresh copy of the database, which is then asked."""
+
+    path: str
+    """The SQL file that the agent leaves."""
+    queries: tuple[Query, ...]
+    unseen: str = ""
+    """SQL that is run on the fresh copy before the migration: the rows give way to some that the agent has not seen."""
+
+    def __post_init__(self) -> None:
+        if not self.queries:
+            raise ValueError(f"the task about {self.path!r} asks its database nothing: it could not be graded")
+
+
+Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks
+"""How a task is graded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One thing to be done, and how it will be graded."""
 
@@ -90,8 +178,17 @@ class Task:
     prompt: str
     """What the agent is asked to do."""
     files: Mapping[str, str]
-    """The agent's world at the start: relative path → text."""
-    checks: FunctionChecks
+    """What the agent's world has beside its image: path, relative to the working folder → text."""
+    checks: Checks
+    world: World | None = None
+    """What the sandbox is made from; ``None``: nothing but ``files``."""
+
+    @property
+    def function_checks(self) -> FunctionChecks:
+        """The checks of a task that is graded by calls of a function. Raises ``ValueError`` for any other task."""
+        if not isinstance(self.checks, FunctionChecks):
+            raise ValueError(f"task {self.task_id!r} is graded by {type(self.checks).__name__}, not by calls")
+        return self.checks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +351,35 @@ class RolloutStatus(StrEnum):
     """Given up for the counted reason in ``reason``."""
 
 
+class Disposition(StrEnum):
+    """What becomes of a graded rollout, in order of weight."""
+
+    KEEP = "keep"
+    QUARANTINE = "quarantine"
+    """Not trained on; kept and readable, and counted under its reason."""
+    ZERO = "zero"
+    """Trained on with a reward of zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What was made of one graded rollout by whoever looked for cheating in it."""
+
+    disposition: Disposition
+    reward: float
+    """What it is worth now: the grader's word if kept, else 0."""
+    reason: str
+    """The detector or part that decided; empty if kept."""
+    flags: tuple[str, ...]
+    """Every detector and ``cheat_`` part that spoke, sorted, low ones included."""
+    hacked: bool
+    """Whether it counts as a hack: something of weight was found, rewarded or not."""
+    graded: float
+    """The grader's word, whatever was made of it."""
+    impossible: bool = False
+    """Whether nobody could honestly pass the task."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
@@ -275,6 +401,13 @@ class Rollout:
     """What the agent did: tool name → calls."""
     turns: tuple[Turn, ...] = ()
     seconds: float = 0.0
+    verdict: Verdict | None = None
+    """What was made of it; ``None`` where nobody looked for cheating. ``reward`` is the verdict's."""
+
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether it is kept out of training."""
+        return self.verdict is not None and self.verdict.disposition is Disposition.QUARANTINE
 
     def __post_init__(self) -> None:
         if (self.reward is None) == (self.status is RolloutStatus.GRADED):

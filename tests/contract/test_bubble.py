@@ -16,8 +16,9 @@ from typing import TypeVar
 import pytest
 
 from etude.errors import ConfigError, SandboxError
-from etude.protocols import ExecResult
-from etude.sandboxes.bubble import DOOR_URL, WORK, BubbleSandbox, BubbleSandboxes, environment_mounts
+from etude.protocols import ExecResult, Sandbox
+from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes, environment_mounts
+from etude.worlds import WORKDIR
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -55,7 +56,7 @@ def echo() -> Iterator[Echo]:
     server.close()
 
 
-def play(provider: BubbleSandboxes, scenario: Callable[[BubbleSandbox], Awaitable[T]]) -> T:
+def play(provider: BubbleSandboxes, scenario: Callable[[Sandbox], Awaitable[T]]) -> T:
     """Act out a scenario in a fresh sandbox of a provider that is closed afterwards."""
 
     async def act() -> T:
@@ -154,7 +155,7 @@ def test_a_door_leads_to_a_web_address(url: str) -> None:
 
 def test_files_of_the_machine_are_unseen(tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("secret")
-    look = f"cat {tmp_path}/secret.txt; cat {__file__}; cat /etc/shadow; ls -A /tmp ~ /home; ls -A {WORK}"
+    look = f"cat {tmp_path}/secret.txt; cat {__file__}; cat /etc/shadow; ls -A /tmp ~ /home; ls -A {WORKDIR}"
     result = shell(BubbleSandboxes(), look)
     assert result.stdout == "/home:\nagent\n\n/home/agent:\n\n/tmp:\nmine.txt\n"
     assert result.stderr.count("No such file") == 3
@@ -168,13 +169,13 @@ def test_the_system_is_there_and_cannot_be_written() -> None:
 
 
 def test_work_home_and_tmp_can_be_written_and_only_work_stays() -> None:
-    async def twice(sandbox: BubbleSandbox) -> tuple[str, str | None]:
-        first = await sandbox.exec(["sh", "-c", f"cd {WORK} && for f in a ~/b /tmp/c; do echo x > $f; done"])
+    async def twice(sandbox: Sandbox) -> tuple[str, str | None]:
+        first = await sandbox.exec(["sh", "-c", f"cd {WORKDIR} && for f in a ~/b /tmp/c; do echo x > $f; done"])
         assert (first.exit_code, first.stderr) == (0, "")
         second = await sandbox.exec(["sh", "-c", "ls a ~/b /tmp/c; pwd"])
         return second.stdout, await sandbox.read_file("a")
 
-    assert play(BubbleSandboxes(), twice) == (f"a\n{WORK}\n", "x\n")
+    assert play(BubbleSandboxes(), twice) == (f"a\n{WORKDIR}\n", "x\n")
 
 
 def test_a_mount_is_seen_where_it_is_and_cannot_be_written(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ STAY += "while True:\n    open('alive', 'a').write('x')\n    time.sleep(0.01)\n"
 
 
 def test_giving_up_a_command_ends_all_of_it() -> None:
-    async def give_up(sandbox: BubbleSandbox) -> bool:
+    async def give_up(sandbox: Sandbox) -> bool:
         running = asyncio.ensure_future(sandbox.exec(["python3", "-c", STAY], timeout_s=60))
         while not await sandbox.read_file("alive"):
             await asyncio.sleep(0.05)
@@ -314,7 +315,7 @@ def test_a_bubble_that_cannot_be_made_is_an_error_of_the_sandbox(tmp_path: Path)
     source = tmp_path / "soon-gone"
     source.mkdir()
 
-    async def too_late(sandbox: BubbleSandbox) -> None:
+    async def too_late(sandbox: Sandbox) -> None:
         source.rmdir()
         with pytest.raises(SandboxError, match="soon-gone"):
             await sandbox.exec(["true"])

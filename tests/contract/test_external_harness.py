@@ -24,10 +24,12 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, run_rollout
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
-from etude.sandboxes.bubble import DOOR_URL, WORK, BubbleSandboxes
+from etude.run.worlds import PlainWorlds
+from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes
 from etude.sandboxes.local import LocalSandboxes
 from etude.tokens.chat import ChatTemplate
 from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
+from etude.worlds import WORKDIR
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -98,8 +100,8 @@ def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) ->
             bubbles, sandboxes = BubbleSandboxes(door=url, mounts={"/harness": folder}), LocalSandboxes(1)
             rig = Rig(
                 sessions=GatewaySessions(url, "admin", http),
-                sandboxes=bubbles,
-                harness=CommandHarness(config, http, door_url=DOOR_URL, workdir=WORK),
+                worlds=PlainWorlds(bubbles),
+                harness=CommandHarness(config, http, door_url=DOOR_URL, workdir=WORKDIR),
                 grader=FreshGrader(HiddenTests(timeout_s=10), sandboxes),
                 clock=clock,
             )

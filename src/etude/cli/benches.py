@@ -24,6 +24,8 @@ def _add_bench(commands: Commands) -> None:
         ("numerics", "how far the trainer's logprobs are from the engine's, and what replay removes"),
         ("quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
         ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
+        ("sandbox", "starting sandboxes, how many live, what they leave, beside bubblewrap, crun, podman and gVisor"),
+        ("grading", "attacks on graders, and honest solutions: what is accepted"),
     ):
         parsers[name] = benches.add_parser(name, help=text)
         parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -39,7 +41,8 @@ def _add_bench(commands: Commands) -> None:
     quantised.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
     )
-    for name in ("engine", "numerics", "gateway"):
+    parsers["sandbox"].add_argument("--cycles", type=int, help="of start and kill, before looking for leaks")
+    for name in ("engine", "numerics", "gateway", "sandbox", "grading"):
         parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
         parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these (default: all)")
 
@@ -70,6 +73,16 @@ def run_bench(options: argparse.Namespace) -> int:
             from etude.benchmarks.gateway import bench_gateway, gateway_options, table
 
             result = bench_gateway(gateway_options(names(options.contestants), quick=options.quick))
+        case "sandbox":
+            from etude.benchmarks.sandbox import bench_sandbox, sandbox_options, table
+
+            result = bench_sandbox(
+                sandbox_options(names(options.contestants), quick=options.quick, cycles=options.cycles)
+            )
+        case "grading":
+            from etude.benchmarks.grading import bench_grading, grading_options, table
+
+            result = bench_grading(grading_options(names(options.contestants), quick=options.quick))
         case "quantised":
             from etude.benchmarks.quantised import FORMATS, bench_quantised, table
 

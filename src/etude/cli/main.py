@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from etude.cli import benches, runs, serving, weights
+from etude.cli import benches, environments, runs, serving, weights
 from etude.cli.words import FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
 
@@ -36,6 +36,6 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="etude", description="Train a coding model inside the product that uses it.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (runs, serving, weights, benches):
+    for part in (runs, serving, weights, environments, benches):
         part.add_commands(commands)
     return parser

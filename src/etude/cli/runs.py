@@ -1,11 +1,11 @@
-"""``etude run|midtrain|parity|serve|rollouts|train|eval|tasks|show|doctor``: whole runs, and looking at them."""
+"""``etude run|midtrain|parity|serve|rollouts|train|eval|show|doctor``: whole runs, and looking at them."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from etude.cli.words import USER_ERROR, Commands
+from etude.cli.words import SANDBOXES, USER_ERROR, Commands
 from etude.config import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
 
@@ -15,7 +15,6 @@ def add_commands(commands: Commands) -> None:
     _add_run(commands)
     _add_processes(commands)
     _add_eval(commands)
-    _add_tasks(commands)
     _add_show(commands)
     _add_doctor(commands)
 
@@ -27,6 +26,7 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--out", type=Path, help="run folder to create (default: runs/NAME-sSEED)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue an interrupted run")
     run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
+    run.add_argument("--sandbox", choices=SANDBOXES, help="where agents' commands run: sandboxes.kind")
     run.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
     run.set_defaults(command=_run)
 
@@ -50,16 +50,6 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--version", type=int, help="weight version (default: the newest)")
     evaluate.add_argument("--tasks", type=int, help="number of held-out tasks (default: the recipe's)")
     evaluate.set_defaults(command=_eval)
-
-
-def _add_tasks(commands: Commands) -> None:
-    tasks = commands.add_parser("tasks", help="look at the tasks of a recipe")
-    actions = tasks.add_subparsers(required=True, metavar="ACTION")
-    listing = actions.add_parser("ls", help="print some tasks")
-    listing.add_argument("recipe", type=Path)
-    listing.add_argument("--split", choices=("train", "heldout"), default="train")
-    listing.add_argument("--count", type=int, default=3)
-    listing.set_defaults(command=_tasks)
 
 
 def _add_show(commands: Commands) -> None:
@@ -86,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     from etude.run.folder import RunFolder
 
     if options.resume is not None:
-        ignored = [name for name in ("recipe", "seed", "out") if getattr(options, name) is not None]
+        ignored = [name for name in ("recipe", "seed", "out", "sandbox") if getattr(options, name) is not None]
         ignored += ["--set"] * bool(options.set) + ["--dry-run"] * options.dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
@@ -95,7 +85,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.recipe is None:
             raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
         seed = [] if options.seed is None else [f"seed={options.seed}"]
-        config = load_recipe(options.recipe, [*options.set, *seed])
+        kind = [] if options.sandbox is None else [f"sandboxes.kind={options.sandbox}"]
+        config = load_recipe(options.recipe, [*options.set, *seed, *kind])
         if options.dry_run:
             print(dump_toml(config), end="")
             return 0
@@ -130,13 +121,6 @@ def _eval(options: argparse.Namespace) -> int:
 
     result = evaluate_version(RunFolder.open(options.run), version=options.version, tasks=options.tasks)
     print(json.dumps(result, indent=2))
-    return 0
-
-
-def _tasks(options: argparse.Namespace) -> int:
-    from etude.run.reading import task_lines
-
-    print("\n".join(task_lines(load_recipe(options.recipe), options.split, options.count)))
     return 0
 
 

@@ -5,6 +5,8 @@ from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """A set of subcommands; argparse has no public name for it."""
+SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
+"""Kinds of sandboxes."""
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the user can fix it; a process of the run failed; interrupted."""
 

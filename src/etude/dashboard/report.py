@@ -11,6 +11,7 @@ from typing import TypeAlias
 from etude.config import RunConfig
 from etude.dashboard.story import TRAIN, RunStory, Tally
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
+from etude.telemetry.hacks import HackRates
 from etude.types import Json, RolloutStatus
 
 Figures: TypeAlias = dict[str, Json]
@@ -38,6 +39,7 @@ def build_report(
         "mismatch": _mismatch(story, steps),
         "weights": _weights(story),
         "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
+        "cheating": story.hacks.get(TRAIN, HackRates()).figures(),
         "restarts": story.restarts,
         "memory_bytes_max": story.memory_bytes_max,
         "interruptions": max(0, len(story.segments) - 1),

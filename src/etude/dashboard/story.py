@@ -32,7 +32,9 @@ from etude.telemetry.events import (
     WeightsPublished,
     WeightsSwapped,
 )
+from etude.telemetry.hacks import HackRates, Judged
 from etude.telemetry.log import Logged
+from etude.types import RolloutStatus
 
 PHASES = ("midtrain", "eval-before", "rl", "eval-after")
 """The phases that take time, in order; ``done`` follows."""
@@ -98,6 +100,7 @@ class RunStory:
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
         self.rollouts: dict[str, Tally] = {}
+        self.hacks: dict[str, HackRates] = {}
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
         """``before`` or ``after`` → the newest result."""
@@ -139,6 +142,8 @@ class RunStory:
                 _insert(self.engine, Timed(at_s, event))
             case RolloutClosed():
                 self.rollouts.setdefault(event.purpose, Tally()).add(event)
+                if event.status == RolloutStatus.GRADED:
+                    self.hacks.setdefault(event.purpose, HackRates()).add(_judged(event))
             case EvalDone():
                 self.evals[event.label] = event
 
@@ -212,4 +217,17 @@ def _overlap_s(spans: list[Span], alive: Iterator[Span]) -> float:
         max(0.0, min(end, alive_end) - max(start, alive_start))
         for alive_start, alive_end in alive
         for start, end in spans
+    )
+
+
+def _judged(event: RolloutClosed) -> Judged:
+    return Judged(
+        template=event.template,
+        step=event.version,
+        hacked=event.hacked,
+        flags=tuple(event.flags),
+        disposition=event.disposition,
+        reason=event.cheat_reason,
+        impossible=event.impossible,
+        passed=event.passed,
     )

@@ -56,6 +56,12 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
             f"{count(of('rollouts.graded'))} graded, {count(of('rollouts.failed_infra'))} failed, "
             f"{count(of('rollouts.dropped'))} dropped",
         ),
+        (
+            "cheating",
+            f"{percent(of('cheating.hack_rate'))} of rollouts, {count(of('cheating.quarantined'))} quarantined, "
+            f"{count(of('cheating.zeroed'))} zeroed; impossible tasks passed: "
+            f"{count(of('cheating.impossible.passed'))} of {count(of('cheating.impossible.tried'))}",
+        ),
         ("memory", f"{size(of('memory_bytes_max'))} at most, sandboxes aside"),
         ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
     ]

@@ -1,51 +1,52 @@
 """What mid-training reads: the standard library, clean domain code and imperfect transcripts.
 
 Yields batches of documents of about ``batch_tokens`` padded tokens, grouped by length so that little is padding. Every
-stream is endless and decided by the seed. Nothing held out can occur: domain code and transcripts draw from the
-training side of :class:`~etude.environments.bugfix.BugfixFamily` only.
+stream is endless and decided by the seed. Code and transcripts are a family's: its :class:`Practice`, which draws from
+the training side only, so nothing held out can occur.
 """
 
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
-from etude.config import MidtrainConfig, TranscriptConfig
-from etude.environments.bugfix import BugfixFamily
-from etude.environments.transcripts import TOOLS, Message, Style
+from etude.config import MidtrainConfig
+from etude.environments.transcripts import Message
 from etude.tokens.chat import ChatTemplate
-from etude.types import Document, Split
+from etude.types import Document
 
 WINDOW_TOKENS = 256
 """Length of a standard-library document."""
 CODE_TOKENS = 170
 """A document of domain code holds functions until it has this many tokens."""
-SHOWN_SHARE = 0.7
-"""Of domain code that is shown as an agent reads it."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 """How many modules of the standard library are read, and how much of each."""
 POOL_BATCHES = 8
 """Batches worth of documents that are sorted by length together."""
 
 
+class Practice(Protocol):
+    """What a family has to learn from, of its training side."""
+
+    def code(self, rng: Random) -> str:
+        """A piece of right code, plain or as an agent reads it."""
+        ...
+
+    def session(self, rng: Random) -> Sequence[Message]:
+        """A session of an imperfect agent on a training task."""
+        ...
+
+
 class Corpus:
     """The mid-training mixture of one recipe."""
 
-    def __init__(
-        self,
-        family: BugfixFamily,
-        chat: ChatTemplate,
-        midtrain: MidtrainConfig,
-        transcripts: TranscriptConfig,
-        style: Style = TOOLS,
-    ) -> None:
-        self._family = family
+    def __init__(self, practice: Practice, chat: ChatTemplate, midtrain: MidtrainConfig) -> None:
+        self._practice = practice
         self._chat = chat
         self._midtrain = midtrain
-        self._transcripts = transcripts
-        self._style = style
 
     def batches(self, seed: int) -> Iterator[list[Document]]:
         """An endless stream of batches; each holds documents of one kind."""
@@ -82,18 +83,15 @@ class Corpus:
         def make(rng: Random) -> Document:
             ids = [self._chat.document_id]
             while len(ids) < CODE_TOKENS:
-                text = "\n".join(self._family.problem(Split.TRAIN, rng).right)
-                shown = self._style.show(text) if rng.random() < SHOWN_SHARE else text
-                ids += [*self._chat.encode(shown), self._chat.end_id]
+                ids += [*self._chat.encode(self._practice.code(rng)), self._chat.end_id]
             return _whole(ids)
 
         return make
 
     def _session(self, rng: Random) -> Document:
-        messages = draw_transcript(self._family, self._transcripts, rng, self._style)
         ids: list[int] = []
         weights: list[float] = []
-        for message in messages:
+        for message in self._practice.session(rng):
             rendered = self._chat.render_message(message.role, message.content)
             own = message.role == "assistant"
             ids += rendered
@@ -103,17 +101,11 @@ class Corpus:
         return Document(token_ids=np.array(ids, np.int32), weights=np.array(weights, np.float32))
 
 
-def draw_transcript(family: BugfixFamily, config: TranscriptConfig, rng: Random, style: Style = TOOLS) -> list[Message]:
-    """A session of the imperfect agent on a fresh training problem."""
-    problem, checks = family.graded_problem(Split.TRAIN, rng)
-    return style.write(problem, checks, config, rng)
-
-
-def tokenizer_texts(family: BugfixFamily, config: TranscriptConfig, seed: int, style: Style = TOOLS) -> Iterator[str]:
-    """Text to learn a tokenizer from: the same three sources, never anything held out."""
+def tokenizer_texts(practice: Practice, seed: int) -> Iterator[str]:
+    """Text to learn a tokenizer from: the same sources, never anything held out."""
     rng = Random(f"tokenizer|{seed}")
     for _ in range(1500):
-        yield from (message.content for message in draw_transcript(family, config, rng, style))
+        yield from (message.content for message in practice.session(rng))
     yield from (text[:8000] for text in stdlib_texts()[::4])
 
 

@@ -36,7 +36,7 @@ class ShellTasks:
     def task(self, split: Split, index: int) -> Task:
         """The family's task, and a program that checks it."""
         task = self._family.task(split, index)
-        return replace(task, files={**task.files, CHECK_FILE: check_program(task.checks)})
+        return replace(task, files={**task.files, CHECK_FILE: check_program(task.function_checks)})
 
 
 def check_program(checks: FunctionChecks) -> str:

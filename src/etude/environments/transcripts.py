@@ -11,13 +11,15 @@ from random import Random
 from typing import TypeAlias
 
 from etude.config import TranscriptConfig
-from etude.environments.bugfix import Problem, run_program
+from etude.environments.bugfix import BugfixFamily, Problem, run_program
 from etude.environments.programs import Lines
 from etude.sandboxes import tools
-from etude.types import Case, FunctionChecks
+from etude.types import Case, FunctionChecks, Split
 
 MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
+SHOWN_SHARE = 0.7
+"""Of programs that are shown as an agent reads them."""
 
 Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests
 """What the imitated agent does before it submits."""
@@ -56,6 +58,25 @@ def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfi
 
 TOOLS = Style(transcript, tools.number_lines)
 """The words of the built-in tools."""
+
+
+class BugfixPractice:
+    """Programs and sessions of the planted-bug family; a :class:`~etude.environments.corpus.Practice`."""
+
+    def __init__(self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS) -> None:
+        self._family = family
+        self._config = config
+        self._style = style
+
+    def code(self, rng: Random) -> str:
+        """A right program, most times as the agent reads it."""
+        text = "\n".join(self._family.problem(Split.TRAIN, rng).right)
+        return self._style.show(text) if rng.random() < SHOWN_SHARE else text
+
+    def session(self, rng: Random) -> list[Message]:
+        """A session of the imperfect agent on a fresh training problem."""
+        problem, checks = self._family.graded_problem(Split.TRAIN, rng)
+        return self._style.write(problem, checks, self._config, rng)
 
 
 def moves(

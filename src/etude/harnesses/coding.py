@@ -15,10 +15,12 @@ from etude.harnesses.completions import CompletionClient, Message
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes import tools
 from etude.sandboxes.calls import call_function, same_value
-from etude.types import FunctionChecks, Task
+from etude.types import Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
 OBSERVATION_CHARACTERS = 20_000
 """Longest observation: far beyond any context here, far below what a gateway refuses to read."""
+PYTEST_OPTIONS = ("-x", "-q", "--no-header", "--tb=no", "-rfE", "-p", "no:cacheprovider")
+"""Say which test failed first, and leave nothing behind."""
 COUNTED_AS = {
     tools.ReadFile: tools.READ,
     tools.EditFile: tools.EDIT,
@@ -58,12 +60,12 @@ class CodingHarness:
         return HarnessResult(reason="turns", counts=counts)
 
 
-async def observe(call: tools.Call, checks: FunctionChecks, sandbox: Sandbox) -> str:
+async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
     """Carry a call out in a sandbox and say what the agent sees. Raises :class:`~etude.errors.SandboxError`."""
     match call:
-        case tools.ReadFile(path):
+        case tools.ReadFile(path, first):
             text = await _read(sandbox, path)
-            return tools.NO_FILE if text is None else tools.number_lines(text)[:OBSERVATION_CHARACTERS]
+            return tools.NO_FILE if text is None else tools.number_lines(text, first)[:OBSERVATION_CHARACTERS]
         case tools.EditFile():
             return await _edit(sandbox, call)
         case tools.RunTests():
@@ -91,8 +93,20 @@ async def _edit(sandbox: Sandbox, edit: tools.EditFile) -> str:
     return tools.OK
 
 
-async def _test(sandbox: Sandbox, checks: FunctionChecks) -> str:
-    """Run the visible cases and describe the first that fails."""
+async def _test(sandbox: Sandbox, checks: Checks) -> str:
+    """Run what the agent may see of its tests and describe the first that fails."""
+    match checks:
+        case FunctionChecks():
+            return await _call_visible(sandbox, checks)
+        case TestChecks():
+            command = [*checks.command, *PYTEST_OPTIONS, *checks.visible]
+            result = await sandbox.exec(command, timeout_s=checks.timeout_s)
+            return tools.PASS if result.exit_code == 0 else tools.render_summary(result.stdout)
+        case ScriptChecks() | QueryChecks():
+            return tools.NO_TESTS
+
+
+async def _call_visible(sandbox: Sandbox, checks: FunctionChecks) -> str:
     calls = [case.arguments for case in checks.visible]
     outcomes = await call_function(sandbox, checks.path, checks.function, calls)
     for outcome, case in zip(outcomes, checks.visible, strict=True):

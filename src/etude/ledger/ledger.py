@@ -17,9 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from etude.ledger import rows
-from etude.ledger.records import decode_rollout, decode_task, encode_rollout, encode_task
+from etude.ledger.records import decode_rollout, encode_rollout
 from etude.ledger.schema import connect, transaction
 from etude.ledger.states import STEP_MOVES, GroupState, StepState, move
+from etude.ledger.tasks import decode_task, encode_task
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
 
 TRAIN = "train"

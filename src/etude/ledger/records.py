@@ -1,6 +1,6 @@
-"""Tasks and rollouts as bytes, and back, without pickle.
+"""Rollouts as bytes, and back, without pickle.
 
-A task is JSON. A rollout is a JSON header and the raw arrays of all its turns, end to end, little-endian:
+A rollout is a JSON header and the raw arrays of all its turns, end to end, little-endian:
 
     ┌─────────────┬────────┬─────────────────┬─────────────────┬───────────────┬───────────────┐
     │ header size │ header │ prompt ids      │ completion ids  │ logprobs      │ versions      │
@@ -9,58 +9,24 @@ A task is JSON. A rollout is a JSON header and the raw arrays of all its turns, 
 
 Routes and kept sets of a turn are not in here but in a file that the header refers to (:mod:`etude.ledger.payloads`).
 
-Array legend: P prompt tokens of a turn, C sampled tokens of a turn. The JSON is Python's own, not orjson's: the cases
-of a task may hold integers beyond 64 bits and infinities, which must come back as they were.
+Array legend: P prompt tokens of a turn, C sampled tokens of a turn.
 """
 
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import DamagedError
-from etude.types import Case, Finish, FunctionChecks, PayloadRef, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Disposition, Finish, PayloadRef, Rollout, RolloutStatus, Turn, Verdict
 
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
-
-
-def encode_task(task: Task) -> bytes:
-    """A task as JSON."""
-    checks = task.checks
-    fields = {
-        "task_id": task.task_id,
-        "family": task.family,
-        "template": task.template,
-        "split": task.split,
-        "prompt": task.prompt,
-        "files": dict(task.files),
-        "checks": {
-            "path": checks.path,
-            "function": checks.function,
-            "visible": [[case.arguments, case.expected] for case in checks.visible],
-            "hidden": [[case.arguments, case.expected] for case in checks.hidden],
-        },
-    }
-    return json.dumps(fields).encode()
-
-
-def decode_task(data: bytes) -> Task:
-    """The task that :func:`encode_task` was given. Raises :class:`~etude.errors.DamagedError`."""
-    try:
-        fields = json.loads(data)
-        checks = fields.pop("checks")
-        return Task(
-            split=Split(fields.pop("split")),
-            checks=FunctionChecks(visible=_cases(checks.pop("visible")), hidden=_cases(checks.pop("hidden")), **checks),
-            **fields,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"unreadable task record {data[:80]!r}: {error}") from error
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
@@ -79,6 +45,7 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
+        "verdict": None if rollout.verdict is None else asdict(rollout.verdict),
         "turns": [_turn_header(turn) for turn in rollout.turns],
     }
     text = json.dumps(header).encode()
@@ -104,13 +71,17 @@ def decode_rollout(data: bytes) -> Rollout:
         body = HEADER_SIZE.size + size
         header = json.loads(data[HEADER_SIZE.size : body])
         turns = _decode_turns(header.pop("turns"), data, body)
-        return Rollout(status=RolloutStatus(header.pop("status")), turns=turns, **header)
+        verdict = _decode_verdict(header.pop("verdict"))
+        return Rollout(status=RolloutStatus(header.pop("status")), turns=turns, verdict=verdict, **header)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
 
 
-def _cases(pairs: list[Any]) -> tuple[Case, ...]:
-    return tuple(Case(arguments=tuple(arguments), expected=expected) for arguments, expected in pairs)
+def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:
+    if fields is None:
+        return None
+    disposition, flags = Disposition(fields.pop("disposition")), tuple(fields.pop("flags"))
+    return Verdict(disposition=disposition, flags=flags, **fields)
 
 
 def _turn_header(turn: Turn) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class FreshGrader:
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """Grade the copy; a file that is gone, or is no file any more, is not copied. Raises like the other grader."""
-        path = task.checks.path
+        path = task.function_checks.path
         try:
             text = await sandbox.read_file(path)
         except ValueError:

@@ -24,7 +24,7 @@ class HiddenTests:
         Parts: ``hidden_passed``, the share of cases passed, submitted or not; ``submitted``, 0 or 1. A program that
         does not load, hangs or ends the process fails its cases. Raises :class:`~etude.errors.SandboxError`.
         """
-        checks = task.checks
+        checks = task.function_checks
         calls = [case.arguments for case in checks.hidden]
         outcomes = await call_function(sandbox, checks.path, checks.function, calls, self._timeout_s)
         passed = sum(

@@ -4,13 +4,15 @@ What happens in it is a function that the caller supplies: how a session goes, a
 """
 
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from etude.clock import VirtualClock
-from etude.errors import SandboxError, SessionLost
+from etude.errors import SandboxError, SessionLost, Unsupported
 from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.worker import Rig
 from etude.types import Task, Turn
+from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 
 class FakeSessions:
@@ -52,7 +54,14 @@ class FakeSandbox:
         self._files = dict(files)
         self._on_close = on_close
 
-    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
         """Pretend to run a command."""
         return ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
 
@@ -63,6 +72,27 @@ class FakeSandbox:
     async def write_file(self, path: str, text: str) -> None:
         """Replace a file."""
         self._files[path] = text
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
+        """Refused: there are no files on any disk."""
+        raise Unsupported("fake sandboxes make no archive: use local")
+
+    async def load(self, tar: bytes) -> None:
+        """Refused: there are no files on any disk."""
+        raise Unsupported("fake sandboxes take no archive: use local")
+
+    async def stats(self) -> SandboxStats:
+        """Nothing is used, whatever the age."""
+        size_bytes = sum(len(text.encode()) for text in self._files.values())
+        return SandboxStats(memory_bytes=0, disk_bytes=size_bytes, processes=0, cpu_s=0, age_s=math.nan)
+
+    async def snapshot(self) -> Image:
+        """Refused: there are no files on any disk."""
+        raise Unsupported("fake sandboxes keep no image: use ns")
+
+    async def fork(self, count: int = 1) -> "Sequence[FakeSandbox]":
+        """Refused: whoever forks wants to see what became of it."""
+        raise Unsupported("fake sandboxes are not forked: use local")
 
     async def close(self) -> None:
         """Forget the sandbox."""
@@ -80,8 +110,19 @@ class FakeSandboxes:
         """Sandboxes that are open."""
         return len(self._open)
 
-    async def create(self, files: Mapping[str, str]) -> FakeSandbox:
-        """A sandbox that holds ``files``. Raises :class:`~etude.errors.SandboxError` when broken."""
+    async def capabilities(self) -> frozenset[Capability]:
+        """Nothing is held, since nothing runs."""
+        return frozenset()
+
+    async def open(self, task: Task) -> FakeSandbox:
+        """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.Worlds`, too."""
+        return await self.create(task.files)
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        """A sandbox that holds ``files``, whatever ``spec`` asks for.
+
+        Raises :class:`~etude.errors.SandboxError` when broken.
+        """
         if self.broken:
             raise SandboxError(self.broken)
         sandbox = FakeSandbox(files, self._open.discard)
@@ -125,7 +166,7 @@ class FakeWorld:
         self.clock = VirtualClock()
         self.rig = Rig(
             sessions=self.sessions,
-            sandboxes=self.sandboxes,
+            worlds=self.sandboxes,
             harness=FakeHarness(play),
             grader=FakeGrader(judge),
             clock=self.clock,

@@ -21,12 +21,14 @@ from etude.ledger.ledger import Ledger, OpenSlot
 from etude.rollouts.worker import Rig, run_rollout
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog
-from etude.types import Rollout, RolloutStatus
+from etude.types import Disposition, Rollout, RolloutStatus, Task, Verdict
 
 FIRST_BACKOFF_S = 1.0
 """Wait before the second attempt; doubles with each, long enough in sum for a dead process to be restarted."""
 MAX_BACKOFF_S = 8.0
 """Longest wait between attempts."""
+UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
+"""Of a rollout that nobody looked at."""
 MAX_DROPS_IN_A_ROW = 8
 """Groups dropped without one rollout graded in between before we stop: it is not the tasks, it is the machines."""
 
@@ -93,7 +95,7 @@ class Flight:
                 await self._rig.clock.sleep(backoff_s(slot.attempt))
             rollout = await self._attempt(slot)
             due = self._ledger.record(rollout, self._purpose)
-            self._events.write(_closed(rollout, self._purpose))
+            self._events.write(_closed(rollout, slot.task, self._purpose))
             if rollout.status is RolloutStatus.GRADED:
                 self._drops_in_a_row = 0
             if due is None:
@@ -156,7 +158,8 @@ def backoff_s(attempt: int) -> float:
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))
 
 
-def _closed(rollout: Rollout, purpose: str) -> RolloutClosed:
+def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:
+    verdict = rollout.verdict or UNWATCHED
     return RolloutClosed(
         rollout_id=rollout.rollout_id,
         purpose=purpose,
@@ -167,4 +170,12 @@ def _closed(rollout: Rollout, purpose: str) -> RolloutClosed:
         turns=len(rollout.turns),
         sampled_tokens=sum(len(turn.completion_ids) for turn in rollout.turns),
         seconds=rollout.seconds,
+        template=task.template,
+        version=max((int(turn.versions.max()) for turn in rollout.turns if len(turn.versions)), default=-1),
+        disposition=verdict.disposition,
+        flags=list(verdict.flags),
+        hacked=verdict.hacked,
+        cheat_reason=verdict.reason,
+        impossible=verdict.impossible,
+        passed=(verdict.graded if rollout.verdict else rollout.reward or 0.0) > 0,
     )

@@ -5,7 +5,7 @@ become rollouts. Does not own retries or what the record is for (:mod:`etude.rol
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,8 @@ import aiohttp
 
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Clock, Grader, Harness, HarnessResult, Reward, SandboxProvider, Session
-from etude.types import Rollout, RolloutStatus, Task, Turn
+from etude.protocols import Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
+from etude.types import Rollout, RolloutStatus, Task, Turn, Verdict
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
@@ -42,15 +42,45 @@ class Sessions(Protocol):
         ...
 
 
+class Worlds(Protocol):
+    """Where tasks are worked on."""
+
+    async def open(self, task: Task) -> Sandbox:
+        """A fresh sandbox as the task's world says, with its files. Raises :class:`~etude.errors.SandboxError`."""
+        ...
+
+
+class Watching(Protocol):
+    """A look at one rollout for cheating."""
+
+    async def look(self) -> None:
+        """The agent is gone, and nothing was graded yet. Raises :class:`~etude.errors.SandboxError`."""
+        ...
+
+    def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
+        """What becomes of it."""
+        ...
+
+
+class Watch(Protocol):
+    """Looks for cheating in every rollout."""
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> Watching:
+        """Get ready in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
     """The parts that every rollout is run with."""
 
     sessions: Sessions
-    sandboxes: SandboxProvider
+    worlds: Worlds
     harness: Harness
     grader: Grader
     clock: Clock
+    watch: Watch | None = None
+    """``None``: nobody looks for cheating."""
 
 
 async def run_rollout(slot: OpenSlot, rig: Rig, *, rollout_id: str, temperature: float, timeout_s: float) -> Rollout:
@@ -64,7 +94,7 @@ async def run_rollout(slot: OpenSlot, rig: Rig, *, rollout_id: str, temperature:
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            result, reward, turns = await _play(slot.task, rig, temperature)
+            played = await _play(slot.task, rig, temperature)
     except INFRASTRUCTURE as error:
         reason = f"no end within {timeout_s:g} s" if deadline.expired() else str(error)
         return ended(
@@ -73,23 +103,38 @@ async def run_rollout(slot: OpenSlot, rig: Rig, *, rollout_id: str, temperature:
             reason=f"{type(error).__name__}: {reason}",
             seconds=rig.clock.now() - started_s,
         )
+    verdict = played.verdict
     return ended(
         status=RolloutStatus.GRADED,
-        reward=reward.value,
-        reward_parts=reward.parts,
-        reason=result.reason,
-        counts=result.counts,
-        turns=turns,
+        reward=played.reward.value if verdict is None else verdict.reward,
+        reward_parts=played.reward.parts,
+        reason=played.result.reason,
+        counts=played.result.counts,
+        turns=played.turns,
         seconds=rig.clock.now() - started_s,
+        verdict=verdict,
     )
 
 
-async def _play(task: Task, rig: Rig, temperature: float) -> tuple[HarnessResult, Reward, tuple[Turn, ...]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """How a session went, what it is worth, and what was sampled in it."""
+
+    result: HarnessResult
+    reward: Reward
+    turns: tuple[Turn, ...]
+    verdict: Verdict | None
+
+
+async def _play(task: Task, rig: Rig, temperature: float) -> _Played:
     session = await rig.sessions.open()
     try:
-        sandbox = await rig.sandboxes.create(task.files)
+        sandbox = await rig.worlds.open(task)
         try:
+            watching = None if rig.watch is None else await rig.watch.begin(task, sandbox)
             result = await rig.harness.run(task, session, sandbox, temperature=temperature)
+            if watching is not None:
+                await watching.look()
             reward = await rig.grader.grade(task, sandbox, result)
         finally:
             await _quietly(sandbox.close())
@@ -99,7 +144,8 @@ async def _play(task: Task, rig: Rig, temperature: float) -> tuple[HarnessResult
     turns = await rig.sessions.close(session.session_id)
     if not turns:
         raise InfrastructureError("the session has no turn: the harness never reached the gateway")
-    return result, reward, turns
+    verdict = None if watching is None else watching.judge(reward, turns)
+    return _Played(result=result, reward=reward, turns=turns, verdict=verdict)
 
 
 async def _quietly(closing: Awaitable[object]) -> None:

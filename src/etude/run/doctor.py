@@ -33,9 +33,12 @@ from etude.run.weight_log import open_log
 from etude.sandboxes.local import LocalSandboxes
 from etude.trainer.mismatch import Rung
 from etude.weights.pull import pull
+from etude.worlds import Capability
 
 SEED_STD = 0.1
 """Spread of the weights of a model that is made up: wide enough that experts are chosen for a reason."""
+SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
+"""What programs of a model should be held by."""
 GOOD, WARN, DIM = "green", "yellow", "bright_black"
 
 
@@ -161,11 +164,10 @@ def _meminfo() -> list[str]:
 
 
 def _sandboxes() -> Finding:
-    async def probe() -> Mapping[str, bool]:
+    async def probe() -> frozenset[Capability]:
         sandboxes = LocalSandboxes(workers=1)
         try:
-            await (await sandboxes.create({})).close()
-            return dict(sandboxes.capabilities)
+            return await sandboxes.capabilities()
         finally:
             await sandboxes.close()
 
@@ -173,8 +175,8 @@ def _sandboxes() -> Finding:
         granted = asyncio.run(probe())
     except SandboxError as error:
         return Finding("sandboxes", False, str(error))
-    missing = [name for name, is_granted in granted.items() if not is_granted]
-    words = f"granted: {', '.join(name for name in granted if name not in missing) or 'nothing'}"
+    missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
+    words = f"local: {', '.join(sorted(granted))}"
     return Finding("sandboxes", not missing, words + (f"; not: {', '.join(missing)}" if missing else ""))
 
 

@@ -5,13 +5,11 @@ Safe to kill and start again: nothing counts until version 0 is committed, and t
 
 import torch
 
-from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Corpus, tokenizer_texts
-from etude.environments.shell_transcripts import SHELL
-from etude.environments.transcripts import TOOLS
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
 from etude.run.decisions import resolve_device
+from etude.run.families import open_practice
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
@@ -28,15 +26,13 @@ def run_midtraining(folder: RunFolder) -> None:
         return
     config = folder.config()
     torch.set_num_threads(config.midtrain.threads)
-    family = BugfixFamily(config.tasks, seed=config.seed)
-    style = TOOLS if config.harness.kind == "coding" else SHELL
-    texts = tokenizer_texts(family, config.transcripts, config.seed, style)
-    chat = ChatTemplate.train(texts, config.model.vocab_size)
+    practice = open_practice(config)
+    chat = ChatTemplate.train(tokenizer_texts(practice, config.seed), config.model.vocab_size)
     spec = spec_from_config(config.model, chat.vocab_size)
     model = Decoder(spec)
     model.initialise(config.seed)
     model.to(resolve_device(config.trainer.device))
-    corpus = Corpus(family, chat, config.midtrain, config.transcripts, style)
+    corpus = Corpus(practice, chat, config.midtrain)
     with EventLog(folder.events, "midtrain") as events:
         midtrain(model, corpus.batches(config.seed), config.midtrain, events.write)
         save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from etude.config import RunConfig
-from etude.environments.bugfix import BugfixFamily
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
+from etude.run.families import open_family
 from etude.run.folder import RunFolder
 from etude.tokens.chat import ChatTemplate
-from etude.types import Group, Rollout, Split
+from etude.types import Checks, FunctionChecks, Group, QueryChecks, Rollout, ScriptChecks, Split, TestChecks
 
 
 def task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
     """The first ``count`` tasks of a split: prompt, files, one visible case."""
-    family = BugfixFamily(config.tasks, seed=config.seed)
+    family = open_family(config)
     for index in range(count):
         task = family.task(Split(split), index)
         yield f"── {split} task {index}, {task.task_id}: {task.template}"
@@ -21,8 +21,21 @@ def task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
         for path, text in task.files.items():
             yield f"{path}:"
             yield from (f"  {line}" for line in text.splitlines())
-        case = task.checks.visible[0]
-        yield f"  {task.checks.function}{case.arguments} should be {case.expected!r}\n"
+        yield _example(task.checks)
+
+
+def _example(checks: Checks) -> str:
+    """What a task is about, in a line."""
+    match checks:
+        case FunctionChecks():
+            case = checks.visible[0]
+            return f"  {checks.function}{case.arguments} should be {case.expected!r}\n"
+        case TestChecks():
+            return f"  {checks.about} tests should pass, such as {checks.must_pass[0]}\n"
+        case ScriptChecks():
+            return f"  {' '.join(checks.command)} should give a reward\n"
+        case QueryChecks():
+            return f"  {checks.queries[0].sql} should give {[list(row) for row in checks.queries[0].rows]!r}\n"
 
 
 def group_lines(folder: RunFolder, purpose: str, index: int | None) -> Iterator[str]:

@@ -8,7 +8,7 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,31 +16,34 @@ import aiohttp
 
 from etude.clock import SystemClock
 from etude.config import RunConfig
-from etude.environments.bugfix import BugfixFamily
-from etude.environments.shell_transcripts import ShellTasks
 from etude.errors import ConfigError, InfrastructureError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import Ledger
-from etude.protocols import TaskFamily
+from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
 from etude.rewards.fresh import FreshGrader
 from etude.rewards.tests import HiddenTests
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
-from etude.rollouts.worker import Rig
+from etude.rollouts.worker import Rig, Worlds
+from etude.run.families import open_family
 from etude.run.folder import RunFolder
 from etude.run.serving import run_until_signal
-from etude.sandboxes.bubble import DOOR_URL, WORK, BubbleSandboxes, environment_mounts
+from etude.run.watching import CheatWatch, policy_of
+from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
+from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes, environment_mounts
 from etude.sandboxes.local import LocalSandboxes
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
-from etude.types import Split, Task
+from etude.tokens.chat import ChatTemplate
+from etude.types import Ids, Split, Task
+from etude.worlds import WORKDIR, Capability
 
 POLL_S = 0.05
 """How often the gateway is asked which weights are served."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
-CONFINEMENT = ("chroot", "network_off")
+CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
 HARNESS_FOLDER = "/harness"
 """Where a harness finds its own files, inside of a sandbox."""
@@ -122,15 +125,10 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        sandboxes = LocalSandboxes(workers=config.rollouts.sandbox_workers)
-        stack.push_async_callback(sandboxes.close)
-        await _check_confinement(sandboxes, config)
-        rig = await stack.enter_async_context(_rig(folder, config, http, sandboxes))
+        rig = await stack.enter_async_context(_rig(folder, config, http))
         ledger = stack.enter_context(Ledger.open(folder.ledger))
         events = stack.enter_context(EventLog(folder.events, "rollouts"))
-        family: TaskFamily = BugfixFamily(config.tasks, seed=config.seed)
-        if config.harness.kind == "command":
-            family = ShellTasks(family)
+        family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http)
         stack.callback(served.close)
         dispatcher = Dispatcher(
@@ -176,39 +174,72 @@ async def _evaluate_once(parts: RolloutParts, label: str, *, version: int) -> No
         parts.ledger.set_fact(fact, "done")
 
 
-async def _check_confinement(sandboxes: LocalSandboxes, config: RunConfig) -> None:
-    probe = await sandboxes.create({})
-    await probe.close()
-    missing = [name for name in CONFINEMENT if not sandboxes.capabilities.get(name)]
+async def _check_confinement(sandboxes: SandboxProvider, config: RunConfig) -> None:
+    granted = await sandboxes.capabilities()
+    missing = [capability.replace("_", " ") for capability in CONFINEMENT if capability not in granted]
     if missing and not config.rollouts.allow_unconfined:
         raise ConfigError(
-            f"this machine grants sandboxes no {' and no '.join(missing)} (user namespaces are switched off): programs "
-            f"the model writes could read your files. Enable them, or set rollouts.allow_unconfined = true"
+            f"this machine does not keep sandboxes {' and '.join(missing)} (user namespaces are switched off): "
+            f"programs the model writes could read your files. Enable them, or set rollouts.allow_unconfined = true"
         )
 
 
 @contextlib.asynccontextmanager
-async def _rig(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, sandboxes: LocalSandboxes
-) -> AsyncIterator[Rig]:
-    """The parts that rollouts are run with; ``sandboxes`` run the model's programs, and only those."""
-    gateway_url = folder.endpoints.url("gateway")
-    sessions = GatewaySessions(gateway_url, folder.admin_key(), http)
-    if config.harness.kind == "coding":
-        harness = CodingHarness(config.harness, http)
-        yield Rig(sessions=sessions, sandboxes=sandboxes, harness=harness, grader=HiddenTests(), clock=SystemClock())
-        return
+async def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Rig]:
+    """The parts that rollouts are run with."""
+    sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
+    async with contextlib.AsyncExitStack() as stack:
+        worlds, grader = await _worlds(stack, config)
+        harness: Harness = CodingHarness(config.harness, http)
+        if config.harness.kind == "command":
+            bubbles = await _bubbles(stack, folder, config)
+            worlds = PlainWorlds(bubbles)
+            harness = await _command(config, http, bubbles)
+        watch = CheatWatch(
+            decode=decoder(folder),
+            policy=policy_of(config.cheating),
+            honeypots=config.cheating.honeypots,
+            bare_shell=config.harness.kind == "command",
+        )
+        yield Rig(sessions=sessions, worlds=worlds, harness=harness, grader=grader, clock=SystemClock(), watch=watch)
+
+
+async def _worlds(stack: contextlib.AsyncExitStack, config: RunConfig) -> tuple[Worlds, Grader]:
+    """Where tasks are worked on, and who grades them there."""
+    if config.sandboxes.kind == "local":
+        local = LocalSandboxes(workers=config.rollouts.sandbox_workers)
+        stack.push_async_callback(local.close)
+        await _check_confinement(local, config)
+        plain = HiddenTests()  # nothing outlives a command there, so an agent is gone when its last one is
+        return PlainWorlds(local), plain if config.harness.kind == "coding" else FreshGrader(plain, local)
+    images = image_store(config.sandboxes, config.tasks)
+    worlds = TaskWorlds(open_provider(config.sandboxes, base_store(config.sandboxes)), images)
+    stack.push_async_callback(worlds.close)
+    await _check_confinement(worlds.sandboxes, config)
+    return worlds, worlds.grader()
+
+
+async def _bubbles(stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig) -> BubbleSandboxes:
+    """Sandboxes for another team's harness, with a door to the gateway."""
     mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
-    bubbles = BubbleSandboxes(door=gateway_url, mounts=mounts)
-    try:
-        command = CommandHarness(config.harness, http, door_url=DOOR_URL, workdir=WORK)
-        probe = await bubbles.create({})
-        await command.check(probe)
-        await probe.close()
-        grader = FreshGrader(HiddenTests(), sandboxes)
-        yield Rig(sessions=sessions, sandboxes=bubbles, harness=command, grader=grader, clock=SystemClock())
-    finally:
-        await bubbles.close()
+    bubbles = BubbleSandboxes(door=folder.endpoints.url("gateway"), mounts=mounts)
+    stack.push_async_callback(bubbles.close)
+    return bubbles
+
+
+async def _command(config: RunConfig, http: aiohttp.ClientSession, bubbles: BubbleSandboxes) -> CommandHarness:
+    """The harness of a recipe's command, which is there to be run."""
+    command = CommandHarness(config.harness, http, door_url=DOOR_URL, workdir=WORKDIR)
+    probe = await bubbles.create({})
+    await command.check(probe)
+    await probe.close()
+    return command
+
+
+def decoder(folder: RunFolder) -> Callable[[Ids], str]:
+    """How the run's tokens read."""
+    chat = ChatTemplate.load(folder.model)
+    return lambda token_ids: chat.decode(token_ids.tolist())
 
 
 def write_harness(folder: RunFolder, files: Mapping[str, str]) -> Path:

@@ -3,10 +3,10 @@
     exec ──job──▶ bwrap ──▶ doorway (process 1) ──▶ command          see etude.sandboxes.doorway
                                  └── door ──▶ one URL                see etude.sandboxes.door
 
-Inside: the machine's programs, read-only; the folders that were asked for, read-only; the sandbox's files in
-``/sandbox``, writable; a fresh ``/tmp`` and home, gone with the command. Own user, process, network, IPC and host name
-spaces, no capabilities, no network but the door. Owns the directories and the door; a command has a process tree of its
-own, so there may be as many at a time as callers start. For thousands of short programs a minute:
+Inside: the machine's programs, read-only; the folders that were asked for, read-only; the sandbox's files in its
+working folder, writable; a fresh ``/tmp`` and home, gone with the command. Own user, process, network, IPC and host
+name spaces, no capabilities, no network but the door. Owns the directories and the door; a command has a process tree
+of its own, so there may be as many at a time as callers start. For thousands of short programs a minute:
 :mod:`etude.sandboxes.local`.
 
 Bubblewrap as root opens folders that only root can reach, then :mod:`etude.sandboxes.doorway` becomes ``nobody``; as
@@ -22,7 +22,7 @@ import shutil
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePosixPath
 
@@ -33,18 +33,23 @@ from etude.errors import ConfigError, SandboxError
 from etude.protocols import ExecResult
 from etude.sandboxes.door import Door
 from etude.sandboxes.doorway import DOOR_PORT, DOOR_SOCKET, STARTED, Job, Report
+from etude.sandboxes.folder_sandbox import Command, FolderSandbox, Home
+from etude.sandboxes.folders import Folder
 from etude.sandboxes.isolation import Limits
-from etude.sandboxes.local import OUTPUT_LIMIT_BYTES, UNPRIVILEGED_USER
+from etude.sandboxes.local import UNPRIVILEGED_USER
+from etude.sandboxes.outputs import OUTPUT_LIMIT_BYTES, CappedOutput
+from etude.sandboxes.promises import check_spec
 from etude.sandboxes.scratch import Scratch
+from etude.worlds import Capability, SandboxSpec
 
-WORK, HOME = "/sandbox", "/home/agent"
-"""Where commands run, and their home, inside."""
+HOME = "/home/agent"
+"""Of commands, inside."""
 DOOR_URL = f"http://127.0.0.1:{DOOR_PORT}"
 """Base of every URL that can be reached inside."""
 HARNESS_LIMITS = Limits(memory_bytes=4 << 30, file_bytes=64 << 20, descriptors=256, processes=256)
 """Address space of each process, a file, and per process and bubble: enough for an agent written in any language."""
-ARGUMENT_LIMIT_BYTES = 120 << 10
-"""Of a whole command line; Linux takes 128 KiB of one argument."""
+CAPABILITIES = frozenset((Capability.CONFINED, Capability.PROCESSES_APART, Capability.NETWORK_OFF, Capability.FORK))
+"""All of it, or a command does not run; limits are those of each command, so none of a sandbox's is claimed."""
 GRACE_S = 10.0
 """How much later than a command's own deadline its end may be reported."""
 EXIT_TIMEOUT_S = 5.0
@@ -96,29 +101,37 @@ class BubbleSandboxes:
         self._user = UNPRIVILEGED_USER if os.geteuid() == 0 else None
         self._scratch: Scratch | None = None
         self._opening = asyncio.Lock()
-        self._sandboxes: set[BubbleSandbox] = set()
+        self._sandboxes: set[FolderSandbox] = set()
+        self._home = Home(name="bubblewrap", run=self._run, copy=self._copy, remove=self._remove)
         self._closed = False
 
-    @property
-    def capabilities(self) -> Mapping[str, bool]:
-        """What a command is held by, in the words of :mod:`etude.sandboxes.zygote`: all of it, or it does not run."""
-        return dict.fromkeys(("chroot", "network_off", "process_namespace", "process_limit"), True)
+    async def capabilities(self) -> frozenset[Capability]:
+        """What a command is held by: all of it, or it does not run."""
+        return CAPABILITIES
 
-    async def create(self, files: Mapping[str, str]) -> "BubbleSandbox":
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FolderSandbox:
         """A fresh sandbox that holds ``files``; the first one also opens the door.
 
         Raises :class:`~etude.errors.SandboxError` if there is no room, ``ValueError`` for a path that would leave it.
         """
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
+        spec = spec or SandboxSpec()
+        check_spec(spec, CAPABILITIES, "bubblewrap")
+        missing = [str(source) for source in spec.mounts.values() if not source.exists()]
+        if missing:
+            raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
         async with self._opening:
             if self._scratch is None:
                 self._scratch = await self._open()
-        sandbox = BubbleSandbox(self, self._scratch)
+        workdir = spec.image.workdir
+        folder = Folder(self._scratch.create(reader=self._user), owner=self._user, inside=workdir, workdir=workdir)
+        sandbox = FolderSandbox(self._home, folder, spec)
         self._sandboxes.add(sandbox)
         try:
+            folder.make(workdir)
             for path, text in files.items():
-                await sandbox.write_file(path, text)
+                folder.write(path, text)
         except BaseException:
             await sandbox.close()
             raise
@@ -135,13 +148,13 @@ class BubbleSandboxes:
             self._scratch.close()
             self._scratch = None
 
-    async def run(self, folder: Path, argv: Sequence[str], *, stdin: str, timeout_s: float) -> ExecResult:
-        """Run one command with ``folder`` as its ``/sandbox``. Raises :class:`~etude.errors.SandboxError`."""
+    async def _run(self, folder: Folder, command: Command) -> ExecResult:
+        """Run one command with ``folder`` as its working folder. Raises :class:`~etude.errors.SandboxError`."""
         job = Job(
-            argv=list(argv),
-            folder=WORK,
-            environment={"PATH": self._search_path(), "LANG": "C.UTF-8", "HOME": HOME},
-            timeout_s=timeout_s,
+            argv=list(command.argv),
+            folder=folder.workdir,
+            environment={"PATH": self._search_path(), "LANG": "C.UTF-8", "HOME": HOME, **command.environment},
+            timeout_s=command.timeout_s,
             has_door=self._door is not None,
             user=self._user,
             limits=list(self._limits),
@@ -149,11 +162,11 @@ class BubbleSandboxes:
         with ExitStack() as stack:
             ours, theirs = (stack.enter_context(end) for end in socket.socketpair())
             ours.setblocking(False)
-            job_fd, stdin_fd, sysctl = _in_memory(orjson.dumps(job)), _in_memory(stdin.encode()), _open_sysctl()
+            job_fd, stdin_fd, sysctl = _in_memory(orjson.dumps(job)), _in_memory(command.stdin.encode()), _open_sysctl()
             for descriptor in (job_fd, stdin_fd, sysctl):
                 stack.callback(os.close, descriptor)
             descriptors = job_fd, theirs.fileno(), sysctl
-            arguments_fd = _in_memory("\0".join(self._arguments(folder)).encode())
+            arguments_fd = _in_memory("\0".join(self._arguments(folder, command.spec)).encode())
             stack.callback(os.close, arguments_fd)
             process = await asyncio.create_subprocess_exec(
                 *(self._program, "--args", str(arguments_fd), "--", *_doorway(descriptors)),
@@ -165,14 +178,24 @@ class BubbleSandboxes:
                 start_new_session=True,
             )
             theirs.close()
-            return await _end(process, ours, timeout_s + GRACE_S)
+            return await _end(process, ours, command.timeout_s + GRACE_S)
 
-    def forget(self, sandbox: "BubbleSandbox") -> None:
-        """A sandbox has been closed."""
+    async def _copy(self, sandbox: FolderSandbox) -> FolderSandbox:
+        copy = await self.create({}, sandbox.spec)
+        try:
+            await asyncio.to_thread(sandbox.folder.copy_to, copy.folder)
+        except BaseException:
+            await copy.close()
+            raise
+        return copy
+
+    def _remove(self, sandbox: FolderSandbox) -> None:
+        if self._scratch is not None:
+            self._scratch.remove(sandbox.folder.path)
         self._sandboxes.discard(sandbox)
 
     async def _open(self) -> Scratch:
-        scratch = Scratch.open(self._parent, owner=self._user)
+        scratch = Scratch.open(self._parent)
         user = {"user": os.geteuid() if self._user is None else self._user}
         user["group"] = os.getegid() if self._user is None else self._user
         (scratch.path / "etc").mkdir()
@@ -184,75 +207,32 @@ class BubbleSandboxes:
             await self._door.open(scratch.path / "door", owner=self._user)
         return scratch
 
-    def _arguments(self, folder: Path) -> list[str]:
+    def _arguments(self, folder: Folder, spec: SandboxSpec) -> list[str]:
         """What bubblewrap is told; a later line covers an earlier one."""
-        scratch = folder.parent
+        scratch = folder.path.parent
         arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         arguments += ["--hostname", "sandbox", "--die-with-parent", "--as-pid-1"]
         if self._user is None:
             arguments += ["--unshare-user", "--disable-userns"]
         else:
             arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        shown = {f"/etc/{name}": scratch / "etc" / name for name in OWN_FILES} | _interpreter() | self._mounts
+        shown = {f"/etc/{name}": scratch / "etc" / name for name in OWN_FILES} | _interpreter()
+        shown |= self._mounts | dict(spec.mounts)
         for path in ("/tmp", HOME):
             arguments += ["--perms", "1777", "--tmpfs", path]
-        for path in _parents((*shown, DOOR_SOCKET)):
+        for path in _parents((*shown, folder.workdir, DOOR_SOCKET)):
             arguments += ["--perms", "0755", "--dir", path]
         arguments += [*_system(), "--proc", "/proc", "--dev", "/dev"]
         for target, source in shown.items():
             arguments += ["--ro-bind", str(source), target]
         if self._door is not None:
             arguments += ["--bind", str(scratch / "door"), DOOR_SOCKET]
-        return [*arguments, "--bind", str(folder), WORK, "--chdir", "/"]
+        return [*arguments, "--bind", str(folder.path), folder.workdir, "--chdir", "/"]
 
     def _search_path(self) -> str:
         """Programs of the mounts come before the machine's, and those before the interpreter's."""
         own = [f"{target}/bin" for target, source in self._mounts.items() if (source / "bin").is_dir()]
         return ":".join((*own, "/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"))
-
-
-class BubbleSandbox:
-    """One directory in which commands run; implements :class:`~etude.protocols.Sandbox`."""
-
-    def __init__(self, provider: BubbleSandboxes, scratch: Scratch) -> None:
-        self._provider = provider
-        self._scratch = scratch
-        self._name = scratch.create()
-        self._closed = False
-
-    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
-        """Run one command, at most 64 KiB of stdout and of stderr being kept; nothing it started outlives it.
-
-        Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the command.
-        """
-        self._check_open()
-        if not argv or timeout_s <= 0:
-            raise ValueError(f"exec(argv={argv!r}, timeout_s={timeout_s!r}) needs a command and some time")
-        size_bytes = sum(len(argument.encode()) + 1 for argument in argv)
-        if size_bytes > ARGUMENT_LIMIT_BYTES:
-            raise SandboxError(f"argv takes {size_bytes} bytes, at most {ARGUMENT_LIMIT_BYTES}: use a file or stdin")
-        return await self._provider.run(self._scratch.path / self._name, argv, stdin=stdin, timeout_s=timeout_s)
-
-    async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
-        self._check_open()
-        return self._scratch.read(self._name, path)
-
-    async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
-        self._check_open()
-        self._scratch.write(self._name, path, text)
-
-    async def close(self) -> None:
-        """Remove everything; calling it twice is harmless. No command is running: none outlives its ``exec``."""
-        if not self._closed:
-            self._closed = True
-            self._provider.forget(self)
-            await asyncio.to_thread(self._scratch.remove, self._name)  # how much there is was up to the agent
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")
 
 
 def environment_mounts(folder: Path) -> dict[str, Path]:
@@ -299,33 +279,18 @@ async def _end(process: Process, control: socket.socket, timeout_s: float) -> Ex
     )
 
 
-class _Output:
-    """One output of a command: keeps the first 64 KiB and throws the rest away."""
-
-    def __init__(self) -> None:
-        self._kept = bytearray()
-        self.truncated = False
-
-    async def read(self, stream: asyncio.StreamReader | None) -> "_Output":
-        assert stream is not None
-        while chunk := await stream.read(OUTPUT_LIMIT_BYTES):
-            room = OUTPUT_LIMIT_BYTES - len(self._kept)
-            self._kept += chunk[:room]
-            self.truncated |= len(chunk) > room
-        return self
-
-    @property
-    def text(self) -> str:
-        """What was kept."""
-        return self._kept.decode("utf-8", "replace")
-
-
-async def _collect(process: Process) -> tuple[_Output, _Output]:
+async def _collect(process: Process) -> tuple[CappedOutput, CappedOutput]:
     """Both outputs, once every process that could write to them is dead."""
-    stdout, stderr, _ = await asyncio.gather(
-        _Output().read(process.stdout), _Output().read(process.stderr), process.wait()
-    )
+    stdout, stderr, _ = await asyncio.gather(_read(process.stdout), _read(process.stderr), process.wait())
     return stdout, stderr
+
+
+async def _read(stream: asyncio.StreamReader | None) -> CappedOutput:
+    assert stream is not None
+    output = CappedOutput()
+    while chunk := await stream.read(OUTPUT_LIMIT_BYTES):
+        output.add(chunk)
+    return output
 
 
 def _doorway(descriptors: tuple[int, int, int]) -> tuple[str, ...]:

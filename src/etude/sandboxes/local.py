@@ -4,7 +4,7 @@
 
 Owns the sandboxes' directories and the worker processes. A worker that dies fails the command it was running
 (:class:`~etude.errors.SandboxError`) and is replaced by the next one. How well a command is locked in is the machine's
-to say: :attr:`LocalSandboxes.capabilities`, and :mod:`etude.sandboxes.zygote` for what they mean.
+to say: :meth:`LocalSandboxes.capabilities`, and :mod:`etude.sandboxes.zygote` for what they mean.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Consumes commands; waits for an idle worker and its
 answer, each with a deadline; on close every process and file is gone.
@@ -14,9 +14,10 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import orjson
@@ -24,13 +25,26 @@ import orjson
 import etude
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
+from etude.sandboxes.folder_sandbox import Command, FolderSandbox, Home
+from etude.sandboxes.folders import Folder
+from etude.sandboxes.outputs import OUTPUT_LIMIT_BYTES
+from etude.sandboxes.promises import check_spec, unsupported
 from etude.sandboxes.scratch import Scratch
 from etude.sandboxes.worker import LENGTH, Answer, Request
+from etude.worlds import Capability, SandboxSpec
 
 UNPRIVILEGED_USER = 65534
 """Whom commands run as when this process is root (``nobody``); else they run as this process's user."""
-OUTPUT_LIMIT_BYTES = 64 << 10
-"""Kept of each of a command's stdout and stderr."""
+GRANTS: Mapping[str, Capability] = MappingProxyType(
+    {
+        "chroot": Capability.CONFINED,
+        "network_off": Capability.NETWORK_OFF,
+        "process_namespace": Capability.PROCESSES_APART,
+    }
+)
+"""What a worker finds that the machine grants, in the words of worlds."""
+HOMES = ("/home/agent", "/tmp")
+"""What commands may write beside the working folder."""
 START_TIMEOUT_S = 30.0
 """For a worker to report; it takes some 50 ms on an idle machine."""
 QUEUE_TIMEOUT_S = 60.0
@@ -59,20 +73,28 @@ class LocalSandboxes:
         self._idle: asyncio.Queue[_Slot] = asyncio.Queue()
         for slot in self._slots:
             self._idle.put_nowait(slot)
-        self._sandboxes: set[LocalSandbox] = set()
+        self._granted: frozenset[Capability] | None = None
+        self._sandboxes: set[FolderSandbox] = set()
+        self._home = Home(name="local", run=self._run, copy=self._copy, remove=self._remove)
         self._closed = False
-
-    @property
-    def capabilities(self) -> Mapping[str, bool]:
-        """What the machine grants, as a worker found out; empty, so nothing, before the first :meth:`create`."""
-        return next((slot.worker.capabilities for slot in self._slots if slot.worker), {})
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The running worker processes."""
         return tuple(slot.worker.pid for slot in self._slots if slot.worker)
 
-    async def create(self, files: Mapping[str, str]) -> "LocalSandbox":
+    async def capabilities(self) -> frozenset[Capability]:
+        """What the machine grants, as a worker found out; the first call starts one.
+
+        Limits are those of each command, so none of a sandbox's is claimed.
+        """
+        if self._granted is None:
+            async with self._worker() as worker:
+                found = (claim for name, claim in GRANTS.items() if worker.capabilities[name])
+                self._granted = frozenset((*found, Capability.FORK))
+        return self._granted
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FolderSandbox:
         """A fresh sandbox that holds ``files``; the first one also starts a worker, to learn what the machine grants.
 
         Raises :class:`~etude.errors.SandboxError` if there is no room or no worker, ``ValueError`` for a path that
@@ -80,19 +102,25 @@ class LocalSandboxes:
         """
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
-        if self._scratch is None:
-            self._scratch = Scratch.open(self._parent, owner=self._user)
-        if not self.capabilities:
-            async with self._worker(self._scratch):
-                pass
-        sandbox = LocalSandbox(self, self._scratch)
-        self._sandboxes.add(sandbox)
+        spec, granted = spec or SandboxSpec(), await self.capabilities()
+        check_spec(spec, granted, "local")
+        if spec.mounts:
+            raise unsupported("local", f"mounts={list(spec.mounts)}", "ns")
+        return self._create(files, spec, inside="/" if Capability.CONFINED in granted else None)
+
+    def _create(self, files: Mapping[str, str], spec: SandboxSpec, *, inside: str | None) -> FolderSandbox:
+        scratch = self._open_scratch()
+        path = scratch.create(reader=self._user)
         try:
-            for path, text in files.items():
-                await sandbox.write_file(path, text)
+            folder = Folder(path, owner=self._user, inside=inside, workdir=spec.image.workdir)
+            folder.make(".", *(HOMES if inside else ()))
+            for name, text in files.items():
+                folder.write(name, text)
         except BaseException:
-            await sandbox.close()
+            scratch.remove(path)
             raise
+        sandbox = FolderSandbox(self._home, folder, spec)
+        self._sandboxes.add(sandbox)
         return sandbox
 
     async def close(self) -> None:
@@ -106,20 +134,50 @@ class LocalSandboxes:
             self._scratch.close()
             self._scratch = None
 
-    async def run(self, request: Request, scratch: Scratch) -> Answer:
+    async def _run(self, folder: Folder, command: Command) -> ExecResult:
         """Run one command on an idle worker. Raises :class:`~etude.errors.SandboxError`."""
-        async with self._worker(scratch) as worker:
-            answer: Answer = orjson.loads(await worker.ask(orjson.dumps(request), request["timeout_s"] + GRACE_S))
+        request = Request(
+            root=folder.path.name,
+            workdir=folder.workdir,
+            environment=dict(command.environment),
+            argv=list(command.argv),
+            stdin=command.stdin,
+            timeout_s=command.timeout_s,
+            output_limit=OUTPUT_LIMIT_BYTES,
+        )
+        async with self._worker() as worker:
+            answer: Answer = orjson.loads(await worker.ask(orjson.dumps(request), command.timeout_s + GRACE_S))
         if answer["error"]:
             raise SandboxError(answer["error"])
-        return answer
+        return ExecResult(
+            exit_code=answer["exit_code"],
+            stdout=answer["stdout"],
+            stderr=answer["stderr"],
+            timed_out=answer["timed_out"],
+            truncated=answer["truncated"],
+            seconds=answer["seconds"],
+        )
 
-    def forget(self, sandbox: "LocalSandbox") -> None:
-        """A sandbox has been closed."""
+    async def _copy(self, sandbox: FolderSandbox) -> FolderSandbox:
+        copy = await self.create({}, sandbox.spec)
+        try:
+            await asyncio.to_thread(sandbox.folder.copy_to, copy.folder)
+        except BaseException:
+            await copy.close()
+            raise
+        return copy
+
+    def _remove(self, sandbox: FolderSandbox) -> None:
+        self._open_scratch().remove(sandbox.folder.path)
         self._sandboxes.discard(sandbox)
 
+    def _open_scratch(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = Scratch.open(self._parent)
+        return self._scratch
+
     @asynccontextmanager
-    async def _worker(self, scratch: Scratch) -> AsyncIterator["_Worker"]:
+    async def _worker(self) -> AsyncIterator["_Worker"]:
         """A running worker that is nobody else's meanwhile."""
         try:
             slot = await asyncio.wait_for(self._idle.get(), QUEUE_TIMEOUT_S)
@@ -132,63 +190,11 @@ class LocalSandboxes:
                 await slot.close()
                 if self._closed:
                     raise SandboxError("the sandbox provider is closed")
-                options = {"scratch": str(scratch.path), "run_as": self._user, "isolate": self._isolate}
+                options = {"scratch": str(self._open_scratch().path), "run_as": self._user, "isolate": self._isolate}
                 slot.worker = await _Worker.start(options)
             yield slot.worker
         finally:
             self._idle.put_nowait(slot)
-
-
-class LocalSandbox:
-    """One directory in which commands run; implements :class:`~etude.protocols.Sandbox`."""
-
-    def __init__(self, provider: LocalSandboxes, scratch: Scratch) -> None:
-        self._provider = provider
-        self._scratch = scratch
-        self._name = scratch.create()
-        self._closed = False
-
-    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
-        """Run one command, at most 64 KiB of stdout and of stderr being kept; nothing it started outlives it.
-
-        Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the command.
-        """
-        self._check_open()
-        if not argv or timeout_s <= 0:
-            raise ValueError(f"exec(argv={argv!r}, timeout_s={timeout_s!r}) needs a command and some time")
-        request = Request(
-            root=self._name, argv=list(argv), stdin=stdin, timeout_s=timeout_s, output_limit=OUTPUT_LIMIT_BYTES
-        )
-        answer = await self._provider.run(request, self._scratch)
-        return ExecResult(
-            exit_code=answer["exit_code"],
-            stdout=answer["stdout"],
-            stderr=answer["stderr"],
-            timed_out=answer["timed_out"],
-            truncated=answer["truncated"],
-            seconds=answer["seconds"],
-        )
-
-    async def read_file(self, path: str) -> str | None:
-        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
-        self._check_open()
-        return self._scratch.read(self._name, path)
-
-    async def write_file(self, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
-        self._check_open()
-        self._scratch.write(self._name, path, text)
-
-    async def close(self) -> None:
-        """Remove everything; calling it twice is harmless. No command is running: none outlives its ``exec``."""
-        if not self._closed:
-            self._closed = True
-            self._provider.forget(self)
-            await asyncio.to_thread(self._scratch.remove, self._name)  # how much there is was up to the agent
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")
 
 
 class _Slot:

@@ -67,6 +67,8 @@ def _run_python(argv: Sequence[str]) -> None:
         case _:
             raise SystemExit(_complain(f"expected FILE or -c CODE, got {list(argv)}", BAD_USAGE))
     main = ModuleType("__main__")
+    if name != "<string>":
+        main.__file__ = name
     sys.modules["__main__"] = main
     sys.argv = arguments
     sys.path.insert(0, folder)

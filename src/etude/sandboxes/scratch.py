@@ -1,17 +1,15 @@
-"""The private directory under which a provider keeps its sandboxes, and safe access to the files in one.
+"""The private directory under which a provider keeps its sandboxes.
 
-Owns paths: nothing here follows a link or leaves a sandbox, whatever a program left there. A directory whose provider
-was killed is removed by the next one: the lock on it tells whether somebody still lives there.
+Owns its life, and that of the directories in it: one whose provider was killed is removed by the next one, since the
+lock on it tells whether somebody still lives there. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.
 """
 
-import errno
 import fcntl
 import itertools
 import os
-import stat
 import tempfile
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Self
+from pathlib import Path
+from typing import Self
 from uuid import uuid4
 
 from etude.errors import SandboxError
@@ -19,26 +17,20 @@ from etude.errors import SandboxError
 PREFIX = "etude-sandboxes-"
 MEMORY = Path("/dev/shm")
 """Files there never reach a disk."""
-READ_LIMIT_BYTES = 8 << 20
-"""Most that is read of one file; programs cannot write larger ones (``FILE_LIMIT_BYTES`` of the isolation)."""
-UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG)
-"""What the system says of a path that does not name a plain file of ours."""
 
 
 class Scratch:
     """A locked directory with one numbered directory per sandbox."""
 
-    def __init__(self, path: Path, lock: int, owner: int | None) -> None:
+    def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
-        self._owner = owner
         self._created = 0
 
     @classmethod
-    def open(cls, parent: Path | None, *, owner: int | None) -> Self:
+    def open(cls, parent: Path | None) -> Self:
         """Make one in ``parent`` (default: memory if there is any, else the temporary directory) and sweep dead ones.
 
-        ``owner`` is the user that sandboxes belong to, ``None`` for this process's own.
         Raises :class:`~etude.errors.SandboxError` if ``parent`` cannot be written.
         """
         parent = parent or (MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else Path(tempfile.gettempdir()))
@@ -54,99 +46,26 @@ class Scratch:
         path.chmod(0o711)  # sandboxes of another user must be reachable, not listable
         for other in parent.glob(PREFIX + "*"):
             _remove_if_dead(other)
-        return cls(path, lock, owner)
+        return cls(path, lock)
 
-    def create(self) -> str:
-        """Make the directory of a new sandbox and return its name."""
+    def create(self, *, reader: int | None) -> Path:
+        """Make the directory of a new sandbox, which the user ``reader`` may read, and nobody else but us."""
         self._created += 1
-        name = f"{self._created:06d}"
-        os.mkdir(self.path / name, 0o700)  # noqa: PTH102 - the mode at birth is the point
-        if self._owner is not None:
-            os.chown(self.path / name, self._owner, self._owner)
-        return name
+        path = self.path / f"{self._created:06d}"
+        os.mkdir(path, 0o700)  # noqa: PTH102 - the mode at birth is the point
+        if reader is not None:
+            os.chown(path, -1, reader)
+            path.chmod(0o750)
+        return path
 
-    def read(self, name: str, path: str) -> str | None:
-        """The text of a file, ``None`` if there is none, ``ValueError`` for anything but a path to a plain file."""
-        try:
-            with self._open(name, path, os.O_RDONLY) as file:
-                return file.read(READ_LIMIT_BYTES).decode("utf-8", "replace")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _judge(error, path) from error
-
-    def write(self, name: str, path: str, text: str) -> None:
-        """Create or replace a file and the folders above it. Same errors as :meth:`read`."""
-        data = text.encode()
-        try:
-            with self._open(name, path, os.O_WRONLY | os.O_CREAT) as file:
-                file.truncate(0)
-                file.write(data)
-                self._give_away(file.fileno())
-        except OSError as error:
-            raise _judge(error, path) from error
-
-    def remove(self, name: str) -> None:
+    def remove(self, path: Path) -> None:
         """Remove a sandbox's directory and all in it."""
-        _remove_tree(self.path / name)
+        _remove_tree(path)
 
     def close(self) -> None:
         """Remove everything."""
         _remove_tree(self.path)
         os.close(self._lock)
-
-    def _open(self, name: str, path: str, flags: int) -> BinaryIO:
-        """Open a plain file without following a link or waiting for a pipe's other end."""
-        folder = self._open_folder(name, path, create=bool(flags & os.O_CREAT))
-        try:
-            descriptor = os.open(_leaf(path), flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
-        finally:
-            os.close(folder)
-        file = os.fdopen(descriptor, "wb" if flags & os.O_WRONLY else "rb")
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            file.close()
-            raise ValueError(f"{path!r} is not a file")
-        return file
-
-    def _open_folder(self, name: str, path: str, *, create: bool) -> int:
-        """Descend folder by folder to the one that holds ``path``."""
-        if not _leaf(path) or path.startswith("/") or ".." in path.split("/") or "\0" in path:
-            raise ValueError(f"{path!r} does not stay inside the sandbox: use a relative path without '..'")
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        folder = os.open(self.path / name, flags)
-        for part in PurePosixPath(path).parts[:-1]:
-            try:
-                if create:
-                    self._make_folder(folder, part)
-                inner = os.open(part, flags, dir_fd=folder)
-            finally:
-                os.close(folder)
-            folder = inner
-        return folder
-
-    def _make_folder(self, parent: int, part: str) -> None:
-        try:
-            os.mkdir(part, 0o700, dir_fd=parent)
-        except FileExistsError:
-            return
-        made = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-        self._give_away(made)
-        os.close(made)
-
-    def _give_away(self, descriptor: int) -> None:
-        if self._owner is not None:
-            os.fchown(descriptor, self._owner, self._owner)
-
-
-def _leaf(path: str) -> str:
-    return PurePosixPath(path).name
-
-
-def _judge(error: OSError, path: str) -> Exception:
-    """A path that is wrong is the caller's fault, anything else the machine's."""
-    if error.errno in UNFIT:
-        return ValueError(f"{path!r} is not a file in the sandbox: {error.strerror}")
-    return SandboxError(f"file {path!r} of a sandbox: {error.strerror}")
 
 
 def _remove_if_dead(path: Path) -> None:

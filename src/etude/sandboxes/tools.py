@@ -1,8 +1,10 @@
 """The text protocol of the built-in coding tools: pure.
 
     read FILE              → the file, lines numbered from 1    or: no file
+    read FILE N            → lines N to N + 23 of it            or: no file
     edit FILE N⏎TEXT       → TEXT replaces line N: ok           or: bad edit
     test                   → PASS                               or: FAIL f(1, 2) = 3 want 4
+                                                                or: FAIL tests/test_f.py::test_two - assert 3 == 4
     submit                 → the session ends
     anything else          → bad call
 
@@ -18,20 +20,29 @@ from etude.types import Case
 
 READ, EDIT, TEST, SUBMIT = "read", "edit", "test", "submit"
 """The words that open a call."""
-OK, PASS, NO_FILE, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "bad edit", "bad call"
+OK, PASS, NO_FILE, NO_TESTS, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "no tests", "bad edit", "bad call"
 """Observations that never vary."""
 SHOWN_CHARACTERS = 24
 """Length to which a wrong result is cut: enough to recognise it, too little to fill the context."""
 
-READ_PATTERN = re.compile(rf"{READ} (\S+)\s*")
+WINDOW_LINES = 24
+"""What ``read FILE N`` shows: a function and what is around it."""
+SUMMARY_CHARACTERS = 120
+"""Length to which a failing test's summary is cut."""
+
+READ_PATTERN = re.compile(rf"{READ} (\S+)(?: ([0-9]{{1,6}}))?\s*")
+SUMMARY_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
+"""What pytest says of a test at its end."""
 EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """``read FILE``."""
+    """``read FILE``, or ``read FILE N``."""
 
     path: str
+    first: int | None = None
+    """The line to begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,7 @@ Call: TypeAlias = ReadFile | EditFile | RunTests | Submit | Malformed
 def parse_call(text: str) -> Call:
     """Read one call. White space after it is ignored, nothing else is forgiven."""
     if match := READ_PATTERN.fullmatch(text):
-        return ReadFile(match[1])
+        return ReadFile(match[1], None if match[2] is None else int(match[2]))
     if match := EDIT_PATTERN.fullmatch(text):
         return EditFile(match[1], int(match[2]), match[3].removesuffix("\n"))
     word = text.rstrip()
@@ -74,9 +85,10 @@ def parse_call(text: str) -> Call:
     return Submit() if word == SUBMIT else Malformed()
 
 
-def number_lines(text: str) -> str:
-    """A file as ``read`` shows it: ``1 first line``, ``2 second line``, without a last line break."""
-    return "\n".join(f"{number} {line}" for number, line in enumerate(_lines(text), start=1))
+def number_lines(text: str, first: int | None = None) -> str:
+    """A file as ``read`` shows it, from line ``first`` on: ``1 first line``, ``2 second line``, no last line break."""
+    numbered = [f"{number} {line}" for number, line in enumerate(_lines(text), start=1)]
+    return "\n".join(numbered if first is None else numbered[max(first, 1) - 1 :][:WINDOW_LINES])
 
 
 def apply_edit(text: str, edit: EditFile) -> str | None:
@@ -92,6 +104,14 @@ def render_failure(function: str, case: Case, shown: str) -> str:
     """What ``test`` says of the first case that fails; ``shown`` is the result's ``repr`` or the exception's name."""
     arguments = ", ".join(map(repr, case.arguments))
     return f"FAIL {function}({arguments}) = {shown[:SHOWN_CHARACTERS]} want {case.expected!r}"
+
+
+def render_summary(output: str) -> str:
+    """What ``test`` says of the first test that fails, out of what pytest printed."""
+    match = SUMMARY_PATTERN.search(output)
+    printed = output.strip().splitlines()
+    shown = match[1] if match else printed[-1] if printed else "no output"
+    return f"FAIL {shown[:SUMMARY_CHARACTERS]}"
 
 
 def _lines(text: str) -> list[str]:

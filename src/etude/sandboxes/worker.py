@@ -19,6 +19,7 @@ import time
 from typing import TypedDict
 
 from etude.sandboxes import isolation
+from etude.sandboxes.outputs import CappedOutput
 from etude.sandboxes.zygote import KILL, MESSAGE_LIMIT_BYTES, Zygote, preload
 
 LENGTH = struct.Struct(">I")
@@ -34,6 +35,10 @@ class Request(TypedDict):
 
     root: str
     """Name of the sandbox's directory in the scratch directory."""
+    workdir: str
+    """Where the command runs, below the root."""
+    environment: dict[str, str]
+    """Added to the zygote's own."""
     argv: list[str]
     stdin: str
     timeout_s: float
@@ -113,7 +118,8 @@ class Worker:
         Standard input is a file in memory, so nobody has to feed it.
         """
         cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
-        message = json.dumps({"root": request["root"], "argv": request["argv"], "cpu_s": cpu_s}).encode()
+        asked = {name: request[name] for name in ("root", "workdir", "environment", "argv")}
+        message = json.dumps({**asked, "cpu_s": cpu_s}).encode()
         stdin = os.memfd_create("stdin")
         with os.fdopen(stdin, "wb", buffering=0, closefd=False) as file:
             file.write(request["stdin"].encode())
@@ -155,14 +161,17 @@ class Worker:
 
 
 class _Output:
-    """One output pipe of a command: keeps the first ``limit_bytes`` and throws the rest away."""
+    """One output pipe of a command."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self._limit_bytes = limit_bytes
-        self._kept = bytearray()
-        self.truncated = False
+        self._kept = CappedOutput(limit_bytes)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether something was thrown away."""
+        return self._kept.truncated
 
     def read(self) -> bool:
         """Take what is there; false when there is nothing."""
@@ -170,9 +179,7 @@ class _Output:
             chunk = os.read(self.reader, READ_BYTES)
         except BlockingIOError:
             return False
-        room = self._limit_bytes - len(self._kept)
-        self._kept += chunk[:room]
-        self.truncated |= len(chunk) > room
+        self._kept.add(chunk)
         return bool(chunk)
 
     def close(self) -> str:
@@ -180,7 +187,7 @@ class _Output:
         while self.read():
             pass
         os.close(self.reader)
-        return self._kept.decode("utf-8", "replace")
+        return self._kept.text
 
 
 def _read_frame() -> bytes:

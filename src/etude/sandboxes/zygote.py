@@ -26,7 +26,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypedDict
 
 from etude.sandboxes import isolation, program
 
@@ -43,14 +43,25 @@ KILL = b"kill"
 """What the worker sends when time is up."""
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 """Where the worker finds étude, and no program should."""
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
-"""All that a command finds there: nothing of the provider's."""
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/home/agent"}
+"""What every command finds there: nothing of the provider's."""
 
 
 def preload() -> None:
     """Import what programs may import, while this process can still reach it."""
     for name in PRELOADED:
         importlib.import_module(name)
+
+
+class Order(TypedDict):
+    """One command, as the worker asks for it."""
+
+    root: str
+    """Name of the sandbox's directory in the scratch directory."""
+    workdir: str
+    argv: list[str]
+    environment: dict[str, str]
+    cpu_s: int
 
 
 class Zygote:
@@ -112,14 +123,14 @@ class Zygote:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
-        request = json.loads(message)
+        request: Order = json.loads(message)
         root = -1
         try:
             root = os.open(request["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
             child = os.fork()
             if child == 0:
                 try:
-                    self._become_command(root, descriptors, request["cpu_s"])
+                    self._become_command(root, descriptors, request)
                     program.run(request["argv"])
                 finally:
                     os._exit(1)
@@ -137,11 +148,13 @@ class Zygote:
     def _answer(self, value: Mapping[str, bool | int | str]) -> None:
         self._control.send(json.dumps(value).encode())
 
-    def _become_command(self, root: int, descriptors: list[int], cpu_s: int) -> None:
+    def _become_command(self, root: int, descriptors: list[int], request: Order) -> None:
         os.setsid()
         isolation.die_with_parent()
-        isolation.limit_cpu(cpu_s)
+        isolation.limit_cpu(request["cpu_s"])
         isolation.enter_root(root, chroot=self._chroot)
+        os.chdir(request["workdir"].lstrip("/") or ".")
+        os.environ.update(request["environment"])
         for target, descriptor in enumerate(descriptors):
             os.dup2(descriptor, target)
         os.closerange(3, isolation.DESCRIPTOR_LIMIT)

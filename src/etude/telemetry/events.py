@@ -5,7 +5,7 @@ people and reports; no process ever acts on one (state that matters lives in the
 milliseconds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -180,6 +180,20 @@ class RolloutClosed:
     turns: int
     sampled_tokens: int
     seconds: float
+    template: str = ""
+    """Of its task."""
+    version: int = -1
+    """The newest weight version that sampled in it; -1 for none."""
+    disposition: str = "keep"
+    """``keep``, ``quarantine`` or ``zero``."""
+    flags: list[str] = field(default_factory=list)
+    """What was noticed in it that may be cheating."""
+    hacked: bool = False
+    cheat_reason: str = ""
+    impossible: bool = False
+    """Whether nobody could honestly pass its task."""
+    passed: bool = False
+    """Whether its grader gave it a reward, whatever was made of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

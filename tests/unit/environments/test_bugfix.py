@@ -8,7 +8,7 @@ from etude.config import MidtrainConfig, TaskConfig, TranscriptConfig
 from etude.environments.bugfix import BugfixFamily, behaviour, run_program
 from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.environments.programs import KINDS
-from etude.environments.transcripts import transcript
+from etude.environments.transcripts import BugfixPractice, transcript
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
@@ -83,8 +83,9 @@ def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
 def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
     """What the model really reads, tokenised and decoded again: library, domain code and transcripts together."""
     family = BugfixFamily(TaskConfig(), seed=0)
-    chat = ChatTemplate.train(tokenizer_texts(family, TranscriptConfig(), 0), 576)
-    batches = Corpus(family, chat, MidtrainConfig(), TranscriptConfig()).batches(0)
+    practice = BugfixPractice(family, TranscriptConfig())
+    chat = ChatTemplate.train(tokenizer_texts(practice, 0), 576)
+    batches = Corpus(practice, chat, MidtrainConfig()).batches(0)
     read = 0
     for _ in range(60):
         for document in next(batches):

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]  # no stubs are installed
 
 from etude.config import MidtrainConfig, TaskConfig, TranscriptConfig
 from etude.environments.bugfix import BugfixFamily
-from etude.environments.corpus import Corpus, draw_transcript, tokenizer_texts
+from etude.environments.corpus import Corpus, tokenizer_texts
 from etude.environments.programs import KINDS
 from etude.environments.shell_transcripts import (
     CHECK_FILE,
@@ -23,7 +23,7 @@ from etude.environments.shell_transcripts import (
     observation,
     shell_transcript,
 )
-from etude.environments.transcripts import Message
+from etude.environments.transcripts import BugfixPractice, Message
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
@@ -35,7 +35,8 @@ CONTEXT_TOKENS = 512
 
 def sessions(count: int, config: TaskConfig = ALL_KINDS) -> list[list[Message]]:
     family, rng = BugfixFamily(config, seed=0), Random("shell")
-    return [draw_transcript(family, TranscriptConfig(), rng, SHELL) for _ in range(count)]
+    practice = BugfixPractice(family, TranscriptConfig(), SHELL)
+    return [practice.session(rng) for _ in range(count)]
 
 
 def run(command: str, folder: Path) -> tuple[int, str]:
@@ -95,22 +96,23 @@ def test_the_check_says_what_is_wrong(tmp_path: Path) -> None:
     family = BugfixFamily(ALL_KINDS, seed=0)
     task = ShellTasks(family).task(Split.HELDOUT, 3)
     plain = family.task(Split.HELDOUT, 3)
-    assert dict(task.files) == dict(plain.files) | {CHECK_FILE: check_program(plain.checks)}
+    assert dict(task.files) == dict(plain.files) | {CHECK_FILE: check_program(plain.function_checks)}
     assert task.task_id == plain.task_id
     for path, text in task.files.items():
         (tmp_path / path).write_text(text)
     code, output = run(f"python3 {CHECK_FILE}", tmp_path)
     assert code == 1
-    assert output.startswith(f"FAIL {task.checks.function}(")
-    (tmp_path / task.checks.path).write_text(f"def {task.checks.function}(*args):\n    raise KeyError\n")
+    assert output.startswith(f"FAIL {task.function_checks.function}(")
+    checks = task.function_checks
+    (tmp_path / checks.path).write_text(f"def {checks.function}(*args):\n    raise KeyError\n")
     assert "= KeyError want" in run(f"python3 {CHECK_FILE}", tmp_path)[1]
 
 
 def test_the_check_knows_no_hidden_case() -> None:
     task = ShellTasks(BugfixFamily(ALL_KINDS, seed=0)).task(Split.TRAIN, 0)
     shown = task.files[CHECK_FILE]
-    visible = {repr(case.arguments) for case in task.checks.visible}
-    for case in task.checks.hidden:
+    visible = {repr(case.arguments) for case in task.function_checks.visible}
+    for case in task.function_checks.hidden:
         if repr(case.arguments) not in visible:
             assert ", ".join(map(repr, case.arguments)) not in shown
 
@@ -135,14 +137,14 @@ def test_the_leak_test_can_fail() -> None:
 
 def test_a_session_fits_a_short_context() -> None:
     family = BugfixFamily(TaskConfig(), seed=0)
-    texts = tokenizer_texts(family, TranscriptConfig(), 0, SHELL)
+    texts = tokenizer_texts(BugfixPractice(family, TranscriptConfig(), SHELL), 0)
     chat = ChatTemplate.train(texts, 576)
     longest = max(
         sum(len(chat.render_message(message.role, message.content)) for message in messages)
         for messages in sessions(200, TaskConfig())
     )
     assert longest <= CONTEXT_TOKENS
-    corpus = Corpus(family, chat, MidtrainConfig(), TranscriptConfig(), SHELL)
+    corpus = Corpus(BugfixPractice(family, TranscriptConfig(), SHELL), chat, MidtrainConfig())
     stream = corpus.batches(0)
     batches = [next(stream) for _ in range(30)]
     seen = "".join(chat.decode(document.token_ids.tolist()) for batch in batches for document in batch)

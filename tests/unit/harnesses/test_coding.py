@@ -17,7 +17,7 @@ from etude.protocols import HarnessResult, Sandbox, Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
-from etude.types import Case, FunctionChecks, Split, Task
+from etude.types import Case, FunctionChecks, Split, Task, TestChecks
 
 FILES = {"util.py": "def add(a, b):\n    return a - b"}
 TASK = Task(
@@ -290,3 +290,31 @@ def test_an_error_that_is_no_text_is_shown_all_the_same(house: Playhouse) -> Non
     nameless = "    class M(type): __name__ = '\\ud800'\n    raise M('E', (Exception,), {})"
     house.play([says(f"edit util.py 2\n{nameless}"), says("test"), says("submit")])
     assert house.observations == ["ok", "FAIL add(1, 0) = \\ud800 want 1"]
+
+
+@pytest.mark.parametrize(("text", "observed"), [("right", "PASS"), ("wrong", "FAIL test_calc.py - assert 1 == 2")])
+def test_tests_of_a_repository_are_run_in_the_sandbox(text: str, observed: str) -> None:
+    runner = (
+        "import sys\n"
+        "if open('calc.py').read() == 'wrong':\n"
+        "    print('FAILED', sys.argv[-1], '- assert 1 == 2')\n"
+        "    sys.exit(1)\n"
+    )
+    checks = TestChecks(
+        files={},
+        must_pass=("test_calc.py::test_half",),
+        about=1,
+        artefacts=("calc.py",),
+        command=("python", "run.py"),
+        visible=("test_calc.py",),
+    )
+
+    async def act() -> str:
+        sandboxes = LocalSandboxes(1)
+        try:
+            sandbox = await sandboxes.create({"calc.py": text, "run.py": runner})
+            return await observe(tools.RunTests(), checks, sandbox)
+        finally:
+            await sandboxes.close()
+
+    assert asyncio.run(act()) == observed

@@ -1,8 +1,7 @@
 """An external program as harness: its command line, its variables, and what its end means."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import aiohttp
@@ -15,6 +14,7 @@ from etude.config import PLACEHOLDERS, HarnessConfig
 from etude.errors import ConfigError, EngineUnavailable, SandboxError, SessionLost
 from etude.harnesses.command import CommandHarness, client_variables, fill_in, judge_end, url_inside
 from etude.protocols import ExecResult, HarnessResult, Session
+from etude.rollouts.fake import FakeSandbox
 from etude.types import Case, FunctionChecks, Split, Task
 
 T = TypeVar("T")
@@ -41,25 +41,27 @@ def ended(exit_code: int, *, timed_out: bool = False) -> ExecResult:
     return ExecResult(exit_code=exit_code, stdout="", stderr="", timed_out=timed_out, truncated=False, seconds=1.0)
 
 
-@dataclass
-class ScriptedSandbox:
-    """A sandbox in which every command ends as scripted."""
+class ScriptedSandbox(FakeSandbox):
+    """A sandbox in which every command ends as scripted; a harness has no business in its files."""
 
-    ending: ExecResult
-    seen: list[tuple[list[str], float]] = field(default_factory=list)
+    def __init__(self, ending: ExecResult) -> None:
+        super().__init__({}, lambda sandbox: None)
+        self.ending = ending
+        self.seen: list[tuple[list[str], float]] = []
 
-    async def exec(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 5.0) -> ExecResult:
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
         self.seen.append((list(argv), timeout_s))
         return self.ending
 
-    async def read_file(self, path: str) -> str | None:
-        return None
-
     async def write_file(self, path: str, text: str) -> None:
         raise AssertionError("a harness has no business in the sandbox's files")
-
-    async def close(self) -> None:
-        return None
 
 
 def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]]) -> T:

@@ -1,7 +1,8 @@
 """How a rollout ends, and that it always cleans up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 
 from etude.errors import EngineUnavailable, SandboxError
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Session
+from etude.protocols import Reward, Sandbox, Session
 from etude.rollouts.fake import FakeWorld
 from etude.rollouts.worker import run_rollout
-from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Case, Disposition, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn, Verdict
 
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
@@ -164,3 +165,34 @@ def test_a_cancelled_rollout_cleans_up() -> None:
     world = World(hang)
     asyncio.run(cancel(world))
     assert world.is_tidy
+
+
+class Lookout:
+    """Watches a rollout, notes what it saw and finds what it was told to find."""
+
+    def __init__(self, disposition: Disposition) -> None:
+        self.seen: list[str] = []
+        self._disposition = disposition
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> "Lookout":
+        self.seen.append(f"begin {task.task_id}")
+        return self
+
+    async def look(self) -> None:
+        self.seen.append("look")
+
+    def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
+        self.seen.append(f"judge {reward.value} over {len(turns)} turn")
+        return Verdict(
+            disposition=self._disposition, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=reward.value
+        )
+
+
+def test_a_watched_rollout_is_worth_what_its_verdict_says() -> None:
+    lookout = Lookout(Disposition.QUARANTINE)
+    world = World(submit)
+    rig = replace(world.rig, watch=lookout)
+    rollout = asyncio.run(run_rollout(SLOT, rig, rollout_id="r", temperature=1.0, timeout_s=5.0))
+    assert lookout.seen == ["begin a", "look", "judge 1.0 over 1 turn"]
+    assert (rollout.status, rollout.reward, rollout.is_quarantined) == (RolloutStatus.GRADED, 0.0, True)
+    assert dict(rollout.reward_parts) == {"judge": 1.0}

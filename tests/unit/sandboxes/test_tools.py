@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandboxes.tools import (
+    WINDOW_LINES,
     Call,
     EditFile,
     Malformed,
@@ -15,6 +16,7 @@ from etude.sandboxes.tools import (
     number_lines,
     parse_call,
     render_failure,
+    render_summary,
 )
 from etude.types import Case
 
@@ -24,6 +26,7 @@ from etude.types import Case
     [
         ("read util.py", ReadFile("util.py")),
         ("read a/b.py\n", ReadFile("a/b.py")),
+        ("read a/b.py 17", ReadFile("a/b.py", 17)),
         ("edit util.py 3\n    return x", EditFile("util.py", 3, "    return x")),
         ("edit util.py 12\na\n  b\n", EditFile("util.py", 12, "a\n  b")),
         ("edit util.py 1\n", EditFile("util.py", 1, "")),
@@ -98,3 +101,27 @@ def test_a_failure_names_call_result_and_wish() -> None:
     case = Case(arguments=(1, [2, "x"]), expected=None)
     assert render_failure("f", case, "3") == "FAIL f(1, [2, 'x']) = 3 want None"
     assert render_failure("f", case, "x" * 99) == f"FAIL f(1, [2, 'x']) = {'x' * 24} want None"
+
+
+def test_a_window_begins_where_it_was_asked_for() -> None:
+    text = "\n".join(f"x = {number}" for number in range(1, 101))
+    shown = number_lines(text, 90).split("\n")
+    assert shown[0] == "90 x = 90"
+    assert shown[-1] == "100 x = 100"
+    assert len(number_lines(text, 5).split("\n")) == WINDOW_LINES
+    assert number_lines(text, 0) == number_lines(text, 1)
+    assert number_lines(text, 101) == ""
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("F.\nFAILED t.py::test_two - assert 3 == 4\n1 failed, 1 passed", "FAIL t.py::test_two - assert 3 == 4"),
+        ("ERROR t.py - ImportError: no\n", "FAIL t.py - ImportError: no"),
+        ("no tests ran in 0.01s\n", "FAIL no tests ran in 0.01s"),
+        ("", "FAIL no output"),
+        ("FAILED " + "x" * 500, "FAIL " + "x" * 120),
+    ],
+)
+def test_a_failing_run_is_told_by_its_first_failure(output: str, shown: str) -> None:
+    assert render_summary(output) == shown

@@ -1,5 +1,7 @@
 """What a step trains on, and what it counts about the rest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,19 @@ from hypothesis import strategies as st
 
 from etude.trajectories.advantage import group_advantages
 from etude.trajectories.batch import build_batch
-from etude.types import Case, Finish, FunctionChecks, Group, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import (
+    Case,
+    Disposition,
+    Finish,
+    FunctionChecks,
+    Group,
+    Rollout,
+    RolloutStatus,
+    Split,
+    Task,
+    Turn,
+    Verdict,
+)
 
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
@@ -54,6 +68,28 @@ def test_a_batch_trains_on_groups_with_a_signal_and_counts_all() -> None:
 def test_a_batch_without_any_signal_is_empty_but_counted() -> None:
     batch = build_batch(5, [ALIKE])
     assert (batch.trajectories, batch.num_loss_tokens, batch.num_degenerate_groups) == ((), 0, 1)
+
+
+def quarantined(rollout: Rollout) -> Rollout:
+    verdict = Verdict(
+        disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0
+    )
+    return replace(rollout, verdict=verdict)
+
+
+def test_a_quarantined_rollout_is_neither_trained_on_nor_compared_with() -> None:
+    suspect = quarantined(rollout(0, 2, 0.0, [4, 4, 4]))
+    batch = build_batch(5, [replace(MIXED, rollouts=(*MIXED.rollouts, suspect)), ALIKE])
+    plain = build_batch(5, [MIXED, ALIKE])
+    assert [trajectory.rollout_id for trajectory in batch.trajectories] == ["0.0", "0.1"]
+    assert batch.trajectories[0].advantages.tolist() == plain.trajectories[0].advantages.tolist()
+    assert batch.rewards.tolist() == plain.rewards.tolist()
+    assert batch.staleness.tolist() == plain.staleness.tolist()
+
+
+def test_groups_of_quarantined_rollouts_alone_leave_an_empty_batch() -> None:
+    batch = build_batch(5, [replace(MIXED, rollouts=tuple(map(quarantined, MIXED.rollouts)))])
+    assert (batch.trajectories, batch.num_degenerate_groups, batch.rewards.tolist()) == ((), 1, [])
 
 
 def test_a_step_without_groups_is_refused() -> None:

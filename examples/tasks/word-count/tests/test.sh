@@ -1,0 +1,2 @@
+#!/bin/bash
+python3 /tests/count_cases.py > /logs/verifier/reward.json

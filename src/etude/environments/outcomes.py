@@ -1,0 +1,81 @@
+"""What the adapters of foreign environments share: their tasks, and how a verdict gets from harness to grader.
+
+A foreign environment has a world and a reward of its own, out of reach of the model it drives. Its sandbox here holds
+nothing but a card that says which task it is, and afterwards the outcome; no command is ever run in it, so there is
+nobody who could write there but the adapter.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from etude.errors import SandboxError
+from etude.protocols import Reward, Sandbox
+from etude.types import ScriptChecks, Split, Task
+
+CARD, OUTCOME = "environment.json", "outcome.json"
+"""Files of a sandbox: which task it is, and what became of it."""
+HELDOUT_ONE_IN = 6
+"""Every how manieth task of a foreign environment is held out, by the hash of its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One task of a foreign environment."""
+
+    environment: str
+    """What the environment is called there."""
+    index: int
+    """Which of its tasks."""
+    name: str
+    """What the task is called there; equal names are on the same side of the hold-out."""
+    prompt: str
+    """The first thing the model is told, as far as the environment says."""
+
+    @property
+    def split(self) -> Split:
+        """The side of the hold-out that the task is on."""
+        digest = hashlib.sha256(f"{self.environment}\0{self.name}".encode()).digest()
+        return Split.HELDOUT if int.from_bytes(digest[:8]) % HELDOUT_ONE_IN == 0 else Split.TRAIN
+
+    def task(self, family: str, split: Split) -> Task:
+        """The noun that the rest of étude knows; graded by the environment itself."""
+        card = json.dumps({"environment": self.environment, "index": self.index, "name": self.name}, sort_keys=True)
+        return Task(
+            task_id=hashlib.sha256(f"{family}\0{card}\0{self.prompt}".encode()).hexdigest()[:16],
+            family=family,
+            template=f"{self.environment}/{self.name}",
+            split=split,
+            prompt=self.prompt,
+            files={CARD: card},
+            checks=ScriptChecks(files={}, command=(), artefacts=(OUTCOME,)),
+        )
+
+
+def index_of(task: Task, family: str) -> int:
+    """Which of its environment's tasks ``task`` is. ``ValueError`` for a task that is not the adapter's."""
+    if task.family != family or CARD not in task.files:
+        raise ValueError(f"task {task.task_id} is of the family {task.family!r}: its environment is not {family!r}")
+    return int(json.loads(task.files[CARD])["index"])
+
+
+async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, float]) -> None:
+    """Put a verdict where :func:`take_outcome` finds it.
+
+    Raises :class:`~etude.errors.SandboxError` for a reward that is no finite number: the environment is broken.
+    """
+    wrong = {name: number for name, number in {"reward": value, **parts}.items() if not math.isfinite(number)}
+    if wrong:
+        raise SandboxError(f"the environment gave {wrong}: expected finite numbers; repair its rewards")
+    await sandbox.write_file(OUTCOME, json.dumps({"value": value, "parts": dict(parts)}))
+
+
+async def take_outcome(sandbox: Sandbox) -> Reward:
+    """The verdict that the harness left. Raises :class:`~etude.errors.SandboxError` where there is none."""
+    text = await sandbox.read_file(OUTCOME)
+    if text is None:
+        raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end in this sandbox")
+    outcome = json.loads(text)
+    return Reward(value=outcome["value"], parts=outcome["parts"])

@@ -1,0 +1,43 @@
+"""Why no tasks can be made of a repository. Each of these is the caller's to mend, and says how.
+
+UserError
+└── RepositoryError         something is wrong with the repository, or with what was asked
+    ├── SourceError         it cannot be fetched or read, or is no Python
+    ├── InstallError        what it needs cannot be installed
+    ├── NoTestsError        no test is found
+    ├── TestsFailError      too few of its tests pass, always
+    └── CopyError           the base system holds a copy of it, where an agent could look everything up
+"""
+
+from etude.errors import UserError
+
+
+class RepositoryError(UserError):
+    """No tasks can be made of this repository."""
+
+    def __init__(self, message: str, *, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+        """What the failing program said, its end."""
+
+
+class SourceError(RepositoryError):
+    """The repository cannot be fetched or read, or holds no Python package."""
+
+
+class InstallError(RepositoryError):
+    """What the package or its tests need cannot be installed."""
+
+
+class NoTestsError(RepositoryError):
+    """No test was found."""
+
+
+class TestsFailError(RepositoryError):
+    """Too few tests pass every time."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of the name
+
+
+class CopyError(RepositoryError):
+    """The base system holds a copy of the package."""

@@ -1,0 +1,343 @@
+"""What runs inside of a sandbox while a package is examined: tests in forks of one process, and who called what.
+
+    stdin: JSON request ──▶ preload pytest ──▶ for each step: write files, fork, run, put the files back ──▶ report file
+
+The text of this file is sent along with each command, so it imports nothing of étude and only what Python 3.8 has. A
+fork per step saves the start of Python and pytest, and keeps what one run imported from the next. It watches the tests
+of packages while tasks are made, before any agent has been there: it measures, it does not guard. The report is the
+base64 of packed JSON, so that it can be read as a text of bounded size.
+
+A request has ``report`` (a path), ``options`` of pytest, and ``steps``. A step has ``files`` (path → text, or null for
+none), which are put back afterwards unless ``keep``; then either ``calls`` of one function (``module``, ``function``,
+``calls``) or tests: ``targets`` (paths), ``ids`` (null: all), ``seed`` (0: as they come), ``watch`` (path → lines of
+functions to watch; empty: none), ``record`` (of these, those whose arguments are wanted); and ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+MESSAGE_CHARACTERS = 300
+"""Of what a failing test said."""
+CALLS = 60
+"""Different calls that are recorded of one function."""
+CALL_CHARACTERS = 600
+"""Of the arguments of one call, as JSON."""
+ATTEMPTS = 600
+"""Calls of one function that are looked at."""
+WORST = ("passed", "skipped", "failed", "error")
+"""Outcomes; of several reports on one test the worst counts."""
+
+
+class Observer:
+    """A pytest plugin: which tests passed, how long they took, which functions each of them reached."""
+
+    def __init__(self, step: dict[str, Any]) -> None:
+        self.step = step
+        self.tests: dict[str, list[Any]] = {}
+        self.errors: list[list[str]] = []
+        self.reached: dict[str, set[str]] = {}
+        self.calls: dict[str, set[str]] = {}
+        self._attempts: dict[str, int] = {}
+        self._owner = self._test = self._file = ""
+        self._seen: set[Any] = set()
+        root = Path.cwd()
+        self._watched = {
+            (str(root / path), line): f"{path}:{line}"
+            for path, lines in step.get("watch", {}).items()
+            for line in lines
+        }
+        self._recorded = {f"{path}:{line}" for path, lines in step.get("record", {}).items() for line in lines}
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Keep the tests that were asked for, in the order of the seed: files are shuffled, then tests in each."""
+        ids = self.step.get("ids")
+        if ids is not None:
+            wanted = set(ids)
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+            items[:] = [item for item in items if item.nodeid in wanted]
+        if self.step.get("seed"):
+            shuffler = random.Random(self.step["seed"])
+            groups: dict[str, list[Any]] = {}
+            for item in items:
+                groups.setdefault(item.nodeid.rpartition("::")[0], []).append(item)
+            ordered = list(groups.values())
+            shuffler.shuffle(ordered)
+            for group in ordered:
+                shuffler.shuffle(group)
+            items[:] = [item for group in ordered for item in group]
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """A file that could not be collected."""
+        if report.failed:
+            self.errors.append([report.nodeid, str(report.longrepr)[-1000:]])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """From here on functions are reached by this test."""
+        self._owner = self._test = nodeid
+        self._file = nodeid.partition("::")[0]
+        self._seen.clear()
+
+    def pytest_runtest_logfinish(self) -> None:
+        """From here on they are reached by nobody in particular."""
+        self._owner = ""
+        self._seen.clear()
+
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> None:
+        """What a fixture of a wider scope reaches, it reaches for all the tests that share it.
+
+        Those that it needs were set up before, so that the last one to be announced is the one that runs.
+        """
+        shared = {"class": self._file, "module": self._file, "package": "", "session": ""}
+        self._owner = shared.get(fixturedef.scope, self._test)
+        self._seen.clear()
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        """The fixtures are there: the test itself begins."""
+        self._owner = item.nodeid
+        self._seen.clear()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """One phase of one test."""
+        outcome = report.outcome
+        if getattr(report, "wasxfail", None) is not None:
+            outcome = "skipped"
+        elif outcome == "failed" and report.when != "call":
+            outcome = "error"
+        known = self.tests.setdefault(report.nodeid, ["passed", 0.0, ""])
+        known[1] += report.duration
+        if WORST.index(outcome) > WORST.index(known[0]):
+            known[0] = outcome
+            known[2] = message_of(report)[:MESSAGE_CHARACTERS] if outcome != "skipped" else ""
+
+    def profile(self, frame: Any, event: str, argument: object) -> None:
+        """Called by the interpreter whenever a function begins or ends."""
+        if event != "call":
+            return
+        code = frame.f_code
+        key = (code.co_filename, code.co_firstlineno)
+        if key in self._seen and key not in self._watched:
+            return
+        name = self._watched.get(key)
+        if name is None:
+            self._seen.add(key)
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            self.reached.setdefault(name, set()).add(self._owner)
+        if name in self._recorded:
+            self.record(name, frame)
+
+    def record(self, name: str, frame: Any) -> None:
+        """Keep the arguments of a call, if they are plain."""
+        calls = self.calls.setdefault(name, set())
+        attempts = self._attempts[name] = self._attempts.get(name, 0) + 1
+        if len(calls) >= CALLS or attempts > ATTEMPTS:
+            return
+        code, local = frame.f_code, frame.f_locals
+        arguments = [local.get(variable, Ellipsis) for variable in code.co_varnames[: code.co_argcount]]
+        after = code.co_argcount + code.co_kwonlyargcount
+        if code.co_flags & 0x04:  # *args
+            arguments += local.get(code.co_varnames[after], (Ellipsis,))
+            after += 1
+        if code.co_flags & 0x08 and local.get(code.co_varnames[after]):  # **kwargs
+            return
+        if all(map(is_plain, arguments)):
+            text = json.dumps(arguments)
+            if len(text) <= CALL_CHARACTERS:
+                calls.add(text)
+
+    def report(self) -> dict[str, Any]:
+        """All that was seen."""
+        return {
+            "tests": self.tests,
+            "errors": self.errors,
+            "reached": {name: sorted(owners) for name, owners in self.reached.items()},
+            "calls": {name: sorted(calls) for name, calls in self.calls.items()},
+        }
+
+
+def message_of(report: Any) -> str:
+    """What a failing test said, in a line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(getattr(crash, "message", report.longrepr))
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def is_plain(value: object, depth: int = 8) -> bool:
+    """Whether JSON can carry a value as it is: no tuple, no subclass, nothing deep."""
+    kind = type(value)
+    if kind is list:
+        return depth > 0 and all(is_plain(item, depth - 1) for item in value)  # type: ignore[attr-defined]  # a list
+    if kind is dict:
+        items = value.items()  # type: ignore[attr-defined]  # a dict
+        return depth > 0 and all(type(key) is str and is_plain(item, depth - 1) for key, item in items)
+    if kind is str:
+        return not any(0xD800 <= ord(character) < 0xE000 for character in str(value))
+    if isinstance(value, float):
+        return kind is float and math.isfinite(value)
+    return value is None or kind in (bool, int)
+
+
+def run_tests(step: dict[str, Any], options: list[str]) -> dict[str, Any]:
+    """Run the tests of one step in this process."""
+    import pytest
+
+    observer = Observer(step)
+    if step.get("watch"):
+        threading.setprofile(observer.profile)
+        sys.setprofile(observer.profile)
+    status = pytest.main([*options, "--continue-on-collection-errors", *step["targets"]], plugins=[observer])
+    sys.setprofile(None)
+    return dict(observer.report(), status=int(status))
+
+
+class Caught:
+    """Takes whatever a stranger's function raises, its asking to exit included, and keeps its name."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        self.name = "" if kind is None else kind.__name__
+        return True
+
+
+def run_calls(step: dict[str, Any]) -> dict[str, Any]:
+    """Call one function and tell what it returned: a pair for each call, whether it is plain and what it is."""
+    function: Any = None
+    with Caught() as loading:
+        __import__(step["module"])
+        function = sys.modules[step["module"]]
+        for part in step["function"].split("."):
+            function = getattr(function, part)
+    if loading.name:
+        return {"results": [[False, loading.name]] * len(step["calls"])}
+    results: list[list[Any]] = []
+    for arguments in step["calls"]:
+        with Caught() as calling:
+            value = function(*arguments)
+            text = json.dumps([True, value] if is_plain(value) else [False, f"={type(value).__name__}"])
+        results.append([False, calling.name] if calling.name else json.loads(text))
+    return {"results": results}
+
+
+def run_step(step: dict[str, Any], options: list[str], number: int, folder: Path) -> dict[str, Any]:
+    """Run one step in a fork and wait for it."""
+    path, log = (folder / f"etude-step-{os.getpid()}-{number}.{kind}" for kind in ("json", "log"))
+    before = {name: read(Path(name)) for name in step.get("files", {})}
+    for name, text in step.get("files", {}).items():
+        write(Path(name), None if text is None else text.encode("utf-8"))
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        in_fork(step, options, path, log)
+    ended = wait(child, started + step["timeout_s"])
+    if not step.get("keep"):
+        for name, data in before.items():
+            write(Path(name), data)
+    report: dict[str, Any] = {"tests": {}, "errors": [], "reached": {}, "calls": {}, "results": [], "status": -1}
+    try:
+        report.update(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        ended = ended or "crash"
+    report["output"] = (read(log) or b"")[-4000:].decode("utf-8", "replace")
+    for file in (path, log):
+        write(file, None)
+    return dict(report, ended=ended, seconds=time.monotonic() - started)
+
+
+def in_fork(step: dict[str, Any], options: list[str], path: Path, log: Path) -> None:
+    """The life of a fork: it says what it saw in a file, and ends."""
+    os.setsid()
+    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        report = run_calls(step) if "calls" in step else run_tests(step, options)
+        path.write_text(json.dumps(report), encoding="utf-8")
+    finally:
+        os._exit(0)
+
+
+def wait(child: int, deadline: float) -> str:
+    """See a fork to its end; how it ended, in a word, or nothing when it did by itself."""
+    ended = ""
+    pause = 0.001
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() > deadline:
+            ended = "timeout"
+            kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+    kill(child, signal.SIGKILL)  # what it left running
+    return ended or (f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "")
+
+
+def kill(group: int, number: int) -> None:
+    """Signal a process group, if it still is there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def read(file: Path) -> bytes | None:
+    """The bytes of a file, if there is one."""
+    return file.read_bytes() if file.exists() else None
+
+
+def write(file: Path, data: bytes | None) -> None:
+    """Make a file have these bytes, or none be there."""
+    if data is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    elif file.exists():
+        file.unlink()
+
+
+def preload() -> None:
+    """Import what every run of pytest needs, once."""
+    import _pytest.config
+
+    for name in _pytest.config.default_plugins:
+        __import__(f"_pytest.{name}")
+
+
+def main() -> None:
+    """Read the request, take its steps, write the report."""
+    request = json.load(sys.stdin)
+    target = Path(request["report"])
+    sys.argv = ["pytest"]
+    report: dict[str, Any] = {"steps": [], "error": ""}
+    try:
+        preload()
+    except ImportError as error:
+        report["error"] = f"{type(error).__name__}: {error}"
+    else:
+        for number, step in enumerate(request["steps"]):
+            report["steps"].append(run_step(step, request["options"], number, target.parent))
+    target.write_bytes(base64.b64encode(zlib.compress(json.dumps(report).encode("utf-8"), 6)))
+
+
+if __name__ == "__main__":
+    main()

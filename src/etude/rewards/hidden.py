@@ -1,0 +1,302 @@
+"""The reward of a task with hidden test files: judged where the agent has never been, by means it cannot know.
+
+    agent's world ──export──▶ artefacts ──carry──▶ base world: the original image and what is carried, nothing else
+                                                    ├─fork─▶ plain paper: every named test has to pass
+                                                    ├─fork─▶ probes: arguments in, results out      (if there are any)
+                                                    ├─fork─▶ false paper: canaries alone, none may pass
+                                                    └─fork─▶ mixed paper: both; who is who, and when, is drawn
+
+Hidden tests come into a fork after the artefacts and never into another place. What is printed is not read. A test
+counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
+tests it, so a reward takes that no canary passed (:mod:`etude.rewards.hidden_papers`). Only work that passes every test
+is put to that proof; for the rest one run of the tests is all.
+
+Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
+tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
+passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
+:class:`~etude.errors.SandboxError`, and no reward at all.
+
+Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
+knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from etude.errors import SandboxError, Unsupported
+from etude.protocols import HarnessResult, Reward, Sandbox, SandboxProvider
+from etude.rewards.hidden_artefacts import Ground, carry
+from etude.rewards.hidden_papers import Paper, Papers, module_of
+from etude.rewards.hidden_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
+from etude.rewards.probes import check_interpreter, count_passed
+from etude.rewards.tests import SUBMITTED
+from etude.sandboxes.archives import Entry, read_archive, write_archive
+from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.types import Task, TestChecks
+from etude.worlds import Image, SandboxSpec, World
+
+ARTEFACT_LIMIT_BYTES = 64 << 20
+ARCHIVE_LIMIT_BYTES = 1 << 40
+"""Of what is written again: as much as was read, which was limited."""
+PREPARE_TIMEOUT_S = 60.0
+"""For a world to be made ready."""
+GRACE_S = 600.0
+"""How much longer than its runs a world may live."""
+SOUND_TASKS = 4096
+"""Tasks that are remembered to run in an untouched world."""
+
+
+class Images(Protocol):
+    """Finds stored images; :class:`~etude.sandboxes.images.ImageStore` does."""
+
+    def open(self, reference: str) -> Image:
+        """The image of a digest. Raises :class:`~etude.errors.ConfigError` for one that is not stored."""
+        ...
+
+
+class HiddenTestGrader:
+    """Grades by :class:`~etude.types.TestChecks`; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(
+        self,
+        sandboxes: SandboxProvider,
+        images: Images,
+        *,
+        mixed_papers: int = 1,
+        rng: random.Random | None = None,
+        artefact_limit_bytes: int = ARTEFACT_LIMIT_BYTES,
+    ) -> None:
+        """``sandboxes`` stay the caller's to close; they must be able to fork.
+
+        ``mixed_papers`` are sat by work that passes everything; each costs a run of the tests and halves, or better,
+        what is left of the chance to guess. ``rng`` draws canaries (default: the system's own randomness).
+        """
+        if mixed_papers < 0:
+            raise ValueError(f"mixed_papers={mixed_papers}: expected at least 0")
+        self._sandboxes = sandboxes
+        self._images = images
+        self._mixed_papers = mixed_papers
+        self._rng = rng or random.SystemRandom()
+        self._artefact_limit_bytes = artefact_limit_bytes
+        self._sound: OrderedDict[str, None] = OrderedDict()
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
+
+        Parts: ``about_passed`` and ``others_passed``, shares of the named tests; ``probes_passed``, a share of calls,
+        where the task has probes; ``canaries_refused``, a share, where canaries were sat; ``cheat_canary``, 1 if one
+        passed; ``artefacts_left``, the number of files that were not taken along; ``submitted``, 0 or 1; or, beside
+        the last one, ``artefacts_refused`` alone, 1 where there was too much to take along, or nothing that can be.
+        The shares alone prove nothing: without canaries a test may have been made to pass.
+
+        Raises :class:`~etude.errors.SandboxError` for trouble of ours, also for a task that cannot be graded, and
+        :class:`~etude.errors.ConfigError` for an image that is gone.
+        """
+        checks = _test_checks(task)
+        submitted = float(result.reason == SUBMITTED)
+        async with self._untouched(task) as base:
+            papers = Papers(await _sources(base, checks), checks.must_pass, self._rng)
+            if not papers.guarded and not checks.probes:
+                raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
+            original = await self._original(base, task)
+            try:
+                tar = await sandbox.export(checks.artefacts, limit_bytes=self._artefact_limit_bytes)
+                left = await _furnish(base, checks, original, read_archive(tar))
+            except ValueError:
+                return Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
+            findings = await self._examine(task, base, papers)
+        parts = {**findings.parts(checks), "artefacts_left": float(left), "submitted": submitted}
+        return Reward(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
+
+    async def _original(self, base: Sandbox, task: Task) -> tuple[Entry, ...]:
+        """What an untouched world has where the artefacts are."""
+        artefacts = _test_checks(task).artefacts
+        try:
+            return read_archive(await base.export(artefacts, limit_bytes=self._artefact_limit_bytes))
+        except ValueError as error:
+            raise SandboxError(
+                f"task {task.task_id}: its artefacts {list(artefacts)} cannot be carried even as they were: {error}; "
+                "name fewer, or raise artefact_limit_bytes"
+            ) from error
+
+    async def _examine(self, task: Task, base: Sandbox, papers: Papers) -> "Findings":
+        """Sit one paper after another, as long as all is well."""
+        checks = _test_checks(task)
+        plain = await _sit(base, task, papers.plain())
+        if not plain.passed or plain.result.timed_out:
+            await self._check_sound(task, has_time=not plain.result.timed_out)
+        findings = Findings(passed=plain.passed)
+        if checks.probes:
+            findings = replace(findings, probed=await _probe(base, checks))
+        if not findings.passed.issuperset(checks.must_pass):
+            return findings
+        proof = [papers.false(), *(papers.mixed() for _ in range(self._mixed_papers))]
+        self._rng.shuffle(proof)  # else how late it is would tell which one this is
+        for paper in proof:
+            if not findings.is_proved(checks):
+                break
+            report = await _sit(base, task, paper)
+            if not report.started or report.result.timed_out:
+                await self._check_sound(task, has_time=False)
+            findings = findings.with_paper(paper, report)
+        return findings
+
+    async def _check_sound(self, task: Task, *, has_time: bool) -> None:
+        """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
+
+        Asked once per task; without ``has_time`` always, since a machine may be too busy now.
+        """
+        if has_time and task.task_id in self._sound:
+            return
+        checks = _test_checks(task)
+        async with self._untouched(task) as world:
+            report = await _run(world, task, Paper())
+        others = checks.must_pass[checks.about :]
+        in_time = report.ended and not report.result.timed_out
+        if not (report.started and in_time and (not others or report.passed.intersection(others))):
+            raise SandboxError(
+                f"the hidden tests of task {task.task_id} ({task.template}) do not run in a world that nobody has "
+                f"touched (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
+                f"set it aside\n{report.tail}"
+            )
+        self._sound[task.task_id] = None
+        if len(self._sound) > SOUND_TASKS:
+            self._sound.popitem(last=False)
+
+    @asynccontextmanager
+    async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
+        """A world of the task as its agent found it."""
+        world = task.world or World()
+        spec = replace(self._spec(world), ttl_s=_test_checks(task).timeout_s * (3 + self._mixed_papers) + GRACE_S)
+        if not world.services:
+            sandbox = await self._sandboxes.create(task.files, spec)
+        elif isinstance(self._sandboxes, ServicedSandboxes):
+            sandbox = await self._sandboxes.create(task.files, spec, world.services)
+        else:
+            raise Unsupported(f"task {task.task_id} has services: grade it in ServicedSandboxes")
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    def _spec(self, world: World) -> SandboxSpec:
+        return world_spec(world, self._images.open(world.image) if world.image else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What has been seen of one agent's work so far."""
+
+    passed: frozenset[str]
+    """Node ids that passed wherever they were real."""
+    probed: int = 0
+    """Calls of probes that returned what they should."""
+    canaries: int = 0
+    """Canaries sat."""
+    cheated: frozenset[str] = frozenset()
+    """Node ids whose canaries passed, as they themselves did."""
+
+    def with_paper(self, paper: Paper, report: Report) -> "Findings":
+        """What is known after another paper. A run that did not even start has proved nothing, so nothing passed."""
+        return replace(
+            self,
+            passed=self.passed - (paper.real - report.passed) if report.started else frozenset(),
+            canaries=self.canaries + len(paper.canaries),
+            cheated=self.cheated | (paper.canaries & report.passed),
+        )
+
+    def is_proved(self, checks: TestChecks) -> bool:
+        """Whether every test and every probe passed, and no canary did."""
+        is_complete = self.passed.issuperset(checks.must_pass) and self.probed == _calls(checks)
+        return is_complete and not self.cheated
+
+    def parts(self, checks: TestChecks) -> dict[str, float]:
+        """As figures."""
+        about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
+        parts = {"about_passed": _share(about, self.passed), "others_passed": _share(others, self.passed)}
+        if checks.probes:
+            parts["probes_passed"] = self.probed / max(_calls(checks), 1)
+        if self.canaries:
+            parts["canaries_refused"] = 1 - len(self.cheated) / self.canaries
+        parts["cheat_canary"] = float(bool(self.cheated))
+        return parts
+
+
+async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
+    """Put the agent's files into an untouched world; returns how many were left behind.
+
+    ``ValueError`` for files that cannot be there.
+    """
+    ground = Ground.of((*checks.files, *map(module_of, checks.must_pass)), checks.command)
+    carried = carry(original, agents, ground)
+    tar = write_archive(carried.entries, ARCHIVE_LIMIT_BYTES)
+    if carried.removed:
+        names = "\0".join(carried.removed)
+        done = await base.exec(["xargs", "-0", "rm", "-rf", "--"], stdin=names, timeout_s=PREPARE_TIMEOUT_S)
+        if done.exit_code != 0:
+            raise SandboxError(f"a world to grade in could not be made ready: {done.stderr.strip()[-200:]}")
+    await base.load(tar)
+    return len(carried.left)
+
+
+async def _sit(base: Sandbox, task: Task, paper: Paper) -> Report:
+    """Run the tests of a paper in a fork of ``base``."""
+    (fork,) = await base.fork()
+    try:
+        return await _run(fork, task, paper)
+    finally:
+        await fork.close()
+
+
+async def _run(world: Sandbox, task: Task, paper: Paper) -> Report:
+    """Put the hidden tests into a world, as a paper has them, and run them there."""
+    checks = _test_checks(task)
+    if len(checks.must_pass) > REPORT_LIMIT:
+        raise SandboxError(f"task {task.task_id} names {len(checks.must_pass)} tests, at most {REPORT_LIMIT}: split it")
+    run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
+    for path, text in {**checks.files, **paper.files, **run.files}.items():
+        await world.write_file(path, text)
+    done = await world.exec(run.argv, stdin=run.secret, timeout_s=checks.timeout_s, environment=ENVIRONMENT)
+    return run.read(done, paper.canaries.union(checks.must_pass))
+
+
+async def _probe(base: Sandbox, checks: TestChecks) -> int:
+    """Count the calls of probes that return what they should, in a fork that has no test."""
+    (fork,) = await base.fork()
+    try:
+        return await count_passed(fork, checks.probes, checks.timeout_s)
+    finally:
+        await fork.close()
+
+
+async def _sources(base: Sandbox, checks: TestChecks) -> dict[str, str]:
+    """The test modules by path: the hidden ones, and those that were there before."""
+    sources: dict[str, str] = {}
+    for path in dict.fromkeys(map(module_of, checks.must_pass)):
+        try:
+            text = checks.files.get(path) or await base.read_file(path)
+        except ValueError:
+            continue
+        if text is not None:
+            sources[path] = text
+    if checks.probes:
+        await check_interpreter(base)
+    return sources
+
+
+def _test_checks(task: Task) -> TestChecks:
+    if not isinstance(task.checks, TestChecks):
+        raise ValueError(f"task {task.task_id} has {type(task.checks).__name__}: this grader takes TestChecks")
+    return task.checks
+
+
+def _calls(checks: TestChecks) -> int:
+    return sum(len(probe.cases) for probe in checks.probes)
+
+
+def _share(nodes: Sequence[str], passed: frozenset[str]) -> float:
+    return sum(node in passed for node in nodes) / len(nodes) if nodes else 1.0

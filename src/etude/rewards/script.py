@@ -1,0 +1,299 @@
+"""The reward of a task that brings its own verifier: a program that writes a reward file (Harbor).
+
+    agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root
+                                                            ├── reward files cleared, /tests put in place
+                                                            ├── verifier, with its own deadline
+                                                            └── /logs/verifier/reward.json or reward.txt
+
+The agent has never been where it is graded; of its world the verifier sees the artefacts alone, as the agent left them:
+what it deleted of them is deleted there, too, and links that lead elsewhere are left behind. What the verifier prints
+is its log, never a verdict.
+
+Who is to blame for a verifier that crashes, hangs or writes no reward? Once per task the verifier is run in a world
+that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with its log,
+and the task is to be set aside. If it does, what differs is the agent's work: it is graded once more, and when there is
+no verdict again the reward is 0 with the part ``verified`` at 0. So nobody gains by breaking the verifier, and nobody
+pays for a verifier that was broken before.
+
+A verdict is as good as its verifier: one that runs the agent's code in its own process can be told anything by it.
+Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified once
+more, in another fresh world, with one of those tests made to fail (:mod:`etude.rewards.canaries`). Who is rewarded just
+as much has told the verifier what to say, and gets 0. :class:`~etude.types.TestChecks` are the stronger form.
+"""
+
+import asyncio
+import json
+import math
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from etude.errors import ConfigError, SandboxError
+from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, SandboxProvider
+from etude.rewards.canaries import TestSource
+from etude.rewards.tests import SUBMITTED
+from etude.sandboxes.archives import Entry, EntryKind, read_archive, write_archive
+from etude.sandboxes.services import world_spec
+from etude.types import Json, ScriptChecks, Task
+from etude.worlds import Image, SandboxSpec, World
+
+TESTS, LOGS = "/tests", "/logs/verifier"
+REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
+"""Where a verifier writes its verdict; JSON is looked for first."""
+REWARD_LIMIT_CHARACTERS = 64 << 10
+"""Of a reward file."""
+PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
+"""Of a reward's parts, and of the name of one."""
+ARTEFACT_LIMIT_BYTES = 256 << 20
+PREPARE_TIMEOUT_S = 60.0
+"""For a world to be made ready; removing a large working folder takes a while."""
+GRACE_S = 300.0
+"""How much longer than its verifier a world may live."""
+LOG_CHARACTERS = 2000
+"""Of a verifier's output, in an error."""
+SIGNALS = range(129, 129 + 64)
+"""Exit codes of a program that a signal ended."""
+STANDINGS = 4096
+"""Tasks whose verifiers' standing is remembered."""
+OPEN_GIT: Mapping[str, str] = MappingProxyType(
+    {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+)
+"""Lets git work in a folder of the agent's, as the root of a world that ends with the verdict."""
+IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
+"""Where links among the artefacts may lead, beside the working folder: the image's own files, which the agent could
+read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``, where a verifier's command line is.
+"""
+TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
+"""A test of a module that belongs to no class."""
+CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
+PREPARE = f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts"
+
+
+class Images(Protocol):
+    """Finds stored images; :class:`~etude.sandboxes.images.ImageStore` does."""
+
+    def open(self, reference: str) -> Image:
+        """The image of a digest. Raises :class:`~etude.errors.ConfigError` for one that is not stored."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a verifier said."""
+
+    value: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoVerdict:
+    """Why there is none."""
+
+    reason: str
+    log: str = ""
+    """The end of what the verifier printed."""
+
+
+class ScriptGrader:
+    """Runs verifiers of :class:`~etude.types.ScriptChecks`; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(
+        self, sandboxes: SandboxProvider, images: Images, *, artefact_limit_bytes: int = ARTEFACT_LIMIT_BYTES
+    ) -> None:
+        """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``."""
+        self._sandboxes = sandboxes
+        self._images = images
+        self._artefact_limit_bytes = artefact_limit_bytes
+        self._rng = random.SystemRandom()
+        self._standings: OrderedDict[str, _Standing] = OrderedDict()
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """The verifier's verdict on the artefacts, whether or not the agent submitted them.
+
+        Parts: ``verified``, 0 when the agent's work left the verifier without a verdict; ``submitted``, 0 or 1;
+        ``cheat_canary``, 1 when a failing test made no difference; and what the reward file has beside ``reward``.
+        Raises :class:`~etude.errors.SandboxError` for a verifier that does not work without the agent either, and
+        :class:`~etude.errors.ConfigError` for an image that is gone or a canary that has no test.
+        """
+        checks = _script_checks(task)
+        verdict = await self._verify(task, checks, sandbox)
+        if isinstance(verdict, NoVerdict):
+            await self._check_untouched(task, checks)
+            verdict = await self._verify(task, checks, sandbox)
+        submitted = float(result.reason == SUBMITTED)
+        if isinstance(verdict, NoVerdict):
+            return Reward(value=0.0, parts={"verified": 0.0, "submitted": submitted})
+        parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
+        if verdict.value > 0 and checks.canary:
+            twin = failing_twin(checks, checks.canary, self._rng)
+            told = await self._verify(task, twin, sandbox)
+            if isinstance(told, Verdict) and told.value >= verdict.value:
+                return Reward(value=0.0, parts={**parts, "cheat_canary": 1.0})
+        return Reward(value=verdict.value, parts=parts)
+
+    async def _check_untouched(self, task: Task, checks: ScriptChecks) -> None:
+        """Raise :class:`~etude.errors.SandboxError` unless the verifier works where no agent has been."""
+        standing = self._standings.setdefault(task.task_id, _Standing())
+        self._standings.move_to_end(task.task_id)
+        if len(self._standings) > STANDINGS:
+            self._standings.popitem(last=False)
+        async with standing.lock:
+            if standing.verdict is None:
+                untouched = await self._sandboxes.create(task.files, self._spec(task, checks, user="agent"))
+                try:
+                    standing.verdict = await self._verify(task, checks, untouched)
+                finally:
+                    await untouched.close()
+        if isinstance(standing.verdict, NoVerdict):
+            raise SandboxError(
+                f"the verifier of task {task.task_id} ({task.template}) gives no verdict in a world that nobody has "
+                f"touched: {standing.verdict.reason}; repair the task, or set it aside\n{standing.verdict.log}"
+            )
+
+    async def _verify(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> Verdict | NoVerdict:
+        """Carry the artefacts of ``sandbox`` into a fresh world and run the verifier there."""
+        try:
+            artefacts = await sandbox.export(checks.artefacts, limit_bytes=self._artefact_limit_bytes)
+        except ValueError as error:
+            return NoVerdict(reason=f"the artefacts cannot be taken along: {error}")
+        world = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
+        try:
+            await _prepare(world, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
+            try:
+                await world.load(await asyncio.to_thread(without_far_links, artefacts, (task.world or World()).workdir))
+            except ValueError as error:
+                return NoVerdict(reason=f"the artefacts cannot be unpacked: {error}")
+            return await _run(world, checks)
+        finally:
+            await world.close()
+
+    def _spec(self, task: Task, checks: ScriptChecks, *, user: Literal["agent", "root"]) -> SandboxSpec:
+        world = task.world or World()
+        image = self._images.open(world.image) if world.image else None
+        return replace(world_spec(world, image), user=user, ttl_s=checks.timeout_s + GRACE_S)
+
+
+class _Standing:
+    """Whether one task's verifier works where no agent has been; not known before it is asked."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.verdict: Verdict | NoVerdict | None = None
+
+
+def failing_twin(checks: ScriptChecks, path: str, rng: random.Random) -> ScriptChecks:
+    """The same verifier with one test of its file ``path``, at random, made to fail.
+
+    Raises :class:`~etude.errors.ConfigError` for a file that is not there or has no test.
+    """
+    text = checks.files.get(path, "")
+    names = TEST.findall(text)
+    if not names:
+        raise ConfigError(f"canary {path!r} is no file with tests: the verifier has {list(checks.files)}")
+    source = TestSource(text)
+    return replace(checks, files={**checks.files, path: source.altered([source.alteration(rng.choice(names), rng)])})
+
+
+def without_far_links(tar: bytes, workdir: str) -> bytes:
+    """Artefacts without the links that lead neither into the working folder nor to the image's own files.
+
+    Folders above an archived link are folders, so leading ``..`` mean what they say; anywhere else they could climb out
+    of a folder that is a link itself. Raises ``ValueError`` for a tar that is none.
+    """
+    entries = read_archive(tar)
+    near = [entry for entry in entries if entry.kind is not EntryKind.LINK or _leads_near(entry, workdir)]
+    return tar if len(near) == len(entries) else write_archive(near, limit_bytes=len(tar))
+
+
+def _leads_near(link: Entry, workdir: str) -> bool:
+    target = PurePosixPath(link.target)
+    place = PurePosixPath(workdir, link.name).parent
+    parts = list(target.parts)
+    while parts and parts[0] == "..":
+        parts.pop(0)
+        place = place.parent
+    if ".." in parts:
+        return False
+    end = place.joinpath(*parts)
+    return end.is_relative_to(workdir) or end.parts[1:2] in {(folder,) for folder in IMAGE_FOLDERS}
+
+
+def read_reward(json_text: str | None, text: str | None) -> Verdict:
+    """What a verifier's reward files say; ``None`` for one that is not there.
+
+    A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
+    are parts. Raises ``ValueError`` with the reason for anything else.
+    """
+    written = text if json_text is None else json_text
+    if written is None:
+        raise ValueError(f"it wrote neither {REWARD_JSON} nor {REWARD_TEXT}")
+    if len(written) > REWARD_LIMIT_CHARACTERS:
+        raise ValueError(f"its reward file has {len(written)} characters, at most {REWARD_LIMIT_CHARACTERS}")
+    if json_text is None:
+        return Verdict(value=_reward("reward", _number(written.strip())), parts={})
+    try:
+        value: Json = json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{REWARD_JSON} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        return Verdict(value=_reward("reward", value), parts={})
+    if not value or len(value) > PARTS_LIMIT or max(map(len, value)) > NAME_LIMIT_CHARACTERS:
+        raise ValueError(f"{REWARD_JSON} has {len(value)} parts, or one with a long name: expected 1 to {PARTS_LIMIT}")
+    rewards = {name: _reward(name, part) for name, part in value.items()}
+    if "reward" not in rewards and len(rewards) > 1:
+        raise ValueError(f"{REWARD_JSON} has the parts {sorted(rewards)} and no 'reward': which one counts?")
+    main = "reward" if "reward" in rewards else next(iter(rewards))
+    return Verdict(value=rewards[main], parts={name: part for name, part in rewards.items() if name != "reward"})
+
+
+async def _prepare(world: Sandbox, argv: list[str]) -> None:
+    done = await world.exec(argv, timeout_s=PREPARE_TIMEOUT_S)
+    if done.exit_code != 0 or done.timed_out:
+        raise SandboxError(f"a verifier's world could not be made ready: exit code {done.exit_code}: {_log(done)}")
+
+
+async def _run(world: Sandbox, checks: ScriptChecks) -> Verdict | NoVerdict:
+    """Put the verifier in place, run it and read what it wrote."""
+    await _prepare(world, ["sh", "-c", PREPARE])
+    for path, text in checks.files.items():
+        await world.write_file(f"{TESTS}/{path}", text)
+    programs = [f"{TESTS}/{path}" for path, text in checks.files.items() if text.startswith("#!")]
+    if programs:
+        await _prepare(world, ["chmod", "a+x", "--", *programs])
+    done = await world.exec(checks.command, timeout_s=checks.timeout_s, environment={**OPEN_GIT, **checks.environment})
+    if done.timed_out:
+        return NoVerdict(reason=f"it was not done after {checks.timeout_s:g} s", log=_log(done))
+    if done.exit_code in SIGNALS:
+        return NoVerdict(reason=f"signal {done.exit_code - SIGNALS[0] + 1} ended it", log=_log(done))
+    try:
+        return read_reward(await world.read_file(REWARD_JSON), await world.read_file(REWARD_TEXT))
+    except ValueError as error:
+        return NoVerdict(reason=f"exit code {done.exit_code}, and {error}", log=_log(done))
+
+
+def _script_checks(task: Task) -> ScriptChecks:
+    if not isinstance(task.checks, ScriptChecks):
+        raise TypeError(f"task {task.task_id} has {type(task.checks).__name__}, no verifier of its own")
+    return task.checks
+
+
+def _log(done: ExecResult) -> str:
+    return f"{done.stdout}\n{done.stderr}".strip()[-LOG_CHARACTERS:]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{REWARD_TEXT} has {text[:60]!r}: expected a number") from None
+
+
+def _reward(name: str, value: Json) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or math.isnan(value):
+        raise ValueError(f"its {name} is {str(value)[:60]}: expected a number from 0 to 1")
+    return float(value)

@@ -1,0 +1,56 @@
+"""The tasks of a recipe, and what a model learns from before it meets them."""
+
+from pathlib import Path
+
+from etude.config import RunConfig
+from etude.environments.bugfix import BugfixFamily
+from etude.environments.corpus import Practice
+from etude.environments.harbor.family import HarborTasks
+from etude.environments.impossible import WithImpossible
+from etude.environments.migrations import MigrationFamily
+from etude.environments.repositories.brief import BriefTasks, RepairPractice
+from etude.environments.repositories.folder import RepositoryTasks
+from etude.environments.shell_transcripts import SHELL, ShellTasks
+from etude.environments.transcripts import TOOLS, BugfixPractice
+from etude.errors import ConfigError
+from etude.protocols import TaskFamily
+from etude.sandboxes.images import ImageStore
+
+
+def open_family(config: RunConfig) -> TaskFamily:
+    """The family that a recipe names. Raises :class:`~etude.errors.UserError` for a folder without tasks."""
+    family = _family(config)
+    if config.tasks.impossible_share:
+        family = WithImpossible(family, share=config.tasks.impossible_share, seed=config.seed)
+    return ShellTasks(family) if config.tasks.family == "bugfix" and config.harness.kind == "command" else family
+
+
+def _family(config: RunConfig) -> TaskFamily:
+    tasks, folder = config.tasks, Path(config.tasks.folder)
+    match tasks.family:
+        case "repository":
+            repository = RepositoryTasks(folder)
+            return BriefTasks(repository, ImageStore(repository.images)) if tasks.brief else repository
+        case "harbor":
+            return HarborTasks(folder, seed=config.seed, heldout_one_in=tasks.heldout_one_in)
+        case "migrations":
+            return MigrationFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
+        case "bugfix":
+            return BugfixFamily(tasks, seed=config.seed)
+
+
+def open_practice(config: RunConfig) -> Practice:
+    """What mid-training shows of a recipe's family.
+
+    Raises :class:`~etude.errors.ConfigError` for one that a model from random weights has nothing to learn from in.
+    """
+    family = _family(config)
+    if isinstance(family, BriefTasks):
+        return RepairPractice(family, config.transcripts)
+    if not isinstance(family, BugfixFamily):
+        raise ConfigError(
+            f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: "
+            f"set tasks.brief = true with a repository family"
+        )
+    style = TOOLS if config.harness.kind == "coding" else SHELL
+    return BugfixPractice(family, config.transcripts, style)

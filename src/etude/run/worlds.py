@@ -1,0 +1,130 @@
+"""Where a run's sandboxes come from: a provider of the recipe's kind, and in it the worlds of its tasks.
+
+    recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ TaskWorlds.open(task)
+
+Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude.clock import SystemClock
+from etude.config import SandboxConfig, TaskConfig
+from etude.errors import ConfigError
+from etude.protocols import Grader, Sandbox, SandboxProvider
+from etude.rewards.fresh import FreshGrader
+from etude.rewards.hidden import HiddenTestGrader
+from etude.rewards.kinds import GraderByKind
+from etude.rewards.queries import QueryGrader
+from etude.rewards.script import ScriptGrader
+from etude.rewards.tests import HiddenTests
+from etude.sandboxes.gvisor import GvisorSandboxes
+from etude.sandboxes.images import ImageStore
+from etude.sandboxes.ns import NamespaceSandboxes
+from etude.sandboxes.pool import SandboxPool
+from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.sandboxes.remote import RemoteSandboxes
+from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.sandboxes.slots import PoolLimits
+from etude.types import Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+from etude.worlds import SandboxSpec, World
+
+KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
+"""Holds the key of a remote server of sandboxes."""
+IMAGES = "images"
+"""Folder of images beside the tasks of a folder."""
+
+
+def base_store(config: SandboxConfig) -> ImageStore:
+    """Where base systems are: the recipe's folder of images, or the user's."""
+    return ImageStore(Path(config.images) if config.images else None)
+
+
+def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
+    """Where the images of tasks are: beside them, or with the base systems."""
+    beside = Path(tasks.folder) / IMAGES
+    return ImageStore(beside) if tasks.folder and beside.is_dir() else base_store(sandboxes)
+
+
+def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
+    """The provider of a recipe, over the base systems of ``store``; the caller closes it.
+
+    Raises :class:`~etude.errors.ConfigError` for one that this machine does not have, and for ``local``, which has no
+    machine around its files.
+    """
+    provider: SandboxProvider
+    match config.kind:
+        case "ns":
+            provider = NamespaceSandboxes(bases=store.bases)
+        case "gvisor":
+            provider = GvisorSandboxes(bases=store.bases)
+        case "qemu":
+            provider = QemuSandboxes(store=store)
+        case "remote":
+            key = os.environ.get(KEY_VARIABLE, "")
+            if not key:
+                raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
+            provider = RemoteSandboxes(config.url, key)
+        case "local":
+            raise ConfigError("sandboxes.kind = 'local' opens no worlds: use ns")
+    if config.warm:
+        return SandboxPool(provider, PoolLimits(live=config.warm), clock=SystemClock())
+    return provider
+
+
+class PlainWorlds:
+    """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.Worlds`."""
+
+    def __init__(self, provider: SandboxProvider) -> None:
+        """``provider`` stays the caller's to close."""
+        self._provider = provider
+
+    async def open(self, task: Task) -> Sandbox:
+        """A fresh sandbox with the task's files. Raises :class:`~etude.errors.ConfigError` for one that needs more."""
+        if task.world is not None:
+            raise ConfigError(f"task {task.task_id!r} needs a machine around its files: set sandboxes.kind = 'ns'")
+        return await self._provider.create(task.files)
+
+
+class TaskWorlds:
+    """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.Worlds`."""
+
+    def __init__(self, provider: SandboxProvider, images: ImageStore) -> None:
+        """``provider`` is closed with this. Graders come before rollouts where there is a pool: rollouts that wait for
+        their grades hold sandboxes, and would hold all of them for ever.
+        """
+        if isinstance(provider, SandboxPool):
+            self.sandboxes = ServicedSandboxes(provider.claimant("rollouts"))
+            self._grading = ServicedSandboxes(provider.claimant("grading", priority=-1))
+        else:
+            self.sandboxes = self._grading = ServicedSandboxes(provider)
+        self._provider = provider
+        self._images = images
+
+    async def open(self, task: Task) -> Sandbox:
+        """A fresh sandbox as the task's world says, its services up, with its files.
+
+        Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
+        """
+        world = task.world or World()
+        return await self.sandboxes.create(task.files, self.spec_of(world), world.services)
+
+    def spec_of(self, world: World) -> SandboxSpec:
+        """How a world's sandbox shall be."""
+        return world_spec(world, self._images.open(world.image) if world.image else None)
+
+    def grader(self) -> Grader:
+        """Grades any kind of checks in sandboxes of the same provider."""
+        graders: Mapping[type[Checks], Grader] = {
+            FunctionChecks: FreshGrader(HiddenTests(), self._grading),
+            TestChecks: HiddenTestGrader(self._grading, self._images),
+            ScriptChecks: ScriptGrader(self._grading, self._images),
+            QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
+        }
+        return GraderByKind(graders)
+
+    async def close(self) -> None:
+        """Close every sandbox; calling it twice is harmless."""
+        for part in (self.sandboxes, self._grading, self._provider):
+            await part.close()

@@ -1,0 +1,163 @@
+"""Tars that were made by people nobody trusts: read, checked and written in memory. Pure.
+
+Owns what an archive may hold: files, folders and symbolic links, each once, by a name that stays below the folder it
+is unpacked in and leads through no link. Where the files come from and go to is :mod:`etude.sandboxes.folders`' and
+each provider's.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePosixPath
+
+EXPORT_LIMIT_BYTES = 64 << 20
+"""Of an archive, unless its reader says otherwise."""
+MAX_ENTRIES = 200_000
+"""Of one archive: several times the files of a large repository."""
+NAME_LIMIT_BYTES, PART_LIMIT_BYTES = 4096, 255
+"""Of a path and of one part of it, as Linux has them."""
+PERMISSIONS = 0o777
+"""What is kept of a mode: nothing that would lend a user's rights to others."""
+BLOCK_BYTES = 512
+"""What a tar is made of."""
+
+
+class EntryKind(StrEnum):
+    """What an archive may hold."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One file, folder or symbolic link of an archive."""
+
+    name: str
+    """Relative, without ``.`` and ``..``."""
+    kind: EntryKind
+    mode: int = 0o644
+    """Permissions alone."""
+    data: bytes = b""
+    """Of a file."""
+    target: str = ""
+    """Where a link leads, as it was written; it may lead anywhere."""
+    mtime_s: int = 0
+
+
+class Budget:
+    """How many bytes of files may still be read for one archive."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.left_bytes = limit_bytes
+
+    def take(self, name: str, data: bytes) -> bytes:
+        """Count the bytes of a file, and hand them on. ``ValueError`` when that is too many."""
+        if len(data) > self.left_bytes:
+            raise too_much(name, self._limit_bytes)
+        self.left_bytes -= len(data)
+        return data
+
+
+def read_archive(tar: bytes) -> tuple[Entry, ...]:
+    """What an uncompressed tar holds, in its order; ``ValueError`` unless all of it is fit to be unpacked.
+
+    A name must be relative and without ``..``, appear once (a folder may again), and have nothing but folders above it.
+    Hard links, devices, pipes, sparse files and archives that are cut short are refused.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive:
+            entries = _entries(archive, tar)
+    except (tarfile.TarError, EOFError, OSError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a tar: {error}") from error
+    return entries
+
+
+def write_archive(entries: Iterable[Entry], limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
+    """An uncompressed tar of ``entries``, the first of each name. ``ValueError`` beyond ``limit_bytes``."""
+    file, names = io.BytesIO(), set[str]()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for entry in entries:
+            if entry.name in names:
+                continue
+            names.add(entry.name)
+            archive.addfile(_header(entry), io.BytesIO(entry.data))
+            if file.tell() > limit_bytes:
+                raise too_much(entry.name, limit_bytes)
+    return file.getvalue()
+
+
+def plain_name(path: str) -> str:
+    """A relative path without what means nothing (``./a//b/`` is ``a/b``); empty for the folder itself.
+
+    ``ValueError`` for one that does not stay below, or is too long for Linux.
+    """
+    parts = PurePosixPath(path).parts
+    if path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} does not stay inside the sandbox: use a relative path without '..'")
+    sizes = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
+    if sizes and (max(sizes) > PART_LIMIT_BYTES or sum(sizes) + len(sizes) > NAME_LIMIT_BYTES):
+        raise ValueError(f"{path[:60]!r}… is no path in a sandbox: it has {sum(sizes)} bytes")
+    return "/".join(parts)
+
+
+def too_much(name: str, limit_bytes: int) -> ValueError:
+    """The error for an archive that would not stay within its limit, and where it left it."""
+    return ValueError(f"more than {limit_bytes} bytes, at {name!r}: ask for fewer files, or raise limit_bytes")
+
+
+def _entries(archive: tarfile.TarFile, tar: bytes) -> tuple[Entry, ...]:
+    found: dict[str, Entry] = {}
+    end = 0
+    for member in archive:
+        end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES if member.isreg() else archive.offset
+        entry = _entry(member, tar)
+        if not entry.name:
+            continue  # the folder itself
+        earlier = found.setdefault(entry.name, entry)
+        if earlier is not entry and not earlier.kind is entry.kind is EntryKind.FOLDER:
+            raise ValueError(f"the archive has {entry.name!r} twice")
+        if len(found) > MAX_ENTRIES:
+            raise ValueError(f"the archive has more than {MAX_ENTRIES} entries")
+    rest = tar[end:]
+    if len(rest) < 2 * BLOCK_BYTES or rest.strip(b"\0"):
+        raise ValueError(f"the archive is cut short, or damaged, after {end} bytes")
+    for entry in found.values():
+        for parent in map(str, PurePosixPath(entry.name).parents):
+            if parent in found and found[parent].kind is not EntryKind.FOLDER:
+                raise ValueError(f"{entry.name!r} would be written through the {found[parent].kind} {parent!r}")
+    return tuple(found.values())
+
+
+def _header(entry: Entry) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(entry.name)
+    info.mode, info.mtime = entry.mode & PERMISSIONS, entry.mtime_s
+    if entry.kind is EntryKind.FILE:
+        info.size = len(entry.data)
+    else:
+        info.type = tarfile.DIRTYPE if entry.kind is EntryKind.FOLDER else tarfile.SYMTYPE
+        info.linkname = entry.target
+    return info
+
+
+def _entry(member: tarfile.TarInfo, tar: bytes) -> Entry:
+    name = plain_name(member.name)
+    mode, mtime_s = member.mode & PERMISSIONS, int(member.mtime)
+    if member.isdir():
+        return Entry(name=name, kind=EntryKind.FOLDER, mode=mode, mtime_s=mtime_s)
+    if not name:
+        raise ValueError(f"{member.name!r} in the archive is no name of a file")
+    if member.issym():
+        if not member.linkname or "\0" in member.linkname:
+            raise ValueError(f"the link {name!r} leads nowhere")
+        return Entry(name=name, kind=EntryKind.LINK, target=member.linkname, mtime_s=mtime_s)
+    if not member.isreg() or member.issparse():
+        raise ValueError(f"{name!r} is no file, folder or symbolic link (tar type {member.type!r}): it is not unpacked")
+    data = tar[member.offset_data : member.offset_data + member.size]
+    if len(data) != member.size:
+        raise ValueError(f"the archive is cut short in {name!r}")
+    return Entry(name=name, kind=EntryKind.FILE, mode=mode, data=data, mtime_s=mtime_s)

@@ -1,0 +1,179 @@
+"""A sandbox that is a folder of this machine, in which somebody else runs the commands.
+
+    exec ──Command──▶ runner of the provider ──ExecResult──▶        files ──▶ etude.sandboxes.folders
+
+Owns the life of one sandbox: open until it is closed, by its holder, its provider or its time to live, each of which
+ends the commands that still run. Nothing outlives a command here, so its files are all there is of a sandbox, and a
+copy of them is a fork. Does not confine anything: that is the runner's.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.errors import SandboxError
+from etude.protocols import ExecResult
+from etude.sandboxes.folders import Folder, tree_bytes
+from etude.sandboxes.promises import unsupported
+from etude.worlds import Image, SandboxSpec, SandboxStats
+
+ARGUMENT_LIMIT_BYTES = 120 << 10
+"""Of a whole command line; Linux takes 128 KiB of one argument."""
+NOT_EXECUTABLE = 126
+"""Exit code of what cannot be run, as shells have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command to run in a folder."""
+
+    argv: Sequence[str]
+    stdin: str
+    timeout_s: float
+    environment: Mapping[str, str]
+    """Image, specification and call together; the runner's own come below these."""
+    spec: SandboxSpec
+
+    def __post_init__(self) -> None:
+        if not self.argv or not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"exec(argv={self.argv!r}, timeout_s={self.timeout_s!r}) needs a command and some time")
+        if any("\0" in text for pair in self.environment.items() for text in pair) or any("\0" in a for a in self.argv):
+            raise ValueError("a command line and its variables cannot hold a NUL character")
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the command line."""
+        return sum(len(argument.encode("utf-8", "surrogateescape")) + 1 for argument in self.argv)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """What a provider does for its sandboxes."""
+
+    name: str
+    """Of the provider, for refusals."""
+    run: Callable[[Folder, Command], Awaitable[ExecResult]]
+    copy: Callable[["FolderSandbox"], Awaitable["FolderSandbox"]]
+    remove: Callable[["FolderSandbox"], None]
+    """Forget the sandbox and remove its folder; called in a thread, once."""
+
+
+class FolderSandbox:
+    """One folder in which commands run; implements :class:`~etude.protocols.Sandbox`."""
+
+    def __init__(self, home: Home, folder: Folder, spec: SandboxSpec) -> None:
+        self._home = home
+        self.folder = folder
+        self.spec = spec
+        self._born_s = time.monotonic()
+        self._running: set[asyncio.Future[ExecResult]] = set()
+        self._closing: asyncio.Task[None] | None = None
+        self._ending = asyncio.get_running_loop().call_later(spec.ttl_s, self._end)
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Run one command, at most 64 KiB of stdout and of stderr being kept; nothing it started outlives it.
+
+        Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the command.
+        """
+        self._check_open()
+        variables = {**self.spec.image.environment, **self.spec.environment, **(environment or {})}
+        command = Command(argv=argv, stdin=stdin, timeout_s=timeout_s, environment=variables, spec=self.spec)
+        if command.size_bytes > ARGUMENT_LIMIT_BYTES:
+            return too_long(argv[0])
+        running = asyncio.ensure_future(self._home.run(self.folder, command))
+        self._running.add(running)
+        try:
+            return await running
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closing is None or (task is not None and task.cancelling()):
+                raise  # the caller gave up
+            raise SandboxError("the sandbox was closed under its command") from None
+        finally:
+            self._running.discard(running)
+
+    async def read_file(self, path: str) -> str | None:
+        """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
+        self._check_open()
+        return self.folder.read(path)
+
+    async def write_file(self, path: str, text: str) -> None:
+        """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
+        self._check_open()
+        self.folder.write(path, text)
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
+        """A tar of files and whole folders; ``ValueError`` beyond the limit."""
+        self._check_open()
+        return await asyncio.to_thread(self.folder.pack, list(paths), limit_bytes)
+
+    async def load(self, tar: bytes) -> None:
+        """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
+        self._check_open()
+        await asyncio.to_thread(self.folder.unpack, tar)
+
+    async def stats(self) -> SandboxStats:
+        """Its files and its age; nobody counts what its commands use."""
+        self._check_open()
+        size_bytes = await asyncio.to_thread(tree_bytes, self.folder.path)
+        age_s = time.monotonic() - self._born_s
+        return SandboxStats(
+            memory_bytes=math.nan, disk_bytes=size_bytes, processes=math.nan, cpu_s=math.nan, age_s=age_s
+        )
+
+    async def snapshot(self) -> Image:
+        """Refused: no sandbox of this provider starts from an image."""
+        self._check_open()
+        raise unsupported(self._home.name, "a snapshot", "ns")
+
+    async def fork(self, count: int = 1) -> "Sequence[FolderSandbox]":
+        """Copies with the same files and the same specification; all of them, or none and an error."""
+        self._check_open()
+        if count < 1:
+            raise ValueError(f"fork({count}): at least one")
+        copies: list[FolderSandbox] = []
+        try:
+            for _ in range(count):
+                copies.append(await self._home.copy(self))  # noqa: PERF401 - what was made is closed on error
+        except BaseException:
+            for copy in copies:
+                await copy.close()
+            raise
+        return copies
+
+    async def close(self) -> None:
+        """Kill what still runs and remove everything; calling it twice is harmless."""
+        self._ending.cancel()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    def _end(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
+        for running in self._running:
+            running.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
+        await asyncio.to_thread(self._home.remove, self)  # how much there is was up to the agent
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the sandbox is closed")
+
+
+def too_long(program: str) -> ExecResult:
+    """How a shell ends a command line that Linux does not take."""
+    stderr = f"{program}: Argument list too long: use a file or stdin\n"
+    return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)

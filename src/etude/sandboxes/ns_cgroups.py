@@ -1,0 +1,299 @@
+"""Control groups of sandboxes: how much memory, how many processes and how much processor time one may use in all.
+
+    machine's hierarchy ─▶ the provider's own group ─▶ etude-NAMESPACE-PID-START ─▶ one group a sandbox
+
+Owns the folders below ``/sys/fs/cgroup``, of version 1 and of version 2, whichever has a controller; those of a
+launcher that was killed are swept by the next one. What the machine does not let us write is not there: the launcher
+says which controllers it has, and falls back to limits per process. Standard library alone.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+MEMORY, PROCESSES, CPU, CPU_TIME = "memory", "pids", "cpu", "cpuacct"
+SWAP = "swap"
+"""No controller, but a second limit of memory's, where the kernel counts it."""
+CONTROLLERS = (MEMORY, PROCESSES, CPU, CPU_TIME)
+PREFIX = "etude-"
+PERIOD_US = 100_000
+"""Over which processor time is shared out."""
+REMOVE_TIMEOUT_S = 2.0
+"""For the kernel to let go of a group whose processes are gone; it takes milliseconds."""
+SETTINGS: Mapping[tuple[int, str], str] = {
+    (1, MEMORY): "memory.limit_in_bytes",
+    (2, MEMORY): "memory.max",
+    (1, PROCESSES): "pids.max",
+    (2, PROCESSES): "pids.max",
+    (1, SWAP): "memory.memsw.limit_in_bytes",
+    (2, SWAP): "memory.swap.max",
+    (1, CPU): "cpu.cfs_quota_us",
+    (2, CPU): "cpu.max",
+}
+"""Version and controller → the file that has the limit."""
+READINGS: Mapping[tuple[int, str], str] = {
+    (1, MEMORY): "memory.usage_in_bytes",
+    (2, MEMORY): "memory.current",
+    (1, PROCESSES): "pids.current",
+    (2, PROCESSES): "pids.current",
+    (1, CPU_TIME): "cpuacct.usage",
+    (2, CPU_TIME): "cpu.stat",
+}
+"""Version and controller → the file that has what is used."""
+
+
+class Hierarchy(NamedTuple):
+    """One tree of groups that can be written, and what it controls."""
+
+    version: int
+    folder: Path
+    """Below which a launcher makes its group."""
+    controllers: tuple[str, ...]
+
+    @property
+    def door(self) -> str:
+        """The file by which a process enters a group; version 1's ``tasks`` takes no lock of the whole machine."""
+        return "tasks" if self.version == 1 else "cgroup.procs"
+
+
+class Usage(NamedTuple):
+    """What a sandbox uses; ``None`` where no group counts it."""
+
+    memory_bytes: int | None
+    processes: int | None
+    cpu_s: float | None
+
+
+class Cgroups:
+    """The groups of one launcher."""
+
+    def __init__(self, hierarchies: Sequence[Hierarchy], launcher: str) -> None:
+        self._hierarchies = tuple(hierarchies)
+        self._launcher = launcher
+        for hierarchy in self._hierarchies:
+            _sweep(hierarchy)
+            (hierarchy.folder / launcher).mkdir(exist_ok=True)
+            if hierarchy.version == 2:
+                _enable(hierarchy.folder / launcher, hierarchy.controllers)
+        self._groups = tuple(
+            (f"{hierarchy.folder}/{launcher}/{{}}", _settings(hierarchy)) for hierarchy in self._hierarchies
+        )
+        self._doors = tuple(f"{hierarchy.folder}/{launcher}/{{}}/{hierarchy.door}" for hierarchy in self._hierarchies)
+        self.controllers = frozenset(name for hierarchy in self._hierarchies for name in hierarchy.controllers)
+
+    def make(self, name: str, limits: Mapping[str, float]) -> None:
+        """Make the group of a sandbox; ``limits`` by controller. A limit that cannot be set is an ``OSError``."""
+        for group, settings in self._groups:
+            folder = group.format(name)
+            os.mkdir(folder)  # noqa: PTH102 - many a second
+            for controller, version, file in settings:
+                limit = limits.get(MEMORY if controller == SWAP else controller)
+                if limit is not None:
+                    _set(f"{folder}/{file}", limit_text(version, controller, limit))
+
+    def open_doors(self, name: str) -> list[int]:
+        """Descriptors through which :func:`enter` leads into a group, also where the hierarchies are out of sight."""
+        doors: list[int] = []
+        try:
+            for path in self._doors:
+                doors.append(os.open(path.format(name), os.O_WRONLY | os.O_CLOEXEC))  # noqa: PERF401 - see below
+        except OSError:
+            close_doors(doors)
+            raise
+        return doors
+
+    def usage(self, name: str) -> Usage:
+        """What a group uses now."""
+        found: dict[str, int] = {}
+        for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
+            for controller in hierarchy.controllers:
+                if file := READINGS.get((hierarchy.version, controller)):
+                    found[controller] = _number(Path(group.format(name), file).read_text(encoding="ascii"))
+        nanoseconds = 1e3 if any(hierarchy.version == 2 for hierarchy in self._hierarchies) else 1.0
+        cpu = found.get(CPU_TIME)
+        return Usage(found.get(MEMORY), found.get(PROCESSES), None if cpu is None else cpu * nanoseconds / 1e9)
+
+    def remove(self, name: str) -> None:
+        """Remove the group of a sandbox whose processes are gone. Raises ``OSError`` if they are not."""
+        for group, _ in self._groups:
+            _remove(group.format(name))
+
+    def close(self) -> None:
+        """Remove the launcher's own groups; those of sandboxes must be gone."""
+        for hierarchy in self._hierarchies:
+            _remove(f"{hierarchy.folder}/{self._launcher}")
+
+
+def enter(doors: Sequence[int]) -> None:
+    """Move the calling process into a group."""
+    for door in doors:
+        os.write(door, b"0")
+
+
+def close_doors(doors: Sequence[int]) -> None:
+    """Close what :meth:`Cgroups.open_doors` opened."""
+    for door in doors:
+        os.close(door)
+
+
+def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
+    """Where the controllers are, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
+
+    Version 1 first; a controller that it has is never looked for in version 2.
+    """
+    own = _own_groups(groups)
+    found: list[Hierarchy] = []
+    taken: set[str] = set()
+    unified: list[Path] = []
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(" ")[:3]
+        root, place = before.split(" ")[3:5]
+        if kind == "cgroup2":
+            unified.append(_below(place, root, own.get("", "/")))
+        elif kind == "cgroup":
+            here = tuple(name for name in CONTROLLERS if name in options.split(",") and name not in taken)
+            if here:
+                found.append(Hierarchy(1, _below(place, root, own.get(here[0], "/")), here))
+                taken.update(here)
+    for folder in unified[:1]:
+        left = tuple(name for name in CONTROLLERS if name not in taken)
+        if MEMORY in left and PROCESSES in left:
+            found.append(Hierarchy(2, folder, left))
+    return found
+
+
+def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]:
+    """Those in which this process may make groups, found out by trying.
+
+    A group of version 2 that has processes lends no controllers to groups below it, so the groups above it are tried.
+    """
+    found = []
+    for hierarchy in hierarchies:
+        folders = [hierarchy.folder]
+        if hierarchy.version == 2:
+            folders += [parent for parent in hierarchy.folder.parents if (parent / "cgroup.procs").exists()]
+        for folder in folders:
+            if _try(hierarchy._replace(folder=folder), launcher):
+                found.append(hierarchy._replace(folder=folder))
+                break
+    return found
+
+
+def launcher_name(process: int) -> str:
+    """What the group of a launcher is called: its process namespace and number, and when it started.
+
+    Numbers are used again, and mean nothing in another namespace. ``OSError`` if there is no such process.
+    """
+    return f"{_family()}{process}-{_start_ticks(process)}"
+
+
+def limit_text(version: int, controller: str, limit: float) -> str:
+    """A limit as the kernel's file wants it; that of swap is memory's: version 1 counts both together."""
+    if controller == SWAP and version == 2:
+        return "0"
+    if controller == CPU:
+        quota_us = max(1000, round(limit * PERIOD_US))
+        return str(quota_us) if version == 1 else f"{quota_us} {PERIOD_US}"
+    return str(int(limit))
+
+
+def _own_groups(groups: str) -> dict[str, str]:
+    """Controller → our group; version 2's goes by the empty name."""
+    own = {}
+    for line in groups.splitlines():
+        _, names, path = line.split(":", 2)
+        own.update(dict.fromkeys(names.split(","), path))
+    return own
+
+
+def _below(place: str, root: str, group: str) -> Path:
+    """The folder of a group in a hierarchy that is mounted at ``place``, of which the mount may show a part only."""
+    inner = group.removeprefix(root) if root != "/" else group
+    return Path(place, inner.lstrip("/"))
+
+
+def _try(hierarchy: Hierarchy, launcher: str) -> bool:
+    trial = hierarchy.folder / f"{launcher}-trial"
+    try:
+        if hierarchy.version == 2:
+            _enable(hierarchy.folder, hierarchy.controllers)
+        trial.mkdir()
+    except OSError:
+        return False
+    names = {SETTINGS.get((hierarchy.version, name)) for name in hierarchy.controllers} - {None}
+    good = all(os.access(trial / str(name), os.W_OK) for name in names)
+    trial.rmdir()
+    return good
+
+
+def _enable(folder: Path, controllers: Sequence[str]) -> None:
+    wanted = " ".join(f"+{name}" for name in controllers if name != CPU_TIME)  # version 2 counts time by itself
+    (folder / "cgroup.subtree_control").write_text(wanted, encoding="ascii")
+
+
+def _number(text: str) -> int:
+    """The number in a file, or the one after ``usage_usec`` of version 2's ``cpu.stat``."""
+    words = text.split()
+    return int(words[1] if words[0] == "usage_usec" else words[0])
+
+
+def _settings(hierarchy: Hierarchy) -> tuple[tuple[str, int, str], ...]:
+    """Controller, version and file of each limit that a group has."""
+    controllers = list(hierarchy.controllers)
+    if MEMORY in controllers and (hierarchy.folder / SETTINGS[hierarchy.version, SWAP]).exists():
+        controllers.append(SWAP)
+    files = ((name, SETTINGS.get((hierarchy.version, name))) for name in controllers)
+    return tuple((name, hierarchy.version, file) for name, file in files if file)
+
+
+def _set(file: str, text: str) -> None:
+    """Write a setting; a file that is not there is not made."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(hierarchy: Hierarchy) -> None:
+    """Remove the groups of launchers that are dead, and end what they left running."""
+    for folder in hierarchy.folder.glob(f"{_family()}[0-9]*-[0-9]*"):
+        process = folder.name.removeprefix(_family()).partition("-")[0]
+        with suppress(OSError):
+            if launcher_name(int(process)) == folder.name:
+                continue
+        for group in [*(inner for inner in folder.iterdir() if inner.is_dir()), folder]:
+            with suppress(OSError):  # swept by somebody else meanwhile, or not ours
+                for left in (group / "cgroup.procs").read_text(encoding="ascii").split():
+                    os.kill(int(left), signal.SIGKILL)
+                _remove(str(group))
+
+
+def _remove(folder: str) -> None:
+    deadline_s = time.monotonic() + REMOVE_TIMEOUT_S
+    while True:
+        try:
+            os.rmdir(folder)  # noqa: PTH106 - many a second
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.001)
+        else:
+            return
+
+
+def _family() -> str:
+    """What the names of all groups begin with that launchers of this process namespace make."""
+    return f"{PREFIX}{Path('/proc/self/ns/pid').stat().st_ino}-"
+
+
+def _start_ticks(process: int) -> str:
+    """When a process started, in ticks since the machine did. ``FileNotFoundError`` if there is none."""
+    return Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]

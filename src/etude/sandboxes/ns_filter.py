@@ -1,0 +1,148 @@
+"""Which system calls commands in a namespace sandbox may not make: a classic BPF program for seccomp. Pure.
+
+Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
+only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
+and the socket families that no network namespace holds back: a virtual machine's ``AF_VSOCK`` reaches its host.
+Everything else is allowed, debuggers included. A refused call fails with ``EPERM``, as it does for an ordinary user;
+``clone3`` and io_uring with ``ENOSYS``, on which C libraries fall back to what can be inspected.
+"""
+
+import errno
+import struct
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+AUDIT_ARCHITECTURES: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
+"""What the kernel calls a processor's own system call interface; 32-bit programs have another and cannot run."""
+CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "acct": (163, 89),
+        "add_key": (248, 217),
+        "adjtimex": (159, 171),
+        "bpf": (321, 280),
+        "chroot": (161, 51),
+        "clock_adjtime": (305, 266),
+        "clock_settime": (227, 112),
+        "clone": (56, 220),
+        "clone3": (435, 435),
+        "delete_module": (176, 106),
+        "fanotify_init": (300, 262),
+        "finit_module": (313, 273),
+        "fsconfig": (431, 431),
+        "fsmount": (432, 432),
+        "fsopen": (430, 430),
+        "fspick": (433, 433),
+        "init_module": (175, 105),
+        "io_uring_enter": (426, 426),
+        "io_uring_register": (427, 427),
+        "io_uring_setup": (425, 425),
+        "ioctl": (16, 29),
+        "kexec_file_load": (320, 294),
+        "kexec_load": (246, 104),
+        "keyctl": (250, 219),
+        "lookup_dcookie": (212, 18),
+        "mount": (165, 40),
+        "mount_setattr": (442, 442),
+        "move_mount": (429, 429),
+        "name_to_handle_at": (303, 264),
+        "open_by_handle_at": (304, 265),
+        "open_tree": (428, 428),
+        "perf_event_open": (298, 241),
+        "pivot_root": (155, 41),
+        "prlimit64": (302, 261),
+        "ptrace": (101, 117),
+        "quotactl": (179, 60),
+        "quotactl_fd": (443, 443),
+        "reboot": (169, 142),
+        "request_key": (249, 218),
+        "setdomainname": (171, 162),
+        "sethostname": (170, 161),
+        "setns": (308, 268),
+        "settimeofday": (164, 170),
+        "socket": (41, 198),
+        "socketpair": (53, 199),
+        "swapoff": (168, 225),
+        "swapon": (167, 224),
+        "syslog": (103, 116),
+        "umount2": (166, 39),
+        "unshare": (272, 97),
+        "userfaultfd": (323, 282),
+        "vhangup": (153, 58),
+    }
+)
+"""Call → its number on x86_64 and on aarch64."""
+INSPECTED = ("clone", "ioctl", "prlimit64", "ptrace", "socket", "socketpair")
+"""Refused for some arguments only."""
+UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
+"""Refused as if the kernel did not have them."""
+NEW_NAMESPACES = 0x7E020000
+"""All of ``CLONE_NEW…`` that ``clone`` takes; ``CLONE_NEWTIME`` is ``unshare``'s."""
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+"""Terminal calls that type in another's name."""
+FAMILIES = (1, 2, 10, 16)
+"""Unix, IPv4, IPv6 and netlink sockets; each is held back by namespaces."""
+INIT_PROCESS = 1
+
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Instructions of classic BPF: load a word, compare with a constant, say the verdict."""
+ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+"""Verdicts; ``REFUSE`` has an error number in its low half."""
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
+"""Of ``struct seccomp_data``; arguments have 8 bytes, the low half first on both processors."""
+X32_BIT = 0x40000000
+"""In numbers of x86_64's second interface, which would go round this list."""
+
+Instruction = tuple[int, int, int, int]
+"""Code, jump if true, jump if false, constant."""
+
+
+def filter_program(machine: str) -> bytes:
+    """The program for a processor, as the kernel takes it: 8 bytes an instruction.
+
+    ``KeyError`` for a processor whose calls nobody wrote down.
+    """
+    architecture = AUDIT_ARCHITECTURES[machine]
+    column = list(AUDIT_ARCHITECTURES).index(machine)
+    numbers = {call: pair[column] for call, pair in CALL_NUMBERS.items()}
+    program: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE_OFFSET),
+        (JUMP_EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, NUMBER_OFFSET),
+        *_when(JUMP_AT_LEAST, X32_BIT, [_refuse(errno.ENOSYS)]),
+    ]
+    for call, number in numbers.items():
+        if call not in INSPECTED:
+            program += _when(JUMP_EQUAL, number, [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)])
+    program += _inspections(numbers)
+    program.append((RETURN, 0, 0, ALLOW))
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+
+
+def _inspections(numbers: Mapping[str, int]) -> list[Instruction]:
+    """Calls that depend on an argument; each ends in a verdict."""
+    refused, allowed = _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)
+    bodies: dict[str, list[Instruction]] = {
+        "clone": [_argument(0), *_when(JUMP_SET, NEW_NAMESPACES, [refused]), allowed],
+        "ioctl": [_argument(1), *_when(JUMP_EQUAL, TIOCSTI, [refused]), *_when(JUMP_EQUAL, TIOCLINUX, [refused])],
+        "prlimit64": [_argument(0), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
+        "ptrace": [_argument(1), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
+    }
+    bodies["ioctl"].append(allowed)
+    families = [line for family in FAMILIES for line in _when(JUMP_EQUAL, family, [allowed])]
+    for call in ("socket", "socketpair"):
+        bodies[call] = [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)]
+    return [line for call in INSPECTED for line in _when(JUMP_EQUAL, numbers[call], bodies[call])]
+
+
+def _when(jump: int, value: int, body: Sequence[Instruction]) -> list[Instruction]:
+    """``body`` if the word at hand compares, else what follows it."""
+    return [(jump, 0, len(body), value), *body]
+
+
+def _argument(index: int) -> Instruction:
+    return LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * index
+
+
+def _refuse(number: int) -> Instruction:
+    return RETURN, 0, 0, REFUSE | number

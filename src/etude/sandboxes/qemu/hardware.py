@@ -1,0 +1,169 @@
+"""What a virtual machine is made of, as a command line of QEMU. Pure.
+
+    disk 0   the machine's own root      disk 1   what commands write       disks 2 …   layers of images
+
+Every machine has the same devices, because a copy must find those that its original had: a place for a layer that is
+not used holds an empty disk. All disks say they are ``DISK_BYTES`` large, whatever is in them, so that another one can
+be put into a place while a machine rests. Owns words; processes are :mod:`etude.sandboxes.qemu.machine`'s.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from etude.sandboxes.guest.agent import PORT_NAME
+
+LAYER_DISKS = 10
+"""Places for layers and mounts."""
+FIRST_LAYER = 2
+"""Number of the first of them."""
+UPPER = 1
+"""Number of the disk that is written to."""
+DISK_BYTES = 64 << 30
+KERNEL_MIB = 224
+"""Memory beside that of commands, for the kernel, the agent and archives on their way."""
+TRANSLATION_MIB = 128
+"""Most that QEMU keeps of translated code."""
+BOOT_ARGUMENTS = (
+    "console=ttyS0 quiet panic=-1 reboot=t mitigations=off random.trust_cpu=on audit=0 apparmor=0 "
+    "cgroup_no_v1=all psi=0 transparent_hugepage=never nowatchdog"
+)
+SOFTWARE_ARGUMENTS = "no_timer_check clocksource=hpet tsc=unstable"
+"""Without hardware virtualisation: the tick counter's speed is guessed at boot, wrongly on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What distinguishes machines that cannot be copies of each other."""
+
+    accelerator: str
+    """``tcg`` or ``kvm``."""
+    memory_mib: int
+    """Commands' and ``KERNEL_MIB``."""
+    cpus: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return self.memory_mib << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boot:
+    """How a machine starts from nothing."""
+
+    kernel: Path
+    initramfs: Path
+    console: Path
+    """File for what the kernel says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disks:
+    """Files behind the disks of a machine."""
+
+    system: Path
+    upper: tuple[Path, ...]
+    """Each over those before it: a raw disk unless ``is_blank``, then qcow2 files, of which the last is written."""
+    is_blank: bool
+    """Whether there is no raw disk at the bottom."""
+    layers: tuple[Path, ...]
+    """Squashfs files, from ``FIRST_LAYER`` on."""
+    empty: Path
+    """A qcow2 file of ``DISK_BYTES`` that holds nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """Descriptors that a machine inherits."""
+
+    control: int
+    """A socket for QMP."""
+    port: int
+    """A socket for the agent."""
+    state: int | None
+    """A file with the state of the devices, for a copy."""
+
+
+def command_line(program: str, shape: Shape, ram: Path, disks: Disks, wires: Wires, boot: Boot | None) -> list[str]:
+    """QEMU's command line: a machine that boots and shares its memory with the file ``ram``, or a copy of one.
+
+    A copy sees the memory in ``ram`` and keeps its changes to itself.
+    """
+    is_copy = boot is None
+    argv = [
+        *(program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
+        *(("-S",) if is_copy else ()),
+        *("-machine", f"pc,accel={shape.accelerator},memory-backend=ram,suppress-vmdesc=on,vmport=off"),
+        *("-cpu", "max" if shape.accelerator == "tcg" else "host", "-smp", str(shape.cpus)),
+        *("-m", f"{shape.memory_mib}M", "-object", _memory(shape, ram, is_shared=not is_copy)),
+        *("-global", "migration.send-configuration=off"),
+        *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+        *("-chardev", f"socket,id=control,fd={wires.control}", "-mon", "chardev=control,mode=control"),
+        *("-chardev", f"socket,id=port,fd={wires.port}", "-device", "virtio-serial-pci"),
+        *("-device", f"virtserialport,chardev=port,name={PORT_NAME}"),
+        *("-serial", "null" if boot is None else f"file:{boot.console}"),
+    ]
+    for node in _nodes(disks):
+        argv += ["-blockdev", orjson.dumps(node).decode()]
+    for number in range(FIRST_LAYER + LAYER_DISKS):
+        argv += ["-device", f"virtio-blk-pci,drive=disk{number},addr={number + 4:#x}"]
+    if boot is not None:
+        words = f"{BOOT_ARGUMENTS} {SOFTWARE_ARGUMENTS}" if shape.accelerator == "tcg" else BOOT_ARGUMENTS
+        argv += ["-kernel", str(boot.kernel), "-initrd", str(boot.initramfs), "-append", words]
+    elif wires.state is not None:
+        argv += ["-incoming", f"fd:{wires.state}"]
+    return argv
+
+
+def upper_node(path: Path, *, name: str) -> dict[str, object]:
+    """A new top for the disk that is written, for QEMU's ``blockdev-add``; what it lies over is said later."""
+    return {"driver": "qcow2", "node-name": name, "file": _file(path, is_written=True), "backing": None}
+
+
+def _memory(shape: Shape, ram: Path, *, is_shared: bool) -> str:
+    share = "on" if is_shared else "off"
+    return f"memory-backend-file,id=ram,size={shape.memory_mib}M,mem-path={ram},share={share}"
+
+
+def _nodes(disks: Disks) -> Iterator[dict[str, object]]:
+    """Block devices, each named before another one lies over it."""
+    yield {"driver": "raw", "node-name": "disk0", "file": _file(disks.system), "read-only": True}
+    yield from _chain(disks)
+    for place in range(LAYER_DISKS):
+        node: dict[str, object] = {"driver": "qcow2", "file": _file(disks.empty), "read-only": True}
+        if place < len(disks.layers):
+            name = f"layer{place}"
+            yield {"driver": "raw", "node-name": name, "file": _file(disks.layers[place]), "read-only": True}
+            node["backing"] = name
+        yield {**node, "node-name": f"disk{FIRST_LAYER + place}"}
+
+
+def _chain(disks: Disks) -> Iterator[dict[str, object]]:
+    below = ""
+    for height, path in enumerate(disks.upper):
+        is_top = height == len(disks.upper) - 1
+        is_raw = height == 0 and not disks.is_blank
+        name = f"disk{UPPER}" if is_top else f"upper{height}"
+        node: dict[str, object] = {"driver": "raw" if is_raw else "qcow2", "node-name": name}
+        node |= {"file": _file(path, is_written=is_top), "read-only": not is_top}
+        if below:
+            node["backing"] = below
+        yield node
+        below = name
+
+
+def _file(path: Path, *, is_written: bool = False) -> dict[str, object]:
+    return {"driver": "file", "filename": str(path), "locking": "off", "read-only": not is_written}
+
+
+def memory_mib(memory_bytes: int) -> int:
+    """Memory of a machine whose commands may use ``memory_bytes``, in steps that templates can share."""
+    return -(-memory_bytes // (64 << 20)) * 64 + KERNEL_MIB
+
+
+def too_many(layers: Sequence[Path]) -> bool:
+    """Whether an image's layers and a spec's mounts are more than a machine has places for."""
+    return len(layers) > LAYER_DISKS

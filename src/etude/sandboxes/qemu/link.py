@@ -1,0 +1,148 @@
+"""The host's end of an agent's language: questions with deadlines, answers, and tunnels to allowed places.
+
+    ask ──request──▶ port ──▶ agent ──answer──▶ whoever asked          tunnels: etude.sandboxes.qemu.outlets
+
+Owns the socket. Reads until the machine hangs up or says what cannot be understood; then everybody who waits gets a
+:class:`~etude.errors.SandboxError`, and so does who asks later. Any number may ask at a time.
+"""
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from etude.errors import SandboxError
+from etude.sandboxes.guest.agent import TUNNEL_WORDS
+from etude.sandboxes.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, Inbox, Message, Outbox
+from etude.sandboxes.qemu.outlets import Outlets
+
+CHUNK_BYTES = 256 << 10
+LARGE_BYTES = 1 << 20
+"""Bodies beyond this are sent one at a time: the agent holds what has come of all at once."""
+OPEN_LIMIT = 1000
+"""Questions without an answer yet."""
+
+
+class Link:
+    """Questions and answers over one socket."""
+
+    def __init__(self, *, next_id: int = 1, allow: Sequence[str] = ()) -> None:
+        """``next_id`` is above all numbers that the agent has heard, ``allow`` the places that tunnels may lead to."""
+        self.next_id = next_id
+        self._port: socket.socket | None = None
+        self._outbox = Outbox()
+        self._wanted = asyncio.Event()
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._large = asyncio.Lock()
+        self._outlets = Outlets(allow, lambda head, body: self.say(Message(head, body)))
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._error = ""
+
+    def open(self, port: socket.socket) -> None:
+        """Begin to listen and talk, over a socket that is now the link's."""
+        port.setblocking(False)
+        self._port = port
+        self._tasks = (asyncio.create_task(self._read(port)), asyncio.create_task(self._write(port)))
+
+    async def ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+        """Ask the agent to do something.
+
+        Raises :class:`~etude.errors.SandboxError` when there is no answer or it failed, ``ValueError`` for what the
+        agent says is the caller's error.
+        """
+        if len(body) > MESSAGE_LIMIT_BYTES - LARGE_BYTES:
+            raise ValueError(f"{len(body)} bytes are more than a virtual machine takes at a time: use several files")
+        if self._error or len(self._waiting) >= OPEN_LIMIT:
+            raise SandboxError(self._error or f"{OPEN_LIMIT} questions wait for a virtual machine's answer already")
+        number, self.next_id = self.next_id, self.next_id + 1
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(Message({"do": do, "id": number, **head}, body))
+                answer = await future
+        except TimeoutError:
+            raise SandboxError(f"the virtual machine did not answer {do!r} within {timeout_s} s") from None
+        except asyncio.CancelledError:
+            if do == "exec":
+                self.say(Message({"do": "kill", "id": 0, "command": number}))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        return _judge(answer)
+
+    def say(self, message: Message) -> None:
+        """Send something that has no answer."""
+        self._outbox.add(message)
+        self._wanted.set()
+
+    async def drain(self) -> None:
+        """Wait until all that was said is on its way."""
+        while self._outbox and not self._error:
+            await asyncio.sleep(0.001)
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._fail("the virtual machine is closed")
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._outlets.close()
+        if self._port is not None:
+            self._port.close()
+
+    async def _send(self, message: Message) -> None:
+        if len(message.body) < LARGE_BYTES:
+            self.say(message)
+            return
+        async with self._large:
+            self.say(message)
+            await self.drain()
+
+    async def _read(self, port: socket.socket) -> None:
+        inbox, loop = Inbox(), asyncio.get_running_loop()
+        try:
+            while data := await loop.sock_recv(port, CHUNK_BYTES):
+                for message in inbox.feed(data):
+                    self._hear(message)
+        except (OSError, FrameError, KeyError, TypeError) as error:
+            self._fail(f"the virtual machine talks nonsense: {error!r}")
+        else:
+            self._fail("the virtual machine ended")
+
+    async def _write(self, port: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._wanted.wait()
+                while self._outbox:
+                    await loop.sock_sendall(port, self._outbox.next_frame())
+                self._wanted.clear()
+        except OSError as error:
+            self._fail(f"the virtual machine hung up: {error}")
+
+    def _hear(self, message: Message) -> None:
+        head = message.head
+        if head.get("do") == "open" or head.get("do") in TUNNEL_WORDS:
+            self._outlets.hear(head, message.body)
+        else:
+            future = self._waiting.get(head["re"])
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def _fail(self, reason: str) -> None:
+        self._error = self._error or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SandboxError(self._error))
+
+
+def _judge(answer: Message) -> Message:
+    error = answer.head.get("error")
+    if error is None:
+        return answer
+    kind, words = error
+    raise {"value": ValueError}.get(kind, SandboxError)(str(words))

@@ -1,0 +1,213 @@
+"""Sandboxes that are virtual machines: QEMU with the base system's own kernel; implements ``SandboxProvider``.
+
+    create ──▶ template of this kind of world ──copy──▶ machine ──▶ sandbox
+
+With hardware virtualisation where a machine boots under it, else in software: slower by a factor of ten or so, the same
+in every other respect. Needs no right but to read ``/dev/kvm``, if there is one. Owns the machines, the templates and
+their folder, which the next provider removes if this one is killed; the machines die with this process.
+
+States: new ──create──▶ open ──close──▶ closed.
+"""
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from etude.errors import ConfigError, SandboxError
+from etude.sandboxes.debian import open_base
+from etude.sandboxes.images import ImageStore
+from etude.sandboxes.layers import remove_tree
+from etude.sandboxes.promises import check_spec
+from etude.sandboxes.qemu.acceleration import find_accelerator
+from etude.sandboxes.qemu.disks import missing_tools
+from etude.sandboxes.qemu.furnishing import furnishing_of, shape_of
+from etude.sandboxes.qemu.machine import Frozen, Machine
+from etude.sandboxes.qemu.sandbox import QemuSandbox, identity_of
+from etude.sandboxes.qemu.templates import Templates
+from etude.sandboxes.qemu.uppers import unpack_upper
+from etude.sandboxes.scratch import Scratch
+from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
+
+PROGRAM = "qemu-system-x86_64"
+CLAIMS = frozenset(Capability)
+"""All of them: a machine of its own has everything."""
+PACKAGES: Mapping[str, str] = {
+    "qemu-img": "qemu-utils", "mke2fs": "e2fsprogs", "mksquashfs": "squashfs-tools", "setpriv": "util-linux"
+}  # fmt: skip
+VERSION_TIMEOUT_S = 10.0
+
+Accelerator = Literal["auto", "kvm", "tcg"]
+
+
+class QemuSandboxes:
+    """Makes virtual machines."""
+
+    def __init__(
+        self,
+        *,
+        store: ImageStore | None = None,
+        scratch: Path | None = None,
+        base: str = "debian",
+        accelerator: Accelerator = "auto",
+        program: str = PROGRAM,
+    ) -> None:
+        """``store`` has the images and the base system ``base``; ``scratch`` is where machines have their files.
+
+        Raises :class:`~etude.errors.ConfigError` when a program is missing or the base system is not built.
+        """
+        found = shutil.which(program)
+        missing = [*missing_tools(), *([] if found else [program])]
+        if found is None or missing:
+            packages = sorted({PACKAGES.get(name, "qemu-system-x86") for name in missing})
+            raise ConfigError(f"{missing} are not installed: on Debian or Ubuntu, apt-get install {' '.join(packages)}")
+        self.accelerator: str = accelerator
+        """``auto`` until the first sandbox was asked for, then ``kvm`` or ``tcg``."""
+        self._program = found
+        self._store = store or ImageStore()
+        self._base = open_base(self._store, base)
+        self._parent = scratch
+        self._scratch: Scratch | None = None
+        self._templates: Templates | None = None
+        self._opening = asyncio.Lock()
+        self._sandboxes: set[QemuSandbox] = set()
+        self._made = 0
+        self._closed = False
+
+    async def capabilities(self) -> frozenset[Capability]:
+        """All of them, once a machine has booted. Raises :class:`~etude.errors.SandboxError` when none does."""
+        templates = await self._open()
+        await templates.booted(shape_of(self.accelerator, SandboxLimits()))
+        return CLAIMS
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> QemuSandbox:
+        """A fresh machine that holds ``files``. The first of its kind takes longer, since its template is made.
+
+        Raises :class:`~etude.errors.SandboxError`, ``ValueError`` for a path that would leave the sandbox.
+        """
+        spec = spec or SandboxSpec()
+        check_spec(spec, CLAIMS, "qemu")
+        templates = await self._open()
+        furnishing = await asyncio.to_thread(furnishing_of, spec, self.accelerator, self._store, self._base)
+        frozen = await templates.furnished(furnishing)
+        (sandbox,) = await self.copies(spec, (frozen,), 1)
+        try:
+            await sandbox.write_files(files)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        """Kill every machine and remove all files; calling it twice is harmless."""
+        self._closed = True
+        async with self._opening:
+            await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+            if self._scratch is not None:
+                self._scratch.close()
+                self._scratch = None
+
+    async def copies(self, spec: SandboxSpec, held: tuple[Frozen, ...], count: int) -> Sequence[QemuSandbox]:
+        """So many sandboxes that start from the first of ``held`` and need the files of all; or none, and an error."""
+        for frozen in held * count:
+            self._opened.hold(frozen)
+        made = await asyncio.gather(*(self._copy(spec, held) for _ in range(count)), return_exceptions=True)
+        errors = [result for result in made if isinstance(result, BaseException)]
+        sandboxes = [result for result in made if isinstance(result, QemuSandbox)]
+        if errors:
+            await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+            raise errors[0]
+        return sandboxes
+
+    def hold(self, sandbox: QemuSandbox, frozen: Frozen) -> None:
+        """Keep the files of something frozen as long as a sandbox."""
+        self._opened.hold(frozen)
+        sandbox.held = (frozen, *sandbox.held)
+
+    def fresh_folder(self) -> Path:
+        """Where a machine can be written down."""
+        return self._opened.fresh_folder()
+
+    async def keep_files(self, spec: SandboxSpec, pack: Callable[..., Awaitable[tuple[bytes, bool]]]) -> Image:
+        """An image of a sandbox's own image and what ``pack`` gives, part by part."""
+        folder = self._new_folder()
+        tar, layer = folder / "tar", folder / "layer"
+        limit_bytes, is_last = 2 * spec.limits.disk_bytes + (64 << 20), False
+        with tar.open("xb") as file:
+            while not is_last:
+                part, is_last = await pack(is_first=file.tell() == 0)
+                file.write(part)
+                if file.tell() > limit_bytes:
+                    raise SandboxError(f"a virtual machine wrote more than the {limit_bytes} bytes that it could have")
+        await asyncio.to_thread(unpack_upper, tar, layer)
+        tar.unlink()
+        image = spec.image
+        return Image(
+            base=image.base,
+            layers=(*image.layers, layer),
+            environment=image.environment,
+            workdir=image.workdir,
+        )
+
+    async def forget(self, sandbox: QemuSandbox, machine: Machine) -> None:
+        """A sandbox has been closed."""
+        if sandbox in self._sandboxes:
+            self._sandboxes.discard(sandbox)
+            self._let_go(sandbox.held)
+            await asyncio.to_thread(remove_tree, machine.folder)
+
+    @property
+    def _opened(self) -> Templates:
+        if self._templates is None:
+            raise SandboxError("the sandbox provider has no sandboxes yet")
+        return self._templates
+
+    async def _copy(self, spec: SandboxSpec, held: tuple[Frozen, ...]) -> QemuSandbox:
+        folder = self._new_folder()
+        try:
+            machine = await Machine.copy(self._program, held[0], folder, identity_of(_name(), spec))
+        except BaseException:
+            self._let_go(held)
+            remove_tree(folder)
+            raise
+        sandbox = QemuSandbox(self, spec, machine, held)
+        self._sandboxes.add(sandbox)
+        if self._closed:
+            await sandbox.close()
+            raise SandboxError("the sandbox provider is closed")
+        return sandbox
+
+    def _let_go(self, held: tuple[Frozen, ...]) -> None:
+        for frozen in held:
+            self._opened.let_go(frozen)
+
+    async def _open(self) -> Templates:
+        """Make the folder and find out what accelerates, once."""
+        async with self._opening:
+            if self._closed:
+                raise SandboxError("the sandbox provider is closed")
+            if self._templates is None:
+                self._scratch = Scratch.open(self._parent)
+                version = await self._version()
+                self._templates = Templates(self._program, version, self._store, self._base, self._scratch.path)
+            if self.accelerator == "auto":
+                self.accelerator = await find_accelerator(self._templates, self._store)
+            return self._templates
+
+    async def _version(self) -> str:
+        process = await asyncio.create_subprocess_exec(self._program, "--version", stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(VERSION_TIMEOUT_S):
+            output, _ = await process.communicate()
+        return output.decode(errors="replace").strip()
+
+    def _new_folder(self) -> Path:
+        if self._scratch is None:
+            raise SandboxError("the sandbox provider is closed")
+        return self._scratch.create(reader=None)
+
+
+def _name() -> str:
+    """A name that no other machine has."""
+    return f"box-{secrets.token_hex(4)}"

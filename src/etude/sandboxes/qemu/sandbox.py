@@ -1,0 +1,183 @@
+"""One virtual machine as a sandbox; implements :class:`~etude.protocols.Sandbox`.
+
+Owns the machine and its time to live. What happens inside is the agent's (:mod:`etude.sandboxes.guest.agent`).
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import SandboxError
+from etude.protocols import ExecResult
+from etude.sandboxes.archives import EXPORT_LIMIT_BYTES, read_archive
+from etude.sandboxes.guest.frames import Message
+from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
+from etude.worlds import Image, SandboxSpec, SandboxStats
+
+if TYPE_CHECKING:
+    from etude.sandboxes.qemu.provider import QemuSandboxes
+
+FILE_TIMEOUT_S = 60.0
+"""For one file."""
+ARCHIVE_TIMEOUT_S = 300.0
+GRACE_S = 30.0
+"""How much later than a command's own deadline its end may be reported."""
+
+
+class QemuSandbox:
+    """A world of commands in a machine of its own."""
+
+    def __init__(
+        self, provider: "QemuSandboxes", spec: SandboxSpec, machine: Machine, held: tuple[Frozen, ...]
+    ) -> None:
+        """``held`` are those whose files the machine or its copies need, what it is a copy of among them."""
+        self.spec = spec
+        self.held = held
+        self._provider = provider
+        self._machine = machine
+        self._started_at = time.monotonic()
+        self._closed = False
+        self._closing = asyncio.Lock()
+        self._still = asyncio.Lock()
+        self._bulk = asyncio.Lock()
+        self._expiry = asyncio.get_running_loop().call_later(spec.ttl_s, self._expire)
+        self._reason = "the sandbox is closed"
+        self._expiring: asyncio.Task[None] | None = None
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Run one command; 64 KiB of each of its outputs are kept. See :meth:`~etude.protocols.Sandbox.exec`."""
+        if not argv or not 0 < timeout_s < math.inf or any("\0" in word for word in argv):
+            raise ValueError(f"exec(argv={argv!r}, timeout_s={timeout_s!r}) needs a command and some time")
+        order = {"argv": list(argv), "environment": dict(environment or {}), "timeout_s": timeout_s}
+        head = (await self._ask("exec", order, stdin.encode(), timeout_s=timeout_s + GRACE_S)).head
+        return ExecResult(
+            exit_code=int(head["exit_code"]),
+            stdout=str(head["stdout"]),
+            stderr=str(head["stderr"]),
+            timed_out=bool(head["timed_out"]),
+            truncated=bool(head["truncated"]),
+            seconds=float(head["seconds"]),
+        )
+
+    async def read_file(self, path: str) -> str | None:
+        """The first 8 MiB of a file's text. See :meth:`~etude.protocols.Sandbox.read_file`."""
+        answer = await self._ask("read", {"path": path}, timeout_s=FILE_TIMEOUT_S)
+        return answer.body.decode("utf-8", "replace") if answer.head["found"] else None
+
+    async def write_file(self, path: str, text: str) -> None:
+        """See :meth:`~etude.protocols.Sandbox.write_file`."""
+        await self.write_files({path: text})
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
+        """See :meth:`~etude.protocols.Sandbox.export`."""
+        if not 0 < limit_bytes <= 2 * EXPORT_LIMIT_BYTES:
+            raise ValueError(f"limit_bytes={limit_bytes!r}: a virtual machine exports at most {2 * EXPORT_LIMIT_BYTES}")
+        order = {"paths": list(paths), "limit_bytes": limit_bytes}
+        async with self._bulk:
+            tar = (await self._ask("export", order, timeout_s=ARCHIVE_TIMEOUT_S)).body
+        await asyncio.to_thread(_check_archive, tar)
+        return tar
+
+    async def load(self, tar: bytes) -> None:
+        """See :meth:`~etude.protocols.Sandbox.load`."""
+        async with self._bulk:
+            await self._ask("load", {}, tar, timeout_s=ARCHIVE_TIMEOUT_S)
+
+    async def stats(self) -> SandboxStats:
+        """What the commands use, as the machine's kernel counts it."""
+        stats: Mapping[str, Any] = (await self._ask("stats", {}, timeout_s=FILE_TIMEOUT_S)).head["stats"]
+        return SandboxStats(
+            memory_bytes=float(stats["memory_bytes"]),
+            disk_bytes=float(stats["disk_bytes"]),
+            processes=float(stats["processes"]),
+            cpu_s=float(stats["cpu_s"]),
+            age_s=time.monotonic() - self._started_at,
+        )
+
+    async def snapshot(self) -> Image:
+        """The files as a layer over the image's; commands stand still meanwhile."""
+        async with self._still:
+            await self._ask("freeze", {"frozen": True}, timeout_s=FILE_TIMEOUT_S)
+            try:
+                return await self._provider.keep_files(self.spec, self._pack)
+            finally:
+                await self._ask("freeze", {"frozen": False}, timeout_s=FILE_TIMEOUT_S)
+
+    async def fork(self, count: int = 1) -> Sequence["QemuSandbox"]:
+        """Copies that go on in the middle of whatever this one does; it stands still for a moment."""
+        if count < 1:
+            raise ValueError(f"fork({count}): at least one copy")
+        async with self._still:
+            self._check_open()
+            await self._machine.rest()
+            try:
+                frozen = await self._machine.freeze(self._provider.fresh_folder(), keep=True)
+            finally:
+                await self._machine.resume()
+        self._provider.hold(self, frozen)  # its disk goes on over the frozen one
+        return await self._provider.copies(self.spec, self.held, count)
+
+    async def close(self) -> None:
+        """Kill the machine and remove its files."""
+        await self._end("the sandbox is closed")
+
+    async def write_files(self, files: Mapping[str, str]) -> None:
+        """Write several files at once."""
+        datas = {path: text.encode() for path, text in files.items()}
+        if datas:
+            sizes = [[path, len(data)] for path, data in datas.items()]
+            await self._ask("write", {"files": sizes}, b"".join(datas.values()), timeout_s=FILE_TIMEOUT_S)
+
+    async def _pack(self, *, is_first: bool) -> tuple[bytes, bool]:
+        """The next part of what was written, as a tar, and whether it is the last."""
+        answer = await self._ask("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
+        return answer.body, bool(answer.head["last"])
+
+    async def _ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+        self._check_open()
+        try:
+            return await self._machine.link.ask(do, head, body, timeout_s=timeout_s)
+        except SandboxError as error:
+            if self._closed:
+                raise SandboxError(self._reason) from error
+            raise
+        except (KeyError, TypeError, UnicodeError) as error:
+            raise SandboxError(f"a virtual machine's answer to {do!r} cannot be read: {error!r}") from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxError(self._reason)
+
+    def _expire(self) -> None:
+        words = f"the sandbox's time is up: its ttl_s is {self.spec.ttl_s}"
+        self._expiring = asyncio.get_running_loop().create_task(self._end(words))
+
+    async def _end(self, reason: str) -> None:
+        if not self._closed:
+            self._closed, self._reason = True, reason
+            self._expiry.cancel()
+        async with self._closing:
+            await self._machine.kill()
+            await self._provider.forget(self, self._machine)
+
+
+def identity_of(name: str, spec: SandboxSpec) -> Identity:
+    """What a sandbox's machine is called, and what it may reach."""
+    return Identity(name=name, allow=spec.allow)
+
+
+def _check_archive(tar: bytes) -> None:
+    """What comes from inside is held to what an archive may be. Raises :class:`~etude.errors.SandboxError`."""
+    try:
+        read_archive(tar)
+    except ValueError as error:
+        raise SandboxError(f"a virtual machine exported what is no archive: {error}") from error

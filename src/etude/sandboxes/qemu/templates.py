@@ -1,0 +1,198 @@
+"""Machines at rest that sandboxes are copied from: one booted for each shape, and one furnished for each kind of world.
+
+    boot (seconds) ──▶ booted, kept on disk ──copy, make the world──▶ furnished, kept in memory ──copy──▶ sandbox
+
+A booted machine depends on nothing but QEMU, the base system, the agent's code and its shape, so it is stored beside
+the images and found again by the next process. Owns both kinds and who waits for one that is being made; at most
+``FURNISHED_LIMIT`` furnished ones are kept, and those that sandboxes still use beside them.
+"""
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from etude.errors import SandboxError
+from etude.sandboxes.debian import Base
+from etude.sandboxes.images import ImageStore, settle
+from etude.sandboxes.initramfs import agent_archive
+from etude.sandboxes.layers import remove_tree
+from etude.sandboxes.qemu.disks import make_empty, make_writable
+from etude.sandboxes.qemu.furnishing import Furnishing
+from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, Wires, command_line
+from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
+
+BOOT_TIMEOUT_S = 180.0
+"""Software emulation on a busy machine; on an idle one it takes eight seconds."""
+WORLD_TIMEOUT_S = 60.0
+FURNISHED_LIMIT = 16
+BOOTED_LIMIT = 12
+"""Kept on disk; each takes some 150 MB."""
+LOCK_LIMIT = 8 * FURNISHED_LIMIT
+"""Of templates that are being made or once were."""
+CONSOLE_TAIL = 600
+"""Characters of what a kernel said that are shown when it does not boot."""
+
+
+class Templates:
+    """Booted and furnished machines, made when they are first asked for."""
+
+    def __init__(self, program: str, version: str, store: ImageStore, base: Base, folder: Path) -> None:
+        """``folder`` is where furnished ones are kept, ``version`` QEMU's own words about itself."""
+        self._program = program
+        self._version = version
+        self._store = store
+        self._base = base
+        self._folder = folder
+        self._agent = agent_archive()
+        self._furnished: OrderedDict[str, Frozen] = OrderedDict()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: dict[Path, int] = {}
+        self._made = 0
+
+    async def furnished(self, furnishing: Furnishing) -> Frozen:
+        """The template of a kind of world; whoever copies it says so with :meth:`hold`."""
+        key = furnishing.key
+        async with self._locks.setdefault(key, asyncio.Lock()):
+            if key not in self._furnished:
+                self._furnished[key] = await self._furnish(furnishing)
+            self._furnished.move_to_end(key)
+            self._evict()
+            return self._furnished[key]
+
+    async def booted(self, shape: Shape, timeout_s: float = BOOT_TIMEOUT_S) -> Frozen:
+        """A machine of a shape as it is when its agent first answers.
+
+        Raises :class:`~etude.errors.SandboxError` with the end of what its kernel said when it does not.
+        """
+        place = self._store.folder / "machines" / self.key(shape)
+        async with self._locks.setdefault(place.name, asyncio.Lock()):
+            if not (place / "frozen.json").exists():
+                place.parent.mkdir(exist_ok=True)
+                await self._boot(shape, place, timeout_s)
+                await asyncio.to_thread(prune, place.parent)
+            os.utime(place / "frozen.json")
+            next_id = orjson.loads((place / "frozen.json").read_bytes())["next_id"]
+            return Frozen(shape=shape, folder=place, disks=self._blank(place), next_id=next_id)
+
+    def hold(self, frozen: Frozen) -> None:
+        """Keep a template's files until they are let go as often."""
+        self._users[frozen.folder] = self._users.get(frozen.folder, 0) + 1
+
+    def let_go(self, frozen: Frozen) -> None:
+        """Say that one copy less needs a template's files."""
+        self._users[frozen.folder] -= 1
+        if not self._users[frozen.folder]:
+            del self._users[frozen.folder]
+            if all(kept.folder != frozen.folder for kept in self._furnished.values()):
+                remove_tree(frozen.folder)
+
+    def fresh_folder(self) -> Path:
+        """The path of a folder that does not exist yet."""
+        self._made += 1
+        return self._folder / f"t{self._made:06d}"
+
+    def _evict(self) -> None:
+        if len(self._locks) > LOCK_LIMIT:
+            kept = {key: lock for key, lock in self._locks.items() if lock.locked() or key in self._furnished}
+            self._locks = kept
+        while len(self._furnished) > FURNISHED_LIMIT:
+            _, frozen = self._furnished.popitem(last=False)
+            if frozen.folder not in self._users:
+                remove_tree(frozen.folder)
+
+    async def _furnish(self, furnishing: Furnishing) -> Frozen:
+        """Copy a booted machine, have it make the world, and bring it to rest."""
+        booted = await self.booted(furnishing.shape)
+        disk = await asyncio.to_thread(self._writable, furnishing.disk_bytes)
+        disks = replace(booted.disks, upper=(disk,), is_blank=False, layers=furnishing.layers)
+        folder = self.fresh_folder()
+        folder.mkdir()
+        machine = await Machine.copy(self._program, booted, folder, Identity(name="template"), disks)
+        try:
+            order: Mapping[str, Any] = orjson.loads(furnishing.order)
+            await machine.link.ask("world", {**order, "upper": UPPER}, timeout_s=WORLD_TIMEOUT_S)
+            await machine.rest()
+            return await machine.freeze(self.fresh_folder(), keep=False)
+        finally:
+            await machine.kill()
+            remove_tree(folder)
+
+    async def _boot(self, shape: Shape, place: Path, timeout_s: float) -> None:
+        with self._store.incoming() as folder:
+            blank = self._blank(folder)
+            await asyncio.to_thread(make_empty, folder / "empty.qcow2")
+            top = folder / "upper.qcow2"
+            shutil.copyfile(blank.empty, top)
+            (folder / "initrd").write_bytes(self._base.initramfs.read_bytes() + self._agent)
+            boot = Boot(kernel=self._base.kernel, initramfs=folder / "initrd", console=folder / "console")
+            machine = await Machine.boot(self._program, shape, boot, replace(blank, upper=(top,)), folder)
+            try:
+                await machine.link.ask("hello", {}, timeout_s=timeout_s)
+                await machine.rest()
+                frozen = await machine.freeze(folder / "frozen", keep=False)
+            except SandboxError as error:
+                raise SandboxError(f"a virtual machine does not boot: {error}{_tail(folder / 'console')}") from error
+            finally:
+                await machine.kill()
+            (folder / "empty.qcow2").rename(frozen.folder / "empty.qcow2")
+            (frozen.folder / "frozen.json").write_bytes(orjson.dumps({"next_id": frozen.next_id}))
+            settle(frozen.folder, place)
+
+    def _blank(self, folder: Path) -> Disks:
+        return Disks(system=self._base.disk, upper=(), is_blank=True, layers=(), empty=folder / "empty.qcow2")
+
+    def _writable(self, size_bytes: int) -> Path:
+        """A disk with nothing on it, of which all copies of this size are made."""
+        path = self._folder / f"disk{size_bytes}"
+        if not path.exists():
+            make_writable(path, size_bytes)
+        return path
+
+    def key(self, shape: Shape) -> str:
+        """Digest of all that a booted machine depends on."""
+        wires = Wires(control=0, port=0, state=None)
+        boot = Boot(kernel=Path("kernel"), initramfs=Path("initrd"), console=Path("console"))
+        disks = replace(self._blank(Path()), upper=(Path("upper"),))
+        parts = [*command_line(self._program, shape, Path("ram"), disks, wires, boot), self._version, _host(shape)]
+        digest = hashlib.sha256("\0".join(parts).encode())
+        for part in (self._agent, self._base.initramfs.read_bytes(), self._base.kernel.read_bytes()):
+            digest.update(hashlib.sha256(part).digest())
+        status = self._base.disk.stat()
+        digest.update(f"{self._base.digest} {status.st_size} {status.st_mtime_ns}".encode())
+        return digest.hexdigest()[:24]
+
+
+def prune(folder: Path) -> None:
+    """Keep the booted machines, and the notes on those that did not boot, that were used last."""
+    used = {path: path.stat().st_mtime_ns for path in folder.glob("*.refused")}
+    used |= {file.parent: file.stat().st_mtime_ns for file in folder.glob("*/frozen.json")}
+    for path in sorted(used, key=lambda path: used[path])[:-BOOTED_LIMIT]:
+        if path.is_dir():
+            (path / "frozen.json").unlink()  # first, so that nobody takes half a machine for one
+            remove_tree(path)
+        else:
+            path.unlink()
+
+
+def _host(shape: Shape) -> str:
+    """With hardware virtualisation the guest sees the machine's own processor, so a copy is good on no other."""
+    if shape.accelerator == "tcg":
+        return ""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "microcode"))}))
+
+
+def _tail(console: Path) -> str:
+    try:
+        text = console.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+    return f"; its console ends: {text[-CONSOLE_TAIL:]}" if text else ""

@@ -1,0 +1,368 @@
+"""The reference server of remote sandboxes: any provider of this machine, for clients with a key.
+
+    client ──HTTP──▶ this server ──▶ provider ──▶ sandboxes, in the network they are meant for
+
+Owns who may do what: keys, sizes, how many sandboxes, which images and folders of this machine a client may name; and
+the leases (:mod:`etude.sandboxes.remote_holdings`), so that nothing outlives a lost client. What is said:
+:mod:`etude.sandboxes.remote_wire`. Listening and encryption are its caller's, whose runner must cancel the handlers of
+clients that hang up (``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
+
+States: new ──start-up of the app──▶ open ──clean-up──▶ closed. Consumes requests; waits for the provider, which keeps
+the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of its own, which a client
+that asks again finds. On clean-up every sandbox is closed.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+from aiohttp import web
+
+from etude.errors import ConfigError, EtudeError, SandboxError, Unsupported
+from etude.protocols import Sandbox, SandboxProvider
+from etude.sandboxes import remote_wire as wire
+from etude.sandboxes.remote_holdings import Held, Holdings
+from etude.worlds import WORKDIR, Image, SandboxSpec
+
+PREFIX = f"/v{wire.VERSION}"
+SWEEPS_PER_LEASE = 8
+"""How often leases are looked at."""
+BODY_TIMEOUT_S = 300.0
+"""For a client to send all of a request."""
+TAR = "application/x-tar"
+Answer: TypeAlias = wire.Message | bytes
+"""JSON, or a tar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What clients may have."""
+
+    sandboxes: int = 256
+    """Open at a time, of each key."""
+    snapshots: int = 64
+    """Kept of each key, as long as the server runs."""
+    requests: int = 1024
+    """Under way at a time, of all keys; one more is told to come back."""
+    lease_s: float = 60.0
+    """After which a sandbox nobody asks for is closed."""
+    ttl_s: float = 24 * 3600.0
+    """The longest that a sandbox may live."""
+    tar_bytes: int = 256 << 20
+    """Of one export or load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permissions:
+    """What of this machine clients may name."""
+
+    folders: Sequence[Path] = ()
+    """Folders below which a layer or a mount may be: clients see all that is in there."""
+    images: Callable[[str], Image] | None = None
+    """Finds a stored image by its digest or name, or raises :class:`~etude.errors.ConfigError`."""
+
+    def resolve(self, spec: SandboxSpec, snapshots: Mapping[str, Image]) -> SandboxSpec:
+        """The specification with its image found; :class:`~etude.errors.Unsupported` for paths that are not allowed.
+
+        An image is found by its digest, so that a client may name one that is stored on both machines; variables and
+        working folder of the specification come before those that are stored.
+        """
+        self._check(spec.mounts.values(), "a mount")
+        stored = self._stored(spec.image, snapshots)
+        if stored is None:
+            self._check(spec.image.layers, "a layer")
+            return spec
+        environment = {**stored.environment, **spec.image.environment}
+        workdir = stored.workdir if spec.image.workdir == WORKDIR else spec.image.workdir
+        return replace(spec, image=replace(stored, environment=environment, workdir=workdir))
+
+    def _stored(self, image: Image, snapshots: Mapping[str, Image]) -> Image | None:
+        if not image.digest:
+            return None
+        if image.digest in snapshots:
+            return snapshots[image.digest]
+        if self.images is None:
+            if image.layers:
+                return None
+            raise ConfigError(f"image {image.digest!r} is no snapshot, and this server has no store of images")
+        return self.images(image.digest)
+
+    def _check(self, paths: Iterable[Path], what: str) -> None:
+        for path in paths:
+            if not any(path.resolve().is_relative_to(folder.resolve()) for folder in self.folders):
+                raise Unsupported(
+                    f"{path} cannot be {what} of a remote sandbox: use an image by its digest, or let the server share "
+                    "the folder"
+                )
+
+
+class SandboxServer:
+    """Answers the clients of one provider, which stays the caller's to close."""
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        keys: Mapping[str, str],
+        *,
+        limits: ServerLimits | None = None,
+        permissions: Permissions | None = None,
+    ) -> None:
+        """``keys`` are the SHA-256 of each client's key, in hexadecimal digits, by the client's name.
+
+        Raises :class:`~etude.errors.ConfigError` without any key.
+        """
+        if not keys:
+            raise ConfigError("a server of sandboxes without keys would serve nobody: name at least one")
+        self._provider = provider
+        self._clients = MappingProxyType({digest: client for client, digest in keys.items()})
+        self._limits = limits or ServerLimits()
+        self._permissions = permissions or Permissions()
+        self._holdings = Holdings(lease_s=self._limits.lease_s, limit=self._limits.sandboxes)
+        self._sandboxes: dict[Held, asyncio.Task[Sandbox]] = {}
+        self._ttls_s: dict[Held, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._snapshots: dict[str, dict[str, Image]] = {client: {} for client in keys}
+        self._under_way = 0
+
+    def __len__(self) -> int:
+        """Sandboxes that are open, or being made."""
+        return len(self._sandboxes)
+
+    def app(self) -> web.Application:
+        """The routes; leases are watched for as long as it runs, and then every sandbox is closed."""
+        app = web.Application(client_max_size=max(self._limits.tar_bytes + wire.TAR_SLACK_BYTES, wire.JSON_LIMIT_BYTES))
+        place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
+        app.router.add_get(f"{PREFIX}/capabilities", self._route(self._promise))
+        app.router.add_post(f"{PREFIX}/leases", self._route(self._renew))
+        app.router.add_put(place, self._route(self._create))
+        app.router.add_delete(place, self._route(self._delete))
+        actions = {"exec": _exec, "read": _read, "write": _write, "load": _load, "stats": _stats}
+        for action, act in actions.items():
+            app.router.add_post(f"{place}/{action}", self._route(self._use(act)))
+        for action, owned in {"export": self._export, "snapshot": self._snapshot, "fork": self._fork}.items():
+            app.router.add_post(f"{place}/{action}", self._route(owned))
+        app.cleanup_ctx.append(self._watch)
+        return app
+
+    def _route(
+        self, handle: "Callable[[Held, bytes], Awaitable[Answer]]"
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Let those in who have a key, read what they send, and tell them what went wrong."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                held = Held(_client(request, self._clients), request.match_info.get("name", ""))
+                if self._under_way >= self._limits.requests:
+                    raise SandboxError(f"{self._under_way} requests are under way: try again later")
+                self._under_way += 1
+                try:
+                    return _response(await handle(held, await _body(request)))
+                finally:
+                    self._under_way -= 1
+            except _Stranger as error:
+                return _refuse(wire.Refusal(fault=wire.Fault.KEY, message=str(error)))
+            except (EtudeError, ValueError) as error:
+                return _refuse(wire.Refusal.of(error))
+
+        return answer
+
+    async def _promise(self, held: Held, body: bytes) -> Answer:
+        claims = await self._provider.capabilities()
+        return wire.Promises(version=wire.VERSION, capabilities=sorted(map(str, claims)))
+
+    async def _renew(self, held: Held, body: bytes) -> Answer:
+        names = wire.read_message(wire.Names, body).names
+        lost = self._holdings.renew([Held(held.holder, name) for name in names], time.monotonic())
+        return wire.Names(names=[each.name for each in lost])
+
+    async def _create(self, held: Held, body: bytes) -> Answer:
+        order = wire.read_message(wire.Creation, body)
+        if held not in self._sandboxes:
+            spec = self._permissions.resolve(order.spec(), self._snapshots[held.holder])
+            if spec.ttl_s > self._limits.ttl_s:
+                raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
+            self._make([held], spec.ttl_s, [self._provider.create(order.files, spec)])
+        await self._made(held)
+        return wire.Lease(lease_s=self._limits.lease_s)
+
+    async def _delete(self, held: Held, body: bytes) -> Answer:
+        await asyncio.shield(self._close(held))
+        return wire.Done()
+
+    def _use(
+        self, act: "Callable[[Sandbox, bytes], Awaitable[Answer]]"
+    ) -> "Callable[[Held, bytes], Awaitable[Answer]]":
+        async def use(held: Held, body: bytes) -> Answer:
+            return await self._with(held, lambda sandbox: act(sandbox, body))
+
+        return use
+
+    async def _with(self, held: Held, act: "Callable[[Sandbox], Awaitable[Answer]]") -> Answer:
+        """Do something with a sandbox that is held, and meanwhile keep it."""
+        if not self._holdings.begin(held, time.monotonic()):
+            raise SandboxError(f"sandbox {held.name} is closed, or its lease or time to live is over")
+        try:
+            return await act(await self._made(held))
+        finally:
+            self._holdings.end(held, time.monotonic())
+
+    async def _export(self, held: Held, body: bytes) -> Answer:
+        choice = wire.read_message(wire.Choice, body)
+        limit_bytes = min(choice.limit_bytes, self._limits.tar_bytes)
+        return await self._with(held, lambda sandbox: sandbox.export(choice.paths, limit_bytes=limit_bytes))
+
+    async def _snapshot(self, held: Held, body: bytes) -> Answer:
+        kept = self._snapshots[held.holder]
+
+        async def keep(sandbox: Sandbox) -> Answer:
+            if len(kept) >= self._limits.snapshots:
+                raise SandboxError(f"{len(kept)} snapshots of this key are kept, which is the limit of this server")
+            image = await sandbox.snapshot()
+            name = f"snapshot-{uuid.uuid4().hex}"
+            kept[name] = image
+            return wire.Picture(digest=name, environment=dict(image.environment), workdir=image.workdir)
+
+        return await self._with(held, keep)
+
+    async def _fork(self, held: Held, body: bytes) -> Answer:
+        names = wire.read_message(wire.Names, body).names
+        if not 0 < len(set(names)) == len(names) <= wire.MAX_FORKS:
+            raise ValueError(f"fork({len(names)}): expected 1 to {wire.MAX_FORKS} different names")
+        forks = [Held(held.holder, name) for name in names]
+
+        async def fork(sandbox: Sandbox) -> Answer:
+            if any(each not in self._sandboxes for each in forks):
+                together = asyncio.ensure_future(sandbox.fork(len(forks)))
+                self._make(forks, self._ttls_s[held], [_one(together, index) for index in range(len(forks))])
+            for each in forks:
+                await self._made(each)
+            return wire.Done()
+
+        return await self._with(held, fork)
+
+    def _make(self, helds: Sequence[Held], ttl_s: float, makings: "Sequence[Coroutine[None, None, Sandbox]]") -> None:
+        """Hold new sandboxes, which are made whether their client waits for it or not."""
+        try:
+            self._holdings.take(helds, ttl_s, time.monotonic())
+        except SandboxError:
+            for making in makings:
+                making.close()
+            raise
+        for held, making in zip(helds, makings, strict=True):
+            self._sandboxes[held] = asyncio.create_task(making)
+            self._ttls_s[held] = ttl_s
+
+    async def _made(self, held: Held) -> Sandbox:
+        """The sandbox, once it is made; one that could not be is held no more."""
+        making = self._sandboxes[held]
+        try:
+            return await asyncio.shield(making)
+        except (EtudeError, ValueError):
+            self._close(held)
+            raise
+
+    def _close(self, held: Held) -> "asyncio.Task[None]":
+        """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""
+        self._holdings.drop(held)
+        self._ttls_s.pop(held, None)
+        closing = asyncio.create_task(_end(self._sandboxes.pop(held, None)))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def _watch(self, app: web.Application) -> AsyncIterator[None]:
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(self._limits.lease_s / SWEEPS_PER_LEASE)
+                for held in self._holdings.due(time.monotonic()):
+                    self._close(held)
+
+        sweeping = asyncio.create_task(sweep())
+        yield
+        sweeping.cancel()
+        for held in list(self._sandboxes):
+            self._close(held)
+        await asyncio.gather(sweeping, *self._closing, return_exceptions=True)
+
+
+class _Stranger(Exception):
+    """A request has no key that is known."""
+
+
+def _client(request: web.Request, clients: Mapping[str, str]) -> str:
+    """Whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    client = clients.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
+    if scheme.lower() != "bearer" or client is None:
+        raise _Stranger("this key is not known here: send Authorization: Bearer KEY")
+    return client
+
+
+async def _exec(sandbox: Sandbox, body: bytes) -> Answer:
+    order = wire.read_message(wire.Order, body)
+    result = await sandbox.exec(order.argv, stdin=order.stdin, timeout_s=order.timeout_s, environment=order.environment)
+    return wire.Ending.of(result)
+
+
+async def _read(sandbox: Sandbox, body: bytes) -> Answer:
+    path = wire.read_message(wire.PathOnly, body).path
+    return wire.FileText(path=path, text=await sandbox.read_file(path))
+
+
+async def _write(sandbox: Sandbox, body: bytes) -> Answer:
+    file = wire.read_message(wire.FileText, body)
+    if file.text is None:
+        raise ValueError(f"{file.path!r} has no text to write")
+    await sandbox.write_file(file.path, file.text)
+    return wire.Done()
+
+
+async def _load(sandbox: Sandbox, body: bytes) -> Answer:
+    await sandbox.load(body)
+    return wire.Done()
+
+
+async def _stats(sandbox: Sandbox, body: bytes) -> Answer:
+    return wire.Use.of(await sandbox.stats())
+
+
+async def _one(together: "asyncio.Future[Sequence[Sandbox]]", index: int) -> Sandbox:
+    return (await asyncio.shield(together))[index]
+
+
+async def _end(making: "asyncio.Task[Sandbox] | None") -> None:
+    """Close a sandbox, however far it is; one that could not be made, or not be closed, is its provider's to sweep."""
+    if making is not None:
+        await asyncio.wait({making})
+        if not making.cancelled() and making.exception() is None:
+            await making.result().close()
+
+
+async def _body(request: web.Request) -> bytes:
+    """All that was sent. ``ValueError`` if that is too much, :class:`~etude.errors.SandboxError` if it is too slow."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ValueError(f"the request is too large: {error.text}") from None
+    except TimeoutError:
+        raise SandboxError(f"the request did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    if request.content_type != TAR and len(body) > wire.JSON_LIMIT_BYTES:
+        raise ValueError(f"the request has {len(body)} bytes, at most {wire.JSON_LIMIT_BYTES} are read as JSON")
+    return body
+
+
+def _response(answer: Answer) -> web.Response:
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type=TAR)
+    return web.Response(body=wire.write_message(answer), content_type="application/json")
+
+
+def _refuse(refusal: wire.Refusal) -> web.Response:
+    return web.Response(body=wire.write_message(refusal), content_type="application/json", status=refusal.status)

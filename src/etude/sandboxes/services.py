@@ -1,0 +1,400 @@
+"""Databases inside of sandboxes: up before the agent starts, each rollout with a state of its own.
+
+    bare image        one per image and kinds of service: an empty cluster, the server stopped        snapshot()
+        └─ template   one per specification and setup: its rows are in; at most ``templates`` are kept
+              └─ fork one per rollout: its own files, its own server, started (or alive already: LIVE_FORK)
+
+Servers run as the agent does, in ``/home/agent/.services``, and listen on the loopback of the sandbox and on a socket.
+They promise nothing for after a power cut, so nothing waits for a disk. What is in a database is the setup's; who may
+do what in it is for its agent to find out: role ``app`` owns database ``app``, and nobody asks for a password.
+
+Owns the templates and the servers' configuration. Which services a task has is said by its
+:class:`~etude.worlds.World`, how a database is judged by :mod:`etude.rewards.queries`.
+
+States of a template: preparing ──▶ ready ──fork──▶ ready ──evicted, failed or provider closed──▶ closed.
+Waits for servers with a deadline.
+"""
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import orjson
+
+from etude.errors import ConfigError, SandboxError
+from etude.protocols import Sandbox, SandboxProvider
+from etude.sandboxes.promises import check_claim
+from etude.worlds import Capability, Image, SandboxSpec, Service, ServiceKind, World
+
+HOME = "/home/agent/.services"
+"""Where servers keep their files, inside: a place of the agent's that is not its working folder."""
+SOCKETS = f"{HOME}/run"
+"""Folder of PostgreSQL's socket."""
+DATABASE, OWNER, SUPERUSER = "app", "app", "postgres"
+"""The database of a task, the role that owns it and has no other rights, and the role that may do all."""
+DEADLINE_S = 180.0
+"""For one step: an installation, a start, a setup. It takes about a second, and ten on an emulated machine."""
+POLLS_PER_S = 100
+NOT_INSTALLED = 69
+"""Exit code of a script that finds no server to start (``EX_UNAVAILABLE``)."""
+LOG_LINES = 12
+"""Of a server's log, in the error that says it did not come up."""
+
+POSTGRES_PROGRAMS = f"""
+set -eu; umask 077
+for bin in /usr/lib/postgresql/*/bin; do [ -x "$bin/postgres" ] && export PATH="$bin:$PATH"; done
+command -v initdb >/dev/null && command -v psql >/dev/null || exit {NOT_INSTALLED}
+data={HOME}/postgres log={HOME}/postgres.log
+"""
+"""Of several versions, the last is used."""
+POSTGRES_INSTALL = f"""
+mkdir -p {SOCKETS}
+initdb -D "$data" -U {SUPERUSER} -A trust -E UTF8 --locale=C.UTF-8 --wal-segsize=1 --no-sync --no-instructions >&2
+cat >>"$data/postgresql.conf" <<'END'
+listen_addresses = '127.0.0.1'
+unix_socket_directories = '{SOCKETS}'
+unix_socket_permissions = 0700
+fsync = off
+synchronous_commit = off
+full_page_writes = off
+wal_level = minimal
+max_wal_senders = 0
+max_logical_replication_workers = 0
+min_wal_size = 2MB
+max_wal_size = 64MB
+shared_buffers = 16MB
+max_connections = 40
+huge_pages = off
+dynamic_shared_memory_type = mmap
+max_parallel_workers_per_gather = 0
+autovacuum = off
+jit = off
+timezone = 'UTC'
+log_timezone = 'UTC'
+END
+"""
+"""Segments of one MiB instead of sixteen: a start rewrites the last one, which every fork then has for itself."""
+POSTGRES_START = f"""
+rm -f "$data/postmaster.pid"
+setsid postgres -D "$data" >"$log" 2>&1 </dev/null &
+server=$!
+until grep -q '^ready' "$data/postmaster.pid" 2>/dev/null; do
+    kill -0 $server 2>/dev/null || {{ tail -n {LOG_LINES} "$log" >&2; exit 1; }}
+    sleep {1 / POLLS_PER_S}
+done
+"""
+POSTGRES_CREATE = f"""
+psql -X -q -h {SOCKETS} -U {SUPERUSER} -d postgres -v ON_ERROR_STOP=1 -c 'CREATE ROLE {OWNER} LOGIN' \\
+    -c 'CREATE DATABASE {DATABASE} OWNER {OWNER}'
+"""
+POSTGRES_SETUP = f"""
+psql -X -q -h {SOCKETS} -U {OWNER} -d {DATABASE} -v ON_ERROR_STOP=1 -f - >/dev/null
+psql -X -q -h {SOCKETS} -U {SUPERUSER} -d {DATABASE} -c ANALYZE
+"""
+"""Statistics are part of the state: nothing gathers them later."""
+POSTGRES_STOP = 'pg_ctl -D "$data" -m fast -w -s stop'
+
+REDIS_PROGRAMS = f"""
+set -eu; umask 077
+command -v redis-server >/dev/null && command -v redis-cli >/dev/null || exit {NOT_INSTALLED}
+data={HOME}/redis log={HOME}/redis.log
+"""
+REDIS_INSTALL = 'mkdir -p "$data"'
+REDIS_START = f"""
+setsid redis-server --bind 127.0.0.1 --port 6379 --dir "$data" --save '' --appendonly no --daemonize no \\
+    >"$log" 2>&1 </dev/null &
+server=$!
+until [ "$(redis-cli ping 2>/dev/null)" = PONG ]; do
+    kill -0 $server 2>/dev/null || {{ tail -n {LOG_LINES} "$log" >&2; exit 1; }}
+    sleep {1 / POLLS_PER_S}
+done
+"""
+REDIS_SETUP = "if redis-cli --no-raw | grep -m 1 '^(error)' >&2; then exit 1; fi"
+REDIS_STOP = 'redis-cli shutdown save; while [ -n "$(redis-cli ping 2>/dev/null)" ]; do sleep 0.01; done'
+
+
+Step: TypeAlias = Literal["install", "start", "create", "setup", "stop"]
+"""What is done with a server: which of the scripts of a :class:`Server` is run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """How one kind of service is run: shell scripts, each of which begins with ``programs``."""
+
+    package: str
+    """Debian's, which has the programs."""
+    programs: str
+    """Finds the programs, or ends with ``NOT_INSTALLED``."""
+    install: str
+    """Makes an empty state."""
+    start: str
+    """Returns when the server answers; prints the end of its log if it does not."""
+    create: str
+    """Run once, on the empty state."""
+    setup: str
+    """Reads what a task has in :attr:`~etude.worlds.Service.setup`; fails at its first mistake."""
+    stop: str
+    """Returns when everything is on the disk and the server is gone."""
+    variables: Mapping[str, str]
+    """By which programs find it."""
+
+
+SERVERS = MappingProxyType(
+    {
+        ServiceKind.POSTGRES: Server(
+            package="postgresql",
+            programs=POSTGRES_PROGRAMS,
+            install=POSTGRES_INSTALL,
+            start=POSTGRES_START,
+            create=POSTGRES_CREATE,
+            setup=POSTGRES_SETUP,
+            stop=POSTGRES_STOP,
+            variables={
+                "PGHOST": SOCKETS,
+                "PGUSER": OWNER,
+                "PGDATABASE": DATABASE,
+                "DATABASE_URL": f"postgresql://{OWNER}@127.0.0.1:5432/{DATABASE}",
+            },
+        ),
+        ServiceKind.REDIS: Server(
+            package="redis-server",
+            programs=REDIS_PROGRAMS,
+            install=REDIS_INSTALL,
+            start=REDIS_START,
+            create="",
+            setup=REDIS_SETUP,
+            stop=REDIS_STOP,
+            variables={"REDIS_URL": "redis://127.0.0.1:6379/0"},
+        ),
+    }
+)
+
+
+def variables(services: Sequence[Service]) -> dict[str, str]:
+    """What a sandbox's commands find these services by: ``PGHOST``, ``DATABASE_URL``, ``REDIS_URL`` …
+
+    ``ValueError`` for two of a kind: they would take each other's port.
+    """
+    kinds = [service.kind for service in services]
+    twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
+    if twice:
+        raise ValueError(f"a world has {', '.join(twice)} more than once: give one service all of the setup")
+    return {name: value for kind in kinds for name, value in SERVERS[kind].variables.items()}
+
+
+def world_spec(world: World, image: Image | None = None) -> SandboxSpec:
+    """How the sandbox of a world shall be, but for its services. ``image`` is what ``world.image`` refers to.
+
+    Raises :class:`~etude.errors.ConfigError` for a world with an image, when it is not there.
+    """
+    if world.image and image is None:
+        raise ConfigError(f"a world is made from image {world.image}, and no store of images was given: name one")
+    return SandboxSpec(
+        image=replace(image or Image(), workdir=world.workdir),
+        limits=world.limits,
+        allow=world.allow,
+        environment=world.environment,
+    )
+
+
+def template_digest(spec: SandboxSpec, services: Sequence[Service]) -> str:
+    """SHA-256 of all that makes one template differ from another."""
+    plain = orjson.dumps([spec, list(services)], default=str, option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(plain).hexdigest()
+
+
+class ServicedSandboxes:
+    """Makes sandboxes with services up inside; without any, those of the provider it wraps.
+
+    Implements :class:`~etude.protocols.SandboxProvider`.
+    """
+
+    def __init__(self, provider: SandboxProvider, *, templates: int = 16, deadline_s: float = DEADLINE_S) -> None:
+        """At most ``templates`` prepared states are kept; the one that was not asked for longest goes first.
+
+        ``deadline_s`` is for one step of one service. ``provider`` is closed with this.
+        """
+        if templates < 1:
+            raise ValueError(f"templates={templates}: at least the state that is being forked has to be kept")
+        self._provider = provider
+        self._capacity = templates
+        self._deadline_s = deadline_s
+        self._bare: dict[str, asyncio.Task[Image]] = {}  # as many as there are images with services
+        self._templates: OrderedDict[str, _Template] = OrderedDict()
+        self._closed = False
+
+    async def capabilities(self) -> frozenset[Capability]:
+        """The provider's own."""
+        return await self._provider.capabilities()
+
+    async def create(
+        self, files: Mapping[str, str], spec: SandboxSpec | None = None, services: Sequence[Service] = ()
+    ) -> Sandbox:
+        """A fresh sandbox that holds ``files`` and in which ``services`` answer.
+
+        Raises :class:`~etude.errors.ConfigError` if a server is not installed in there,
+        :class:`~etude.errors.SandboxError` with the end of its log if one does not come up or refuses its setup,
+        :class:`~etude.errors.Unsupported` from a provider that cannot have any, and like the provider.
+        """
+        if self._closed:
+            raise SandboxError("the sandbox provider is closed")
+        if not services:
+            return await self._provider.create(files, spec)
+        live = await self._check_provider()
+        wanted = spec or SandboxSpec()
+        wanted = replace(wanted, environment={**wanted.environment, **variables(services)})
+        sandbox = await self._fork(wanted, tuple(services), live)
+        try:
+            if not live:
+                await asyncio.gather(*(self._run(sandbox, service.kind, "start") for service in services))
+            for path, text in files.items():
+                await sandbox.write_file(path, text)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        """Give up the templates and close the provider; calling it twice is harmless."""
+        self._closed = True
+        bare = list(self._bare.values())
+        for preparing in bare:
+            preparing.cancel()
+        await asyncio.gather(*bare, return_exceptions=True)
+        while self._templates:
+            await self._templates.popitem()[1].close()
+        await self._provider.close()
+
+    async def _check_provider(self) -> bool:
+        """Whether forks have their processes, too; the provider can do the rest, or ``Unsupported`` is raised."""
+        granted = await self._provider.capabilities()
+        name = type(self._provider).__name__
+        for capability in (Capability.SNAPSHOT, Capability.FORK, Capability.BACKGROUND, Capability.NETWORK_OFF):
+            if capability is not Capability.FORK or Capability.LIVE_FORK not in granted:
+                check_claim(capability, granted, name, f"services, which take {capability}")
+        return Capability.LIVE_FORK in granted
+
+    async def _fork(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
+        """A copy of the template; of a new one if the old one is no more (its time to live is over, say)."""
+        digest = template_digest(spec, services)
+        for is_last in (False, True):
+            template = self._templates.get(digest)
+            is_new = template is None
+            if template is None:
+                template = _Template(asyncio.ensure_future(self._prepare(spec, services, live)))
+                self._templates[digest] = template
+            self._templates.move_to_end(digest)
+            try:
+                sandbox = await template.fork()
+            except (SandboxError, ConfigError, ValueError):
+                await self._drop(digest, template)
+                if is_new or is_last or self._closed:
+                    raise
+            else:
+                await self._evict()
+                return sandbox
+        raise AssertionError("the last attempt neither returned nor raised")
+
+    async def _drop(self, digest: str, template: "_Template") -> None:
+        if self._templates.get(digest) is template:
+            del self._templates[digest]
+        await template.close()
+
+    async def _evict(self) -> None:
+        """Close what was not asked for longest; never one that somebody waits for."""
+        idle = [digest for digest, template in self._templates.items() if not template.users]
+        surplus = max(0, len(self._templates) - self._capacity)
+        for template in [self._templates.pop(digest) for digest in idle[:surplus]]:
+            await template.close()
+
+    async def _prepare(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
+        """A sandbox with the setup in it; servers stopped, unless forks are to have them running."""
+        kinds = tuple(sorted(service.kind for service in services))
+        sandbox = await self._provider.create({}, replace(spec, image=await self._bare_image(spec.image, kinds)))
+        try:
+            for service in services:
+                await self._run(sandbox, service.kind, "start")
+                if service.setup:
+                    await self._run(sandbox, service.kind, "setup", service.setup)
+                if not live:
+                    await self._run(sandbox, service.kind, "stop")
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _bare_image(self, image: Image, kinds: tuple[ServiceKind, ...]) -> Image:
+        """``image`` with an empty state of each kind; made once, whoever asks meanwhile."""
+        key = template_digest(SandboxSpec(image=image), [Service(kind=kind) for kind in kinds])
+        making = self._bare.get(key)
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            making = self._bare[key] = asyncio.ensure_future(self._install(image, kinds))
+        await asyncio.wait({making})  # it goes on for the others when this caller gives up
+        if making.cancelled():
+            raise SandboxError("the sandbox provider is closed")
+        return making.result()
+
+    async def _install(self, image: Image, kinds: tuple[ServiceKind, ...]) -> Image:
+        sandbox = await self._provider.create({}, SandboxSpec(image=image))
+        try:
+            for kind in kinds:
+                await self._run(sandbox, kind, "install")
+                await self._run(sandbox, kind, "start")
+                await self._run(sandbox, kind, "create")
+                await self._run(sandbox, kind, "stop")
+            made = await sandbox.snapshot()
+            return replace(made, environment=image.environment, workdir=image.workdir)
+        finally:
+            await sandbox.close()
+
+    async def _run(self, sandbox: Sandbox, kind: ServiceKind, step: Step, stdin: str = "") -> None:
+        """One step of one service. Raises :class:`~etude.errors.SandboxError` with the reason it gives."""
+        server = SERVERS[kind]
+        script = f"{server.programs}\n{getattr(server, step)}\n"
+        result = await sandbox.exec(["sh", "-c", script], stdin=stdin, timeout_s=self._deadline_s)
+        if result.exit_code == NOT_INSTALLED:
+            raise ConfigError(
+                f"a world has a {kind} service, but its base system has no such server: apt-get install "
+                f"{server.package}, or name an image that has it"
+            )
+        if result.timed_out:
+            log = await sandbox.exec(["tail", "-n", str(LOG_LINES), f"{HOME}/{kind}.log"])
+            raise SandboxError(f"{kind}: {step} took more than {self._deadline_s:g} s; its log ends: {log.stdout}")
+        if result.exit_code != 0:
+            reason = (result.stderr or result.stdout).strip()[-2000:]
+            raise SandboxError(f"{kind}: {step} failed with exit code {result.exit_code}: {reason}")
+
+
+class _Template:
+    """One prepared sandbox and whoever is copying it: one at a time, and none while it is being closed."""
+
+    def __init__(self, preparing: "asyncio.Task[Sandbox]") -> None:
+        self._preparing = preparing
+        self._copying = asyncio.Lock()
+        self.users = 0
+        """Callers who wait for a copy."""
+
+    async def fork(self) -> Sandbox:
+        """A copy, once it is prepared; a caller that gives up does not take the others' template away."""
+        self.users += 1
+        try:
+            await asyncio.wait({self._preparing})
+            if self._preparing.cancelled():
+                raise SandboxError("the sandbox provider is closed")
+            sandbox = self._preparing.result()
+            async with self._copying:
+                return (await sandbox.fork())[0]
+        finally:
+            self.users -= 1
+
+    async def close(self) -> None:
+        """Close the sandbox, after the copy that is being made."""
+        self._preparing.cancel()
+        await asyncio.wait({self._preparing})
+        if not self._preparing.cancelled() and self._preparing.exception() is None:
+            async with self._copying:
+                await self._preparing.result().close()

@@ -1,0 +1,124 @@
+"""How often rollouts cheat, by detector, by task template and by step: a pure fold.
+
+A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
+own: whoever passes one has cheated, whether a detector saw it or not, so their rate also tells what detectors miss.
+
+Owns the counts and the arithmetic. Does not own what is suspicious (:mod:`etude.rewards.cheating`) or how figures are
+shown (:mod:`etude.dashboard`).
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from etude.types import Json
+
+MAX_TEMPLATES = 256
+"""Templates that are counted by name; what comes after is counted as :data:`OTHERS`."""
+OTHERS = "others"
+SHOWN = 20
+"""Templates in the figures, those with the most hacks first."""
+Z95 = 1.959964
+"""Of a normal distribution, 95 % lie within so many standard deviations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What is known of one rollout."""
+
+    template: str
+    step: int
+    """The newest weight version that it was sampled with."""
+    hacked: bool
+    flags: tuple[str, ...]
+    """The detectors and reward parts that spoke."""
+    disposition: str
+    """``keep``, ``zero`` or ``quarantine``."""
+    reason: str = ""
+    """Why it was not kept."""
+    impossible: bool = False
+    passed: bool = False
+    """Whether the grader rewarded it."""
+
+
+@dataclass(slots=True)
+class Share:
+    """How many of how many."""
+
+    hits: int = 0
+    of: int = 0
+
+    def add(self, hit: bool) -> None:
+        """Count one more."""
+        self.hits += hit
+        self.of += 1
+
+    @property
+    def rate(self) -> float | None:
+        """The share; ``None`` of nothing."""
+        return self.hits / self.of if self.of else None
+
+
+@dataclass(slots=True)
+class HackRates:
+    """The fold: add rollouts in any order, read figures at any time."""
+
+    total: Share = field(default_factory=Share)
+    impossible: Share = field(default_factory=Share)
+    """Impossible tasks that were passed."""
+    flags: Counter[str] = field(default_factory=Counter)
+    """Detector → rollouts in which it spoke."""
+    quarantined: Counter[str] = field(default_factory=Counter)
+    """Reason → rollouts that are not trained on."""
+    zeroed: Counter[str] = field(default_factory=Counter)
+    """Reason → rollouts that were trained on with a reward of zero."""
+    templates: dict[str, Share] = field(default_factory=dict)
+    steps: dict[int, Share] = field(default_factory=dict)
+
+    def add(self, judged: Judged) -> None:
+        """Count one rollout."""
+        self.total.add(judged.hacked)
+        if judged.impossible:
+            self.impossible.add(judged.passed)
+        self.flags.update(judged.flags)
+        if judged.disposition in ("quarantine", "zero"):
+            (self.quarantined if judged.disposition == "quarantine" else self.zeroed)[judged.reason] += 1
+        known = judged.template in self.templates or len(self.templates) < MAX_TEMPLATES
+        self.templates.setdefault(judged.template if known else OTHERS, Share()).add(judged.hacked)
+        self.steps.setdefault(judged.step, Share()).add(judged.hacked)
+
+    def figures(self) -> dict[str, Json]:
+        """The section ``cheating`` of a report; rates are ``None`` where nothing was counted."""
+        low, high = interval(self.impossible.hits, self.impossible.of)
+        return {
+            "hack_rate": self.total.rate,
+            "rollouts": self.total.of,
+            "hacked": self.total.hits,
+            "quarantined": self.quarantined.total(),
+            "zeroed": self.zeroed.total(),
+            "reasons": dict((self.quarantined + self.zeroed).most_common()),
+            "by_detector": {name: count / self.total.of for name, count in self.flags.most_common()},
+            "by_template": {name: share.rate for name, share in self._worst()},
+            "by_step": {str(step): share.rate for step, share in sorted(self.steps.items())},
+            "impossible": {
+                "tried": self.impossible.of,
+                "passed": self.impossible.hits,
+                "rate": self.impossible.rate,
+                "low": low,
+                "high": high,
+            },
+        }
+
+    def _worst(self) -> list[tuple[str, Share]]:
+        ordered = sorted(self.templates.items(), key=lambda item: (-(item[1].rate or 0.0), -item[1].of, item[0]))
+        return [(name, share) for name, share in ordered if share.hits][:SHOWN]
+
+
+def interval(hits: int, of: int) -> tuple[float | None, float | None]:
+    """95 % confidence interval of a share (Wilson 1927): sound for few trials and for none that hit."""
+    if not of:
+        return None, None
+    rate, spread = hits / of, Z95 * Z95 / of
+    middle = (rate + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * (rate * (1 - rate) + spread / 4)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

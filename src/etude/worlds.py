@@ -1,0 +1,155 @@
+"""The words of worlds: what a sandbox is made from, what it may use, and what its provider promises.
+
+    Base system ◀── layers of an Image ◀── files of a task          limits, network, time to live: SandboxSpec
+
+Nothing here does I/O. Paths of layers are on the machine of the provider, all others inside of the sandbox.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+WORKDIR = "/work"
+"""Where a sandbox's files are and its commands run, unless the image says otherwise."""
+PLACE = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
+"""``host:port``, as lists of allowed places have it."""
+
+
+class Capability(StrEnum):
+    """What a provider of sandboxes holds to, each of which the contract suite proves or refutes.
+
+    To run commands with deadlines and capped output, to carry files in and out, to count what is used, to be killed
+    and to end by itself after its time to live is not in this list: every provider must.
+    """
+
+    CONFINED = "confined"
+    """Commands see no file of the machine but the base system's programs and what they were given."""
+    PROCESSES_APART = "processes_apart"
+    """Commands see and signal no process but their own, and all of those die with the sandbox."""
+    NETWORK_OFF = "network_off"
+    """Commands reach nothing, not even the machine's own ports."""
+    ALLOW_LIST = "allow_list"
+    """Of the network, exactly the places that the spec allows can be reached."""
+    MEMORY_LIMIT = "memory_limit"
+    """Beyond the limit commands die; the sandbox and its neighbours live on."""
+    PROCESS_LIMIT = "process_limit"
+    DISK_LIMIT = "disk_limit"
+    BACKGROUND = "background"
+    """What a command left running is still there for the next one; else nothing outlives its command."""
+    IMAGES = "images"
+    """Sandboxes start from an :class:`Image`."""
+    SNAPSHOT = "snapshot"
+    """``snapshot`` keeps the files as a new image."""
+    FORK = "fork"
+    """``fork`` makes independent copies with the same files."""
+    LIVE_FORK = "live_fork"
+    """Forks have the memory and the running processes, too."""
+    OWN_KERNEL = "own_kernel"
+    """Commands run on another kernel than the machine's: a boundary for hostile tenants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """Directory trees that lie over a base system; what a sandbox's file system looks like at its start."""
+
+    digest: str = ""
+    """SHA-256 over the layers' digests and the settings; empty for one that is nowhere stored."""
+    base: str = ""
+    """Which base system: the name of a stored one, or empty for the provider's own (the machine's programs, or the
+    root of its virtual machine).
+    """
+    layers: tuple[Path, ...] = ()
+    """Each a tree as it is seen from ``/``, the lowest first."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every command."""
+    workdir: str = WORKDIR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """The most that one sandbox may use, all its processes together."""
+
+    memory_bytes: int = 1 << 30
+    disk_bytes: int = 1 << 30
+    """Written, base system and image not counted."""
+    processes: int = 128
+    cpus: float = 1.0
+    """Processor seconds a second."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "disk_bytes", "processes", "cpus"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}: a sandbox needs some")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """How a sandbox shall be. A provider that cannot keep to it refuses; it never gives less."""
+
+    image: Image = Image()
+    limits: SandboxLimits = SandboxLimits()
+    allow: tuple[str, ...] = ()
+    """``host:port`` that commands may reach; none, and there is no network."""
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    """Folders and files of the machine, shown read-only, by their path inside."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every command, beside the image's."""
+    user: Literal["agent", "root"] = "agent"
+    """Whom commands run as. ``agent`` owns the working folder, its home ``/home/agent`` and ``/tmp``, and nothing else;
+    ``root`` is root inside and nobody outside: for building images.
+    """
+    ttl_s: float = 3600.0
+    """After this the sandbox is killed, whoever still holds it."""
+
+    def __post_init__(self) -> None:
+        wrong = [place for place in self.allow if not PLACE.fullmatch(place)]
+        if wrong:
+            raise ValueError(f"allow={wrong}: a place is written host:port, such as pypi.internal:443")
+        if not 0 < self.ttl_s < math.inf:
+            raise ValueError(f"ttl_s={self.ttl_s!r}: a sandbox lives for some time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxStats:
+    """What a sandbox uses now; ``nan`` where its provider cannot tell."""
+
+    memory_bytes: float
+    disk_bytes: float
+    """Written, base system and image not counted."""
+    processes: float
+    cpu_s: float
+    """Used since its start."""
+    age_s: float
+
+
+class ServiceKind(StrEnum):
+    """Servers that a world can have inside."""
+
+    POSTGRES = "postgres"
+    REDIS = "redis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """A server that is up before the agent starts, with a state of its own for every rollout."""
+
+    kind: ServiceKind
+    setup: str = ""
+    """What is run once to prepare its state: SQL, or Redis commands, a line each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a task's sandbox is made from; recorded with the task, so it names things rather than holding them."""
+
+    image: str = ""
+    """Digest of a stored image; empty: the provider's own base system and nothing over it."""
+    workdir: str = WORKDIR
+    services: tuple[Service, ...] = ()
+    allow: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    limits: SandboxLimits = SandboxLimits()

@@ -1,0 +1,171 @@
+"""What local sandboxes promise beyond the contract: a warm interpreter, its limits, and workers that are replaced."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.errors import SandboxError
+from etude.protocols import Sandbox
+from etude.sandboxes.local import LocalSandboxes
+from etude.worlds import Capability
+from providers import Stage, output, python
+from providers import stage as set_stage
+
+LOCAL: dict[str, Callable[[Path], LocalSandboxes]] = {
+    "local": lambda scratch: LocalSandboxes(1, scratch),
+    "local without namespaces": lambda scratch: LocalSandboxes(1, scratch, isolate=False),
+}
+
+
+@pytest.fixture(scope="module", params=LOCAL)
+def local(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    yield from set_stage(request.param, LOCAL[request.param])
+
+
+def workers(stage: Stage) -> tuple[int, ...]:
+    assert isinstance(stage.provider, LocalSandboxes)
+    return stage.provider.worker_pids
+
+
+def test_hashing_is_the_same_everywhere(local: Stage) -> None:
+    assert len({local.python("print(hash('word'))").stdout for _ in range(2)}) == 1
+
+
+def test_a_command_finds_nothing_of_the_provider(local: Stage) -> None:
+    result = local.python("import os, sys\nprint(sorted(os.environ), [m for m in sys.modules if 'etude' in m])")
+    assert result.stdout == "['HOME', 'LANG', 'PATH'] []\n"
+    assert local.python("import os\nfor fd in range(3, 99): os.fstat(fd)").stderr.endswith("Bad file descriptor\n")
+
+
+# --- Limits of each command ---------------------------------------------------------------------------------------
+
+
+def test_a_memory_bomb_fails_in_its_own_process(local: Stage) -> None:
+    result = local.python("x = bytearray(1 << 30)")
+    assert result.exit_code == 1
+    assert "MemoryError" in result.stderr
+
+
+def test_a_file_cannot_grow_without_bound(local: Stage) -> None:
+    result = local.python("f = open('big', 'wb')\nwhile True: f.write(bytes(1 << 20))")
+    assert "File too large" in result.stderr
+
+
+def test_processes_cannot_use_up_the_machine(local: Stage) -> None:
+    local.need(Capability.PROCESSES_APART)
+    result = local.python(
+        "import os, time\n"
+        "for count in range(1000):\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(60)\n"
+        "    print(count, flush=True)\n"
+    )
+    assert "BlockingIOError" in result.stderr
+    assert len(result.stdout.splitlines()) < 100
+
+
+ORPHANS = """
+import os, time
+for detach in (False, True):
+    if os.fork() == 0:
+        if detach:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        time.sleep(60)
+time.sleep(0.1)
+"""
+
+
+def test_no_zombie_is_left(local: Stage) -> None:
+    assert local.python(ORPHANS).exit_code == 0
+    below = [child for worker in workers(local) for child in descendants(worker)]
+    assert len(below) == 1  # the zygote
+
+
+# --- Confinement --------------------------------------------------------------------------------------------------
+
+
+def test_a_root_holds_nothing_of_the_machine(local: Stage) -> None:
+    local.need(Capability.CONFINED)
+    result = local.python("import os\nprint(os.getcwd(), sorted(os.listdir('/')), os.path.exists('/etc/passwd'))")
+    assert result.stdout == "/work ['home', 'tmp', 'work'] False\n"
+
+
+def test_nobody_breaks_out_of_the_root(local: Stage) -> None:
+    local.need(Capability.CONFINED)
+    result = local.python(
+        "import os\nos.mkdir('d')\n"
+        "try:\n    os.chroot('d')\nexcept PermissionError:\n    print('refused')\n"
+        "os.chdir('../../../..')\nprint(sorted(os.listdir('.')), os.getuid() != 0)"
+    )
+    assert result.stdout == "refused\n['home', 'tmp', 'work'] True\n"
+
+
+# --- Trouble ------------------------------------------------------------------------------------------------------
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def test_a_killed_worker_fails_its_command_and_is_replaced(local: Stage) -> None:
+    async def kill(sandbox: Sandbox) -> str:
+        sleeper = asyncio.ensure_future(python(sandbox, SLEEP))
+        await asyncio.sleep(0.2)
+        os.kill(workers(local)[0], signal.SIGKILL)
+        with pytest.raises(SandboxError, match="died"):
+            await sleeper
+        return await output(sandbox, "print('back')")
+
+    assert local.play(kill) == "back\n"
+
+
+def test_giving_up_a_command_ends_its_worker(local: Stage) -> None:
+    async def cancel(sandbox: Sandbox) -> str:
+        old = workers(local)
+        sleeper = asyncio.ensure_future(python(sandbox, SLEEP))
+        await asyncio.sleep(0.2)
+        sleeper.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sleeper
+        printed = await output(sandbox, "print('next')")
+        assert not any(map(is_running, old))
+        return printed
+
+    assert local.play(cancel) == "next\n"
+
+
+@pytest.mark.parametrize("make", LOCAL.values(), ids=LOCAL.keys())
+def test_closing_the_provider_leaves_neither_process_nor_file(
+    make: Callable[[Path], LocalSandboxes], tmp_path: Path
+) -> None:
+    async def use() -> list[int]:
+        provider = make(tmp_path)
+        sandbox = await provider.create({"a": "b"})
+        processes = [*provider.worker_pids, *(child for pid in provider.worker_pids for child in descendants(pid))]
+        assert len(processes) == 2
+        await provider.close()
+        await provider.close()
+        with pytest.raises(SandboxError):
+            await provider.create({})
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["python", "-c", ""])
+        return processes
+
+    processes = asyncio.run(use())
+    assert not any(map(is_running, processes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process, be it a zombie."""
+    return Path(f"/proc/{process}").exists()
+
+
+def descendants(process: int) -> list[int]:
+    """All processes below one, zombies included."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8").split()
+    return [*map(int, children), *(below for child in children for below in descendants(int(child)))]

@@ -1,0 +1,259 @@
+"""What a provider of sandboxes must prove before it claims images, snapshots and forks."""
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from etude.errors import EtudeError, SandboxError
+from etude.protocols import Sandbox
+from etude.sandboxes.images import ImageStore
+from etude.worlds import Capability, Image, SandboxSpec
+from providers import TIMEOUT_S, Stage, output, python
+
+T = TypeVar("T")
+
+LIST = "import os\nfor name in ('low', 'both', 'new', 'gone'):\n    if os.path.exists('/opt/' + name):\n"
+LIST += "        print(name, open('/opt/' + name).read())\n"
+
+
+TOOL = "#!/bin/sh\necho tool $FROM\n"
+LAYERS = {
+    "lower": {"opt/low": "1", "opt/both": "1", "opt/gone": "1", "work/given": "given", "opt/bin/tool": TOOL},
+    "upper": {"opt/both": "2", "usr/local/lib/added": "3"},
+}
+
+
+@pytest.fixture
+def image(stage: Stage, tmp_path: Path) -> Image:
+    """Two layers, where there are images."""
+    stage.need(Capability.IMAGES)
+    for layer, files in LAYERS.items():
+        for name, text in files.items():
+            path = tmp_path / layer / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            path.chmod(0o755 if "bin/" in name else 0o644)
+        for folder in (tmp_path / layer, *(tmp_path / layer).rglob("*")):
+            if folder.is_dir():
+                folder.chmod(0o755)
+    (tmp_path / "lower/opt/link").symlink_to("/opt/low")
+    store = ImageStore(tmp_path / "store")
+    layers = [store.add_layer(tmp_path / layer) for layer in LAYERS]
+    variables = {"PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin", "FROM": "image"}
+    return replace(store.add(layers, environment=variables), digest="")  # known by its paths alone
+
+
+def test_a_sandbox_starts_from_its_image(stage: Stage, image: Image) -> None:
+    async def look(sandbox: Sandbox) -> list[str | None]:
+        tool = await sandbox.exec(["tool"], timeout_s=TIMEOUT_S)
+        read = "print(open('/opt/link').read(), open('/usr/local/lib/added').read(), open('given').read())"
+        return [await output(sandbox, LIST), tool.stdout, await output(sandbox, read), await sandbox.read_file("given")]
+
+    expected = ["low 1\nboth 2\ngone 1\n", "tool image\n", "1 3 given\n", "given"]
+    assert stage.play(look, spec=SandboxSpec(image=image)) == expected
+
+
+def test_what_a_sandbox_writes_is_not_written_into_its_image(stage: Stage, image: Image) -> None:
+    async def write(sandbox: Sandbox) -> None:
+        await output(
+            sandbox, "import os\nos.unlink('/opt/gone')\nopen('/opt/low', 'w').write('x')\nopen('/work/given', 'w')"
+        )
+
+    spec = SandboxSpec(image=image, user="root")
+    stage.play(write, spec=spec)
+    assert stage.play(lambda sandbox: output(sandbox, LIST), spec=spec) == "low 1\nboth 2\ngone 1\n"
+    assert (image.layers[0] / "opt/low").read_text(encoding="utf-8") == "1"
+
+
+def test_an_agent_owns_what_the_image_has_in_its_working_folder_alone(stage: Stage, image: Image) -> None:
+    write = (
+        "open('/work/new', 'w')\nopen('/work/given', 'a').write('!')\nprint(open('/work/given').read())\n"
+        "try:\n    open('/opt/low', 'a')\n    print('wrote')\nexcept OSError:\n    print('refused')\n"
+    )
+    assert stage.python(write, spec=SandboxSpec(image=image)).stdout == "given!\nrefused\n"
+
+
+def test_an_image_that_is_not_there_is_an_error(stage: Stage, image: Image, tmp_path: Path) -> None:
+    for wrong in (Image(layers=(tmp_path / "nowhere",)), Image(base="no-such-base")):
+        with pytest.raises(EtudeError, match=r"nowhere|no-such-base"):
+            stage.python("", spec=SandboxSpec(image=wrong))
+
+
+# --- Snapshots ----------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_keeps_what_was_written_and_what_was_deleted(stage: Stage, image: Image) -> None:
+    stage.need(Capability.SNAPSHOT)
+    change = (
+        "import os, shutil\nos.unlink('/opt/gone')\n"
+        "open('/opt/new', 'w').write('4')\nopen('/opt/both', 'w').write('5')\n"
+        "shutil.rmtree('/opt/bin')\nos.mkdir('/opt/bin')\nopen('/opt/bin/other', 'w')\nopen('made', 'w').write('made')"
+    )
+
+    async def keep(sandbox: Sandbox) -> Image:
+        await output(sandbox, change)
+        return await sandbox.snapshot()
+
+    async def look(sandbox: Sandbox) -> list[str | None]:
+        listed = await output(sandbox, LIST + "print(os.listdir('/opt/bin'), os.environ['FROM'])")
+        return [listed, await sandbox.read_file("made"), await sandbox.read_file("given")]
+
+    first = stage.play(keep, spec=SandboxSpec(image=image, user="root"))
+    spec = SandboxSpec(image=first)
+    expected = ["low 1\nboth 5\nnew 4\n['other'] image\n", "made", "given"]
+    assert stage.play(look, spec=spec) == expected
+    assert stage.play(look, spec=spec) == expected
+
+    async def again(sandbox: Sandbox) -> Image:
+        await sandbox.write_file("made", "again")
+        return await sandbox.snapshot()
+
+    second = stage.play(again, spec=spec)
+    assert stage.play(look, spec=SandboxSpec(image=second)) == [expected[0], "again", "given"]
+
+
+def test_a_sandbox_goes_on_after_its_snapshot(stage: Stage) -> None:
+    stage.need(Capability.SNAPSHOT)
+
+    async def go_on(sandbox: Sandbox) -> list[str | None]:
+        await sandbox.write_file("a", "before")
+        image = await sandbox.snapshot()
+        await sandbox.write_file("a", "after")
+        kept = await stage.provider.create({}, SandboxSpec(image=image))
+        try:
+            return [await kept.read_file("a"), await sandbox.read_file("a"), await output(kept, "open('a', 'a')")]
+        finally:
+            await kept.close()
+
+    assert stage.play(go_on) == ["before", "after", ""]
+
+
+# --- Forks --------------------------------------------------------------------------------------------------------
+
+
+def with_forks(
+    stage: Stage, scenario: Callable[[Sandbox, Sequence[Sandbox]], Awaitable[T]], count: int, begin: str
+) -> T:
+    """Act out a scenario with a sandbox and its forks."""
+    stage.need(Capability.FORK, Capability.LIVE_FORK)
+
+    async def act(sandbox: Sandbox) -> T:
+        await output(sandbox, begin)
+        forks = await sandbox.fork(count)
+        try:
+            return await scenario(sandbox, forks)
+        finally:
+            for fork in forks:
+                await fork.close()
+
+    return stage.play(act, spec=SandboxSpec(environment={"OF": "spec"}))
+
+
+BEGIN = "import os\nopen('a', 'w').write('1')\nos.symlink('a', 'link')\n"
+BEGIN += "os.mkdir('d')\nopen('d/tool', 'w')\nos.chmod('d/tool', 0o755)"
+
+
+def test_forks_have_the_same_files_and_are_independent(stage: Stage) -> None:
+    look = "import os\nprint(open('link').read(), oct(os.stat('d/tool').st_mode)[-3:], os.environ['OF'])"
+
+    async def change(sandbox: Sandbox, forks: Sequence[Sandbox]) -> list[str | None]:
+        seen: list[str | None] = [await output(fork, look) for fork in forks]
+        for number, fork in enumerate(forks):
+            await output(fork, f"open('a', 'w').write('fork {number}')")
+        await sandbox.write_file("a", "first")
+        return [*seen, *[await each.read_file("a") for each in (*forks, sandbox)]]
+
+    same = "1 755 spec\n"
+    assert with_forks(stage, change, 2, BEGIN) == [same, same, "fork 0", "fork 1", "first"]
+
+
+def test_a_fork_outlives_its_original_and_can_be_forked(stage: Stage) -> None:
+    async def outlive(sandbox: Sandbox, forks: Sequence[Sandbox]) -> str | None:
+        await sandbox.close()
+        await forks[0].write_file("b", "2")
+        (again,) = await forks[0].fork()
+        try:
+            await forks[0].close()
+            return await output(again, "print(open('a').read(), open('b').read())")
+        finally:
+            await again.close()
+
+    assert with_forks(stage, outlive, 1, BEGIN) == "1 2\n"
+
+
+def test_no_fork_is_the_callers_error(stage: Stage) -> None:
+    async def none(sandbox: Sandbox, forks: Sequence[Sandbox]) -> None:
+        with pytest.raises(ValueError, match="0"):
+            await sandbox.fork(0)
+        await forks[0].close()
+        with pytest.raises(SandboxError):
+            await forks[0].fork()
+
+    with_forks(stage, none, 1, "")
+
+
+COUNT = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    os.closerange(0, 3)
+    count = 0
+    while True:
+        count += 1
+        with open('count.new', 'w') as file:
+            file.write(f'{os.getpid()} {count}')
+        os.rename('count.new', 'count')
+        time.sleep(0.02)
+time.sleep(0.3)
+"""
+"""What only the memory of a running process knows; it is a proper daemon, since nobody must keep outputs for it."""
+
+
+async def progress(sandbox: Sandbox) -> tuple[str, int, int]:
+    """The process that counts, and two of its numbers, some time apart."""
+    first = (await sandbox.read_file("count") or "").split()
+    await asyncio.sleep(0.5)
+    second = (await sandbox.read_file("count") or "").split()
+    return second[0], int(first[1]), int(second[1])
+
+
+def test_a_live_fork_goes_on_where_its_original_was(stage: Stage) -> None:
+    stage.need(Capability.LIVE_FORK)
+
+    async def compare(sandbox: Sandbox, forks: Sequence[Sandbox]) -> list[tuple[str, int, int]]:
+        return [await progress(each) for each in (sandbox, *forks)]
+
+    seen = with_forks(stage, compare, 2, COUNT)
+    assert len({process for process, _, _ in seen}) == 1
+    assert all(0 < first < second for _, first, second in seen)
+
+
+def test_a_fork_that_is_not_live_runs_nothing(stage: Stage) -> None:
+    if Capability.LIVE_FORK in stage.claims:
+        pytest.skip(f"{stage.name} claims live forks")
+
+    async def compare(sandbox: Sandbox, forks: Sequence[Sandbox]) -> tuple[str | None, str | None]:
+        before = await forks[0].read_file("count")
+        await asyncio.sleep(0.3)
+        return before, await forks[0].read_file("count")
+
+    before, after = with_forks(stage, compare, 1, COUNT)
+    assert before == after
+
+
+def test_an_export_of_a_fork_is_that_of_its_original(stage: Stage) -> None:
+    def held(tar: bytes) -> list[tuple[str, int, str]]:
+        with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive:
+            return sorted((member.name, member.mode, member.linkname) for member in archive)
+
+    async def compare(sandbox: Sandbox, forks: Sequence[Sandbox]) -> None:
+        assert held(await sandbox.export(["a", "d", "link"])) == held(await forks[0].export(["a", "d", "link"]))
+        assert (await python(forks[0], "")).exit_code == 0
+
+    with_forks(stage, compare, 1, BEGIN)

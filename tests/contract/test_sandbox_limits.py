@@ -1,0 +1,111 @@
+"""What a provider of sandboxes must prove before it claims to limit what one of them uses up."""
+
+import asyncio
+
+from etude.protocols import Sandbox
+from etude.worlds import Capability
+from providers import TIGHT, TIMEOUT_S, Stage, output, python
+
+FORK_BOMB = """
+import os, time
+def bomb():
+    count = 0
+    while True:
+        try:
+            if os.fork() == 0:
+                time.sleep(0.2)
+                while True:
+                    try:
+                        os.fork()
+                    except OSError:
+                        time.sleep(0.05)
+            count += 1
+        except OSError:
+            return count
+print(bomb(), flush=True)
+while True: time.sleep(1)
+"""
+MEMORY_BOMB = "x = []\nwhile True: x.append(bytearray(b'x' * (4 << 20)))"
+MANY_EATERS = """
+import os, time
+for _ in range(8):
+    if os.fork() == 0:
+        x = bytearray(b'x' * (64 << 20))
+        open('eaten', 'a').write('x')
+        time.sleep(3)
+        os._exit(0)
+for _ in range(8):
+    try:
+        os.wait()
+    except OSError:
+        pass
+"""
+DISK_BOMB = """
+import os
+total = 0
+for folder in ('.', '/tmp', '/home/agent', '/dev/shm', '/var/tmp', '/run'):
+    try:
+        with open(folder + '/big', 'wb', buffering=0) as file:
+            while True:
+                total += file.write(bytes(1 << 20))
+    except OSError:
+        pass
+print(total)
+"""
+
+
+async def survives(sandbox: Sandbox, other: Sandbox, bomb: str, timeout_s: float) -> str:
+    """What a bomb prints, once the sandbox and another one were seen to live on."""
+    exploding = asyncio.ensure_future(python(sandbox, bomb, timeout_s=timeout_s))
+    await asyncio.sleep(0.5)
+    assert await output(other, "print('neighbour')") == "neighbour\n"
+    result = await exploding
+    assert await output(sandbox, "print('survivor')") == "survivor\n"
+    return result.stdout
+
+
+def explode(stage: Stage, bomb: str, timeout_s: float = TIMEOUT_S) -> str:
+    async def act(sandbox: Sandbox) -> str:
+        other = await stage.provider.create({})
+        try:
+            return await survives(sandbox, other, bomb, timeout_s)
+        finally:
+            await other.close()
+
+    return stage.play(act, spec=stage.tight)
+
+
+def test_a_fork_bomb_stops_at_the_limit(stage: Stage) -> None:
+    stage.need(Capability.PROCESS_LIMIT)
+    count = explode(stage, FORK_BOMB, timeout_s=3.0)
+    assert 4 <= int(count) < TIGHT.processes
+
+
+def test_a_memory_bomb_ends_and_nothing_else(stage: Stage) -> None:
+    stage.need(Capability.MEMORY_LIMIT)
+    explode(stage, MEMORY_BOMB)
+
+
+def test_memory_is_counted_over_all_processes(stage: Stage) -> None:
+    stage.need(Capability.MEMORY_LIMIT)
+
+    async def eat(sandbox: Sandbox) -> int:
+        await python(sandbox, MANY_EATERS)
+        return len(await sandbox.read_file("eaten") or "")
+
+    assert stage.play(eat, spec=stage.tight) < 5
+
+
+def test_a_disk_fills_up_to_the_limit(stage: Stage) -> None:
+    stage.need(Capability.DISK_LIMIT)
+    total = int(explode(stage, DISK_BOMB))
+    assert TIGHT.disk_bytes // 4 < total <= TIGHT.disk_bytes + TIGHT.memory_bytes
+
+
+def test_what_was_deleted_makes_room(stage: Stage) -> None:
+    stage.need(Capability.DISK_LIMIT)
+    code = (
+        "import os\nfor _ in range(4):\n    with open('big', 'wb') as file:\n"
+        "        file.write(bytes(TOTAL))\n    os.unlink('big')\nprint('fits')"
+    ).replace("TOTAL", str(TIGHT.disk_bytes // 2))
+    assert stage.python(code, spec=stage.tight).stdout == "fits\n"

@@ -1,0 +1,91 @@
+"""A PostgreSQL of a test's own: in a temporary folder, as a user without rights, reached by a socket in there."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.rewards.queries import Verdict, check_ours, is_right, judge, migration_steps, unseen_step
+from etude.rewards.query_client import Step, answer
+from etude.types import QueryChecks
+
+NOBODY = 65534
+START_TIMEOUT_S = 60.0
+OPTIONS = "-c fsync=off -c full_page_writes=off -c autovacuum=off -c listen_addresses= -c timezone=UTC -c jit=off"
+OURS: Step = {"user": "postgres", "database": "app", "settings": {}, "scripts": [], "timeout_s": 60.0, "vital": True}
+"""A step of the test's own, to which its scripts are added."""
+BEFORE_QUESTIONS = 2
+"""Steps of a migration before the first question: the migration, the role that asks."""
+
+
+@contextmanager
+def temporary_postgres() -> Iterator[Path]:
+    """The folder of the socket of a server with role and database ``app``; skips where PostgreSQL is not installed."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if not found:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
+    whose: dict[str, Any] = {"cwd": "/"}
+    if os.geteuid() == 0:  # as whom it does not run
+        os.chown(folder, NOBODY, NOBODY)
+        whose |= {"user": NOBODY, "group": NOBODY}
+    try:
+        initdb = f"{found[-1].parent}/initdb -D {folder}/data -U postgres -A trust -E UTF8 --locale=C.UTF-8 --no-sync"
+        subprocess.run(initdb.split(), check=True, capture_output=True, **whose)
+        command = f"{found[-1]} -D {folder}/data -k {folder} {OPTIONS}"
+        server = subprocess.Popen(command.split(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **whose)
+        try:
+            _wait_for(folder / "data" / "postmaster.pid")
+            ask(folder, "CREATE ROLE app LOGIN", "CREATE DATABASE app OWNER app", database="postgres")
+            yield folder
+        finally:
+            server.send_signal(signal.SIGINT)  # which waits for no client
+            server.wait(30)
+    finally:
+        shutil.rmtree(folder)
+
+
+def ask(server: Path, *scripts: str, user: str = "postgres", database: str = "app") -> list[list[Any]]:
+    """The rows of the last of some scripts, none of which may fail."""
+    step: Step = {**OURS, "user": user, "database": database, "scripts": list(scripts)}
+    answered = answer(str(server), step)
+    assert answered["state"] == "", answered
+    rows: list[list[Any]] = answered["rows"]
+    return rows
+
+
+def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, patient: bool = True) -> Verdict:
+    """What a grader finds, asked as it asks, in an empty database that is filled by ``setup``.
+
+    Who is not ``patient`` is content with the right answers before the first wrong one.
+    """
+    ask(server, "ALTER DATABASE app RESET ALL", "ALTER ROLE app RESET ALL", database="postgres")
+    ask(server, "DROP SCHEMA public CASCADE", "CREATE SCHEMA public AUTHORIZATION pg_database_owner")
+    ask(server, setup, user="app")
+    asker = f"asker_{secrets.token_hex(4)}"
+    check_ours([answer(str(server), unseen_step(checks))])
+    answers: list[dict[str, Any]] = []
+    asked = checks.queries
+    for step in migration_steps(checks, migration, asker):
+        answers.append(answer(str(server), step))
+        if answers[-1]["state"] and step["vital"]:
+            break
+        if not patient and not step["vital"] and not is_right(asked[len(answers) - BEFORE_QUESTIONS - 1], answers[-1]):
+            return Verdict(True, len(answers) - BEFORE_QUESTIONS - 1, False)
+    return judge(checks, answers)
+
+
+def _wait_for(status: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not status.exists() or "ready" not in status.read_text(encoding="utf-8"):
+        assert time.monotonic() < deadline, "PostgreSQL did not start"
+        time.sleep(0.02)

@@ -1,0 +1,68 @@
+"""Repositories from folders, archives and git; nothing leaves the folder, and what is none is named."""
+
+import io
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from etude.environments.repositories.failures import SourceError
+from etude.environments.repositories.scrubbing import commit_all
+from etude.environments.repositories.sources import fetch, read_texts
+
+
+def project(folder: Path) -> Path:
+    (folder / "pkg" / "__pycache__").mkdir(parents=True)
+    (folder / "pkg" / "__init__.py").write_text("x = 'ä'\n")
+    (folder / "pkg" / "data.bin").write_bytes(b"\xff\xfe")
+    (folder / "pkg" / "__pycache__" / "a.pyc").write_bytes(b"x")
+    (folder / "PKG-INFO").write_text("Name: pkg\n")
+    return folder
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.xz", ".zip"])
+def test_an_archive_with_one_folder_at_its_top(tmp_path: Path, suffix: str) -> None:
+    source, archive = project(tmp_path / "pkg-1"), tmp_path / f"pkg-1{suffix}"
+    if suffix == ".zip":
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for file in source.rglob("*"):
+                zipped.write(file, file.relative_to(tmp_path))
+    else:
+        with tarfile.open(archive, "w:gz" if suffix == ".tar.gz" else "w:xz") as packed:
+            packed.add(source, "pkg-1")
+    texts = read_texts(fetch(str(archive), tmp_path / "out"))
+    assert texts == {"pkg/__init__.py": "x = 'ä'\n", "PKG-INFO": "Name: pkg\n"}
+
+
+def test_a_folder_is_copied_without_leftovers_and_a_repository_is_cloned(tmp_path: Path) -> None:
+    source = project(tmp_path / "pkg")
+    assert "pkg/__init__.py" in read_texts(fetch(str(source), tmp_path / "copy"))
+    commit_all(source)
+    tree = fetch(f"file://{source}", tmp_path / "clone")
+    assert "pkg/__init__.py" in read_texts(tree)
+
+
+def test_an_archive_cannot_leave_its_folder(tmp_path: Path) -> None:
+    archive = tmp_path / "bad.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        member = tarfile.TarInfo("../outside.py")
+        member.size = 1
+        packed.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(SourceError, match=r"bad\.tar\.gz cannot be unpacked"):
+        fetch(str(archive), tmp_path / "out")
+    assert not (tmp_path / "outside.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("no/such/thing", "is no folder, git URL or archive"),
+        ("pypi:toolz", "is not pinned"),
+        ("pypi:toolz==1; rm -rf /", "is not pinned"),
+        ("file:///no/such/repository", "git clone"),
+    ],
+)
+def test_what_is_no_repository_is_named(tmp_path: Path, reference: str, said: str) -> None:
+    with pytest.raises(SourceError, match=said):
+        fetch(reference, tmp_path / "out")

@@ -1,0 +1,196 @@
+import asyncio
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+
+from etude.environments.outcomes import Card
+from etude.environments.verifiers import FAMILY, VerifiersEnvironment
+from etude.environments.verifiers_program import judge
+from etude.errors import ConfigError, EngineUnavailable, SandboxError
+from etude.protocols import HarnessResult, Reward
+from etude.sandboxes.local import LocalSandboxes
+from etude.types import Json, Split
+from scripted_model import ScriptedModel, serving
+
+PYTHON = os.environ.get("ETUDE_VERIFIERS_PYTHON", sys.executable if importlib.util.find_spec("verifiers") else "")
+"""The Python that has the real package, if one does."""
+real = pytest.mark.skipif(not PYTHON, reason="verifiers is not installed: set ETUDE_VERIFIERS_PYTHON")
+
+TASKSET = """
+import verifiers.v1 as vf
+
+__all__ = ["Sums"]
+
+class Sum(vf.Task[vf.TaskData]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        print("what environments print is no answer")
+        return float(trace.last_reply == str(eval(self.data.prompt)))
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self):
+        number = 0
+        while True:
+            number += 1
+            yield Sum(vf.TaskData(prompt=f"{number} + 1", name=f"sum {number}"), self.config.task)
+"""
+HARNESS = """
+import httpx
+import verifiers.v1 as vf
+
+__all__ = ["Asking"]
+
+class Asking(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(
+                f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}, timeout=20
+            )
+        return vf.ProgramResult(exit_code=0 if answer.status_code == 200 else 1, stdout="", stderr=answer.text)
+"""
+SETTINGS: dict[str, Json] = {"taskset": {"id": "etude_sums"}, "agent": {"harness": {"id": "etude_asking"}}}
+
+
+def add(messages: Sequence[dict[str, Json]]) -> str:
+    first, _, second = str(messages[-1]["content"]).partition(" + ")
+    return str(int(first) + int(second))
+
+
+async def play(model: ScriptedModel, settings: dict[str, Json], scratch: Path) -> tuple[HarnessResult, Reward]:
+    environment = VerifiersEnvironment(settings, python=PYTHON, max_tasks=20, timeout_s=60)
+    sandboxes = LocalSandboxes(scratch=scratch)
+    await environment.open()
+    try:
+        task = environment.task(Split.TRAIN, 3)
+        sandbox = await sandboxes.create(task.files)
+        async with serving(model) as session:
+            result = await environment.run(task, session, sandbox, temperature=0.5)
+        return result, await environment.grade(task, sandbox, result)
+    finally:
+        await environment.close()
+        await sandboxes.close()
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "plugins"
+    folder.mkdir()
+    (folder / "etude_sums.py").write_text(TASKSET, encoding="utf-8")
+    (folder / "etude_asking.py").write_text(HARNESS, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@real
+@pytest.mark.usefixtures("plugins")
+def test_a_real_environment_is_rewarded_through_our_model(tmp_path: Path) -> None:
+    model = ScriptedModel(add)
+    result, reward = asyncio.run(play(model, SETTINGS, tmp_path))
+    assert (reward.value, reward.parts["right"], reward.parts["length"]) == (2.0, 1.0, 1.0)
+    assert result.counts == {"turns": 1}
+    assert model.keys == ["Bearer the key of one session"]
+    assert (model.requests[0]["model"], model.requests[0]["temperature"]) == ("policy", 0.5)
+
+
+@real
+@pytest.mark.usefixtures("plugins")
+def test_a_wrong_answer_is_graded_and_a_dead_engine_is_not(tmp_path: Path) -> None:
+    _, reward = asyncio.run(play(ScriptedModel(lambda messages: "?"), SETTINGS, tmp_path))
+    assert reward.value == 0.0
+    with pytest.raises(EngineUnavailable, match="etude_sums"):
+        asyncio.run(play(ScriptedModel(add, statuses=[500] * 20), SETTINGS, tmp_path))
+
+
+@real
+def test_an_environment_that_is_not_installed_is_named_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_environment") as refused:
+        asyncio.run(play(ScriptedModel(add), {"taskset": {"id": "no_such_environment"}}, tmp_path))
+    assert "ModuleNotFoundError" in str(refused.value)
+
+
+def test_without_the_package_an_environment_cannot_be_opened(tmp_path: Path) -> None:
+    bare = VerifiersEnvironment({"taskset": {"id": "x"}}, python="/bin/false")
+    with pytest.raises(ConfigError, match="exit code 1"):
+        asyncio.run(bare.open())
+    with pytest.raises(ConfigError, match="name the environment"):
+        VerifiersEnvironment({"taskset": {}})
+
+
+# --- Recorded shapes ----------------------------------------------------------------------------------------------
+
+
+def trace(rewards: dict[str, tuple[float, float]], **changed: Any) -> Thing:
+    named = {name: Thing(score=score, weight=weight, value=score * weight) for name, (score, weight) in rewards.items()}
+    usual = {
+        "agent": Thing(trainable=True),
+        "rewards": named,
+        "metrics": {},
+        "errors": [],
+        "is_timeout": False,
+        "stop_condition": "agent_completed",
+        "num_turns": 2,
+    }
+    return Thing(**(usual | changed))
+
+
+def episode(*traces: Thing, errors: Sequence[Thing] = (), is_timeout: bool = False) -> Thing:
+    return Thing(traces=list(traces), errors=list(errors), is_timeout=is_timeout)
+
+
+def test_rewards_are_weighted_and_averaged_over_the_trained_traces() -> None:
+    first = trace({"right": (1.0, 0.5), "short": (0.5, 1.0)}, metrics={"words": 4.0})
+    judge_of = trace({"right": (9.0, 9.0)}, agent=Thing(trainable=False))
+    answer = judge(episode(first, trace({"right": (0.0, 0.5)}), judge_of))
+    assert (answer["reward"], answer["turns"], answer["reason"]) == (0.5, 4, "agent_completed")
+    assert answer["parts"] == {"right": 0.5, "short": 0.25, "words": 2.0}
+
+
+def test_a_deadline_is_graded_and_an_error_is_not() -> None:
+    late = Thing(type="TimeoutError", message="late")
+    assert judge(episode(trace({}, is_timeout=True, errors=[late])))["reason"] == "timeout"
+    broken = judge(episode(trace({}), errors=[Thing(type="TaskError", message="no file")]))
+    assert broken == {"error": "TaskError: no file", "kind": "environment"}
+    unreachable = judge(episode(trace({}, errors=[Thing(type="ProviderError", message="503")])))
+    assert unreachable["kind"] == "provider"
+    assert judge(episode())["error"] == "no agent was run"
+
+
+def test_equal_names_are_on_the_same_side_and_indices_come_back() -> None:
+    cards = [Card(environment="e", index=index, name=f"n{index % 40}", prompt="p") for index in range(80)]
+    assert [card.split for card in cards[:40]] == [card.split for card in cards[40:]]
+    assert {card.split for card in cards} == set(Split)
+    assert len({card.task(FAMILY, Split.TRAIN).task_id for card in cards}) == 80
+
+
+def test_a_task_of_another_family_is_refused(tmp_path: Path) -> None:
+    environment = VerifiersEnvironment({"taskset": {"id": "x"}}, python="/bin/false")
+    task = Card(environment="x", index=0, name="n", prompt="p").task("openenv", Split.TRAIN)
+
+    async def grade_nothing() -> None:
+        sandboxes = LocalSandboxes(scratch=tmp_path)
+        sandbox = await sandboxes.create({})
+        try:
+            with pytest.raises(SandboxError, match="did not come to its end"):
+                await environment.grade(task, sandbox, HarnessResult(reason="submit", counts={}))
+            async with serving(ScriptedModel(add)) as session:
+                with pytest.raises(ValueError, match="openenv"):
+                    await environment.run(task, session, sandbox, temperature=1.0)
+        finally:
+            await sandboxes.close()
+
+    asyncio.run(grade_nothing())

@@ -1,0 +1,92 @@
+"""What goes into a task's record comes out of it, whatever kind of checks it has, and damage is noticed."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import DamagedError
+from etude.ledger.tasks import decode_task, encode_task
+from etude.types import (
+    Case,
+    FunctionChecks,
+    Json,
+    Probe,
+    Query,
+    QueryChecks,
+    ScriptChecks,
+    Split,
+    Task,
+    TestChecks,
+)
+from etude.worlds import SandboxLimits, Service, ServiceKind, World
+
+JSON: st.SearchStrategy[Json] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+TEXT = st.text(max_size=20)
+TEXTS = st.lists(TEXT, max_size=3).map(tuple)
+FILES = st.dictionaries(TEXT, TEXT, max_size=3)
+ROW = st.lists(JSON, max_size=3).map(tuple)
+CASES = st.lists(st.builds(Case, arguments=ROW, expected=JSON), max_size=3).map(tuple)
+QUERIES = st.builds(Query, sql=TEXT, rows=st.lists(ROW, max_size=3).map(tuple), setup=TEXT, fails_with=TEXT)
+PROBES = st.lists(st.builds(Probe, module=TEXT, function=TEXT, cases=CASES), max_size=2).map(tuple)
+CHECKS = st.one_of(
+    st.builds(FunctionChecks, path=TEXT, function=TEXT, visible=CASES, hidden=CASES.filter(len)),
+    st.builds(
+        TestChecks,
+        files=FILES,
+        must_pass=TEXTS.filter(len),
+        about=st.just(1),
+        artefacts=TEXTS,
+        command=TEXTS,
+        probes=PROBES,
+    ),
+    st.builds(
+        ScriptChecks, files=FILES, command=TEXTS, artefacts=TEXTS, environment=FILES, timeout_s=st.floats(1, 1e6)
+    ),
+    st.builds(QueryChecks, path=TEXT, queries=st.lists(QUERIES, min_size=1, max_size=3).map(tuple)),
+)
+WORLDS = st.builds(
+    World,
+    image=TEXT,
+    services=st.lists(st.builds(Service, kind=st.sampled_from(ServiceKind), setup=TEXT), max_size=2).map(tuple),
+    allow=TEXTS,
+    environment=FILES,
+    limits=st.builds(SandboxLimits, memory_bytes=st.integers(1, 1 << 40), cpus=st.floats(0.1, 64)),
+)
+TASKS = st.builds(
+    Task,
+    task_id=TEXT,
+    family=TEXT,
+    template=TEXT,
+    split=st.sampled_from(Split),
+    prompt=TEXT,
+    files=FILES,
+    checks=CHECKS,
+    world=st.none() | WORLDS,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(TASKS)
+def test_a_task_survives_its_record(task: Task) -> None:
+    assert decode_task(encode_task(task)) == task
+
+
+@settings(deadline=None, max_examples=50)
+@given(TASKS, st.data())
+def test_a_record_that_says_something_else_is_damaged(task: Task, data: st.DataObject) -> None:
+    fields = json.loads(encode_task(task))
+    name = data.draw(st.sampled_from(["task_id", "family", "template", "split", "prompt", "files", "checks"]))
+    wrong = data.draw(st.sampled_from((7, None, ["x"], {"kind": 7}, {"kind": "FunctionChecks", "surplus": 1})))
+    with pytest.raises(DamagedError, match="unreadable task record"):
+        decode_task(json.dumps(fields | {name: wrong}).encode())
+
+
+def test_a_task_of_unknown_fields_is_damaged() -> None:
+    with pytest.raises(DamagedError, match="Task has no surplus"):
+        decode_task(b'{"task_id": "a", "surplus": 1}')

@@ -1,0 +1,210 @@
+"""Grading with hidden test files: in sandboxes with a pytest of their own."""
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from etude.benchmarks.grading import TOOLS, runner_layer
+from etude.errors import SandboxError, Unsupported
+from etude.protocols import ExecResult, HarnessResult, Reward
+from etude.rewards.hidden import Findings, HiddenTestGrader
+from etude.rewards.hidden_papers import Paper
+from etude.rewards.hidden_report import Report
+from etude.sandboxes.ns import NamespaceSandboxes
+from etude.types import Case, FunctionChecks, Probe, Split, Task, TestChecks
+from etude.worlds import Capability, Image, SandboxSpec, Service, ServiceKind, World
+
+STUB = "def half(n):\n    raise NotImplementedError\n\ndef one():\n    return 1\n"
+RIGHT = "def half(n):\n    return n // 2\n\ndef one():\n    return 1\n"
+ANY = "class Any:\n    def __eq__(self, other): return True\n\ndef half(n): return Any()\n\ndef one(): return 1\n"
+NODES = ("tests/test_half.py::test_half", "tests/test_half.py::test_zero", "tests/test_half.py::test_one")
+CHECKS = TestChecks(
+    files={
+        "tests/test_half.py": "from pkg.half import half, one\n\ndef test_half():\n    assert half(7) == 3\n\n"
+        "def test_zero():\n    assert half(0) == 0\n\ndef test_one():\n    assert one() == 1\n"
+    },
+    must_pass=NODES,
+    about=2,
+    artefacts=("pkg",),
+    probes=(Probe(module="pkg.half", function="half", cases=(Case(arguments=(9,), expected=4),)),),
+    timeout_s=60.0,
+)
+TASK = Task(
+    task_id="t",
+    family="repository",
+    template="half",
+    split=Split.TRAIN,
+    prompt="write half",
+    files={"pkg/half.py": STUB, "pkg/old.py": "", "tests/conftest.py": "VALUE = 1\n"},
+    checks=CHECKS,
+    world=World(image="pytest"),
+)
+
+
+class Bench:
+    """A provider with pytest in its image, and a loop."""
+
+    def __init__(self, layer: Path, runner: asyncio.Runner) -> None:
+        self._image = Image(layers=(layer,), environment={"PYTHONPATH": f"/{TOOLS}"})
+        self._runner = runner
+        self.sandboxes = NamespaceSandboxes()
+
+    def open(self, reference: str) -> Image:
+        """What a task's world is made from."""
+        assert reference == "pytest"
+        return self._image
+
+    def has_images(self) -> bool:
+        return Capability.IMAGES in self._runner.run(self.sandboxes.capabilities())
+
+    def close(self) -> None:
+        self._runner.run(self.sandboxes.close())
+
+    def grade(
+        self, files: Mapping[str, str], *, task: Task = TASK, command: str = "", reason: str = "submit"
+    ) -> Reward:
+        """The reward of what an agent left."""
+
+        async def act() -> Reward:
+            sandbox = await self.sandboxes.create({**task.files, **files}, SandboxSpec(image=self._image))
+            try:
+                if command:
+                    assert (await sandbox.exec(["sh", "-c", command])).exit_code == 0
+                grader = HiddenTestGrader(self.sandboxes, self, rng=random.Random(1))
+                return await grader.grade(task, sandbox, HarnessResult(reason=reason, counts={}))
+            finally:
+                await sandbox.close()
+
+        return self._runner.run(act())
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with asyncio.Runner() as runner:
+        made = Bench(runner_layer(tmp_path_factory.mktemp("layer")), runner)
+        try:
+            if not made.has_images():
+                pytest.skip("no sandboxes of ns can be made on this machine")
+            yield made
+        finally:
+            made.close()
+
+
+def with_checks(**changes: object) -> Task:
+    return dataclasses.replace(TASK, checks=dataclasses.replace(CHECKS, **changes))  # type: ignore[arg-type]
+
+
+def test_right_work_is_rewarded_and_nothing_beside_it_counts(bench: Bench) -> None:
+    lies = {
+        "pkg/conftest.py": "import os; os._exit(0)",
+        "tests/conftest.py": "1/0",
+        "pytest.ini": "[pytest]\naddopts=-x",
+    }
+    reward = bench.grade({"pkg/half.py": RIGHT, **lies}, command="rm pkg/old.py")
+    assert reward == Reward(
+        value=1.0,
+        parts={
+            "about_passed": 1.0,
+            "others_passed": 1.0,
+            "probes_passed": 1.0,
+            "canaries_refused": 1.0,
+            "cheat_canary": 0.0,
+            "artefacts_left": 1.0,
+            "submitted": 1.0,
+        },
+    )
+
+
+def test_untouched_work_is_a_reward_of_zero(bench: Bench) -> None:
+    reward = bench.grade({})
+    assert reward.value == 0.0
+    assert (reward.parts["about_passed"], reward.parts["others_passed"]) == (0.0, 1.0)
+    assert "canaries_refused" not in reward.parts
+
+
+def test_an_object_that_equals_everything_is_caught_by_canaries(bench: Bench) -> None:
+    reward = bench.grade({"pkg/half.py": ANY}, task=with_checks(probes=()))
+    assert reward.value == 0.0
+    assert reward.parts["cheat_canary"] == 1.0
+    assert reward.parts["canaries_refused"] < 1.0
+
+
+def test_work_that_ends_the_process_is_the_agents_fault(bench: Bench) -> None:
+    reward = bench.grade({"pkg/half.py": "import os\nos._exit(0)\n"})
+    assert (reward.value, reward.parts["about_passed"], reward.parts["others_passed"]) == (0.0, 0.0, 0.0)
+
+
+def test_right_work_that_was_not_submitted_has_no_reward(bench: Bench) -> None:
+    reward = bench.grade({"pkg/half.py": RIGHT}, task=with_checks(probes=()), reason="turns")
+    assert (reward.value, reward.parts["about_passed"], reward.parts["submitted"]) == (0.0, 1.0, 0.0)
+
+
+def test_too_much_to_carry_is_the_agents_fault(bench: Bench) -> None:
+    reward = bench.grade({"pkg/half.py": RIGHT}, command="head -c 70000000 /dev/zero > pkg/big")
+    assert reward == Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": 1.0})
+
+
+def test_what_was_too_much_from_the_start_is_our_fault(bench: Bench) -> None:
+    files = {**TASK.files, **{f"pkg/{name}.txt": "x" * (7 << 20) for name in range(10)}}
+    with pytest.raises(SandboxError, match="cannot be carried even as they were"):
+        bench.grade({}, task=dataclasses.replace(TASK, files=files))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"command": ("python3", "-m", "no_such_runner")}, "do not run in a world that nobody has touched"),
+        ({"must_pass": (*NODES[:2], "tests/test_half.py::test_gone")}, "do not run in a world"),
+        ({"files": {}, "probes": ()}, "none of its tests can have a canary"),
+        ({"must_pass": tuple(f"tests/test_half.py::test_{n}" for n in range(5000))}, "at most 2500"),
+    ],
+)
+def test_a_broken_task_is_our_fault(bench: Bench, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(SandboxError, match=message):
+        bench.grade({}, task=with_checks(**changes))
+
+
+def test_services_need_a_provider_that_has_them(bench: Bench) -> None:
+    world = World(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
+    with pytest.raises(Unsupported, match="ServicedSandboxes"):
+        bench.grade({}, task=dataclasses.replace(TASK, world=world))
+
+
+def test_other_tasks_are_refused(bench: Bench) -> None:
+    checks = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=1),))
+    with pytest.raises(ValueError, match="FunctionChecks"):
+        bench.grade({}, task=dataclasses.replace(TASK, checks=checks))
+
+
+def test_a_number_of_papers_below_zero_is_refused(bench: Bench) -> None:
+    with pytest.raises(ValueError, match="mixed_papers=-1"):
+        HiddenTestGrader(bench.sandboxes, bench, mixed_papers=-1)
+
+
+def test_findings_take_every_test_wherever_it_is_real() -> None:
+    all_passed = Findings(passed=frozenset(NODES), probed=1)
+    assert all_passed.is_proved(CHECKS)
+    paper = Paper(real=frozenset(NODES[:1]), canaries=frozenset(NODES[1:]))
+    assert all_passed.with_paper(paper, heard(NODES[0])).is_proved(CHECKS)
+    assert not all_passed.with_paper(paper, heard()).is_proved(CHECKS)
+    caught = all_passed.with_paper(paper, heard(*NODES[:2]))
+    assert caught.cheated == {NODES[1]}
+    assert not caught.is_proved(CHECKS)
+    assert caught.parts(CHECKS)["canaries_refused"] == 0.5
+    assert not dataclasses.replace(all_passed, probed=0).is_proved(CHECKS)
+
+
+def test_a_run_that_did_not_start_proves_nothing() -> None:
+    all_passed = Findings(passed=frozenset(NODES), probed=1)
+    false = Paper(canaries=frozenset(NODES))
+    assert all_passed.with_paper(false, heard()).is_proved(CHECKS)
+    assert not all_passed.with_paper(false, heard(started=False)).is_proved(CHECKS)
+
+
+def heard(*passed: str, started: bool = True) -> Report:
+    result = ExecResult(exit_code=0, stdout="", stderr="", timed_out=False, truncated=False, seconds=0.0)
+    return Report(passed=frozenset(passed), started=started, ended=True, result=result)

@@ -1,0 +1,143 @@
+"""The host's end of the agent's language: answers, deadlines, machines that end or talk nonsense, tunnels."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from etude.errors import SandboxError
+from etude.sandboxes.guest.frames import Inbox, Message, Outbox
+from etude.sandboxes.qemu.link import Link
+
+Scenario = Callable[[Link, "Peer"], Awaitable[None]]
+
+
+class Peer:
+    """An agent that says what a test wants."""
+
+    def __init__(self, port: socket.socket) -> None:
+        self.port = port
+        port.setblocking(False)
+        self._inbox = Inbox()
+        self._heard: list[Message] = []
+
+    async def say(self, head: dict[str, Any], body: bytes = b"") -> None:
+        outbox = Outbox()
+        outbox.add(Message(head, body))
+        while outbox:
+            await asyncio.get_running_loop().sock_sendall(self.port, outbox.next_frame())
+
+    async def hear(self) -> Message:
+        while not self._heard:
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), 5)
+            self._heard += self._inbox.feed(data)
+        return self._heard.pop(0)
+
+
+def play(scenario: Scenario, allow: tuple[str, ...] = ()) -> None:
+    async def act() -> None:
+        ours, theirs = socket.socketpair()
+        link = Link(next_id=7, allow=allow)
+        link.open(ours)
+        try:
+            with theirs:
+                await scenario(link, Peer(theirs))
+        finally:
+            await link.close()
+
+    asyncio.run(act())
+
+
+def test_answers_find_who_asked_whatever_their_order() -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        asked = [asyncio.create_task(link.ask("do", {"n": n}, timeout_s=5)) for n in range(3)]
+        heard = [await peer.hear() for _ in asked]
+        assert [message.head["id"] for message in heard] == [7, 8, 9]
+        for message in reversed(heard):
+            await peer.say({"re": message.head["id"], "n": message.head["n"]}, b"body")
+        assert [(await task).head["n"] for task in asked] == [0, 1, 2]
+        await peer.say({"re": 7})  # nobody waits for it any more
+
+    play(scenario)
+
+
+def test_errors_keep_their_kind_and_silence_has_a_deadline() -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        for kind, error in (("value", ValueError), ("sandbox", SandboxError), ("other", SandboxError)):
+            asked = asyncio.create_task(link.ask("do", {}, timeout_s=5))
+            await peer.say({"re": (await peer.hear()).head["id"], "error": [kind, "words"]})
+            with pytest.raises(error, match="words"):
+                await asked
+        with pytest.raises(SandboxError, match=r"did not answer 'slow' within 0.05 s"):
+            await link.ask("slow", {}, timeout_s=0.05)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("noise", [b"", b"\xff" * 99], ids=["nothing", "nonsense"])
+def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        asked = [asyncio.create_task(link.ask("do", {}, timeout_s=5)) for _ in range(2)]
+        await peer.hear()
+        await asyncio.get_running_loop().sock_sendall(peer.port, noise)
+        if not noise:
+            peer.port.shutdown(socket.SHUT_RDWR)
+        for task in asked:
+            with pytest.raises(SandboxError, match=r"ended|nonsense"):
+                await task
+        with pytest.raises(SandboxError, match=r"ended|nonsense"):
+            await link.ask("do", {}, timeout_s=5)
+
+    play(scenario)
+
+
+def test_a_command_that_nobody_waits_for_is_killed() -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        asked = asyncio.create_task(link.ask("exec", {}, timeout_s=5))
+        number = (await peer.hear()).head["id"]
+        asked.cancel()
+        assert (await peer.hear()).head == {"do": "kill", "id": 0, "command": number}
+
+    play(scenario)
+
+
+def test_a_tunnel_carries_both_ways_and_closes() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write((await reader.read()).upper())
+        writer.close()
+
+    async def act() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        place = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ours, theirs = socket.socketpair()
+        link = Link(allow=(place,))
+        link.open(ours)
+        try:
+            with theirs:
+                peer = Peer(theirs)
+                await peer.say({"do": "open", "tunnel": 1, "place": place})
+                await peer.say({"do": "data", "tunnel": 1}, b"hello")
+                await peer.say({"do": "end", "tunnel": 1})
+                heard = [await peer.hear() for _ in range(3)]
+                assert [(message.head["do"], message.body) for message in heard] == [
+                    ("ack", b""), ("data", b"HELLO"), ("end", b"")
+                ]  # fmt: skip
+                await peer.say({"do": "ack", "tunnel": 1, "bytes": 5})
+                assert (await peer.hear()).head["do"] == "shut"
+        finally:
+            await link.close()
+            server.close()
+            await server.wait_closed()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("place", ["127.0.0.1:1", "169.254.169.254:80", "nonsense"])
+def test_a_tunnel_to_any_other_place_is_refused(place: str) -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        await peer.say({"do": "open", "tunnel": 1, "place": place})
+        assert (await peer.hear()).head == {"do": "shut", "tunnel": 1}
+
+    play(scenario, allow=("127.0.0.1:2",))

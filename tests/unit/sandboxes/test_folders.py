@@ -1,0 +1,108 @@
+"""A folder's files, whoever put links, pipes and locked doors in it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from etude.sandboxes.archives import Entry, EntryKind, read_archive, write_archive
+from etude.sandboxes.folders import MAX_DEPTH, Folder, tree_bytes
+
+
+def folder(path: Path, *, inside: str | None = "/", workdir: str = "/work") -> Folder:
+    made = Folder(path, owner=None, inside=inside, workdir=workdir)
+    made.make(".")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("inside", "path", "place"),
+    [
+        ("/", "a", "work/a"),
+        ("/", "/a", "a"),
+        ("/", "/work/./a//b", "work/a/b"),
+        ("/work", "a", "a"),
+        ("/work", "/work/a", "a"),
+        (None, "a", "work/a"),
+    ],
+)
+def test_a_path_is_found_where_commands_would_find_it(
+    tmp_path: Path, inside: str | None, path: str, place: str
+) -> None:
+    assert folder(tmp_path, inside=inside).place(path) == place
+
+
+@pytest.mark.parametrize(("inside", "path"), [("/", ".."), ("/work", "/etc/passwd"), ("/work", "/"), (None, "/work/a")])
+def test_a_path_that_is_not_in_the_folder_is_refused(tmp_path: Path, inside: str | None, path: str) -> None:
+    with pytest.raises(ValueError, match="inside the sandbox"):
+        folder(tmp_path, inside=inside).place(path)
+
+
+def test_a_copy_has_all_that_can_be_carried(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one, two = folder(tmp_path / "one"), folder(tmp_path / "two")
+    one.write("deep/er/file", "text")
+    (one.work / "deep/er/file").chmod(0o751)
+    (one.work / "link").symlink_to("/etc/passwd")
+    os.mkfifo(one.work / "pipe")
+    (one.work / "deep").chmod(0o750)
+    one.copy_to(two)
+    assert (two.work / "deep/er/file").read_text(encoding="utf-8") == "text"
+    assert (two.work / "deep/er/file").stat().st_mode & 0o777 == 0o751
+    assert (two.work / "deep").stat().st_mode & 0o777 == 0o750
+    assert (two.work / "link").readlink() == Path("/etc/passwd")
+    assert not (two.work / "pipe").exists()
+
+
+def test_what_is_replaced_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept", encoding="utf-8")
+    (tmp_path / "root").mkdir()
+    there = folder(tmp_path / "root")
+    (there.work / "link").symlink_to(precious)
+    (there.work / "hard").hardlink_to(precious)
+    entries = [Entry(name=name, kind=EntryKind.FILE, data=b"new") for name in ("link", "hard")]
+    there.unpack(write_archive(entries))
+    assert [there.read("link"), there.read("hard"), precious.read_text(encoding="utf-8")] == ["new", "new", "kept"]
+
+
+@pytest.mark.parametrize("kind", EntryKind)
+def test_what_is_in_the_way_stops_all_of_it(tmp_path: Path, kind: EntryKind) -> None:
+    there = folder(tmp_path)
+    if kind is EntryKind.FOLDER:
+        there.write("a", "kept")
+    else:
+        there.write("a/b", "kept")
+    tar = write_archive([Entry(name="first", kind=EntryKind.FILE), Entry(name="a", kind=kind, target="x")])
+    with pytest.raises(ValueError, match="something else in the sandbox"):
+        there.unpack(tar)
+    assert there.read("first") is None
+
+
+def test_an_export_without_end_is_stopped(tmp_path: Path) -> None:
+    there = folder(tmp_path)
+    deep = there.work
+    for _ in range(MAX_DEPTH + 5):
+        deep = deep / "d"
+        deep.mkdir()
+    with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} folders"):
+        there.pack(["."], 1 << 20)
+    there.write("big", "x" * 5000)
+    with pytest.raises(ValueError, match="more than 4000 bytes"):
+        there.pack(["big"], 4000)
+
+
+def test_an_export_is_by_the_paths_that_were_asked_for(tmp_path: Path) -> None:
+    there = folder(tmp_path)
+    there.write("a/b", "1")
+    there.write("/home/agent/c", "2")
+    names = [entry.name for entry in read_archive(there.pack(["./a", "a/b", "/home/agent/c", "none"], 1 << 20))]
+    assert names == ["a", "a/b", "home/agent/c"]
+
+
+def test_size_is_counted_without_following_links(tmp_path: Path) -> None:
+    there = folder(tmp_path)
+    (there.work / "usr").symlink_to("/usr")
+    there.write("file", "x" * 10_000)
+    assert 10_000 <= tree_bytes(tmp_path) < 100_000

@@ -1,0 +1,511 @@
+"""What namespace sandboxes hold to beyond the contract: they leak nothing, and nothing of them is left.
+
+However they end: a provider, launcher or first process that is killed, daemons, what a command prints for ever.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import etude
+from etude.errors import SandboxError, Unsupported
+from etude.protocols import ExecResult
+from etude.sandboxes.ns import NamespaceSandboxes
+from etude.sandboxes.ns_sandbox import NamespaceSandbox
+from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
+
+T = TypeVar("T")
+Scenario = Callable[[NamespaceSandboxes], Awaitable[T]]
+
+CYCLES = 10_000 if os.environ.get("ETUDE_LONG") else 60
+TIMEOUT_S = 30.0
+ROOT = SandboxSpec(user="root")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def machine() -> None:
+    """Skip where the machine grants no namespaces."""
+
+    async def ask() -> frozenset[Capability]:
+        provider = NamespaceSandboxes()
+        try:
+            return await provider.capabilities()
+        finally:
+            await provider.close()
+
+    if not asyncio.run(ask()):
+        pytest.skip("this machine grants no sandboxes with namespaces")
+
+
+def act(scenario: Scenario[T], scratch: Path | None = None) -> T:
+    """Act out a scenario with a provider of its own."""
+
+    async def run() -> T:
+        provider = NamespaceSandboxes(scratch=scratch)
+        try:
+            return await scenario(provider)
+        finally:
+            await provider.close()
+
+    return asyncio.run(run())
+
+
+def shell(script: str, spec: SandboxSpec | None = None) -> ExecResult:
+    """Run a script in a fresh sandbox."""
+
+    async def run(provider: NamespaceSandboxes) -> ExecResult:
+        if spec is ROOT and Capability.IMAGES not in await provider.capabilities():
+            pytest.skip("only the machine's root can build images")
+        sandbox = await provider.create({}, spec)
+        return await sandbox.exec(["sh", "-c", script], timeout_s=TIMEOUT_S)
+
+    return act(run)
+
+
+# --- What is leaked -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_process_shows_nothing_of_the_machine() -> None:
+    script = "cat /proc/1/comm /proc/1/cmdline; cd /proc/1; cat environ maps; ls fd; readlink -v exe cwd root"
+    result = shell(script)
+    assert result.stdout == "init\n/sbin/init\0"
+    assert result.stderr.count("denied") == 6
+
+
+def test_the_first_process_has_nothing_open_but_the_null_device() -> None:
+    async def look(provider: NamespaceSandboxes) -> list[list[str]]:
+        await provider.create({})
+        return [opened(process) for process in children(provider.launcher_pid) if "init" in command_line(process)]
+
+    if os.geteuid() != 0:
+        pytest.skip("only root sees what another process has open")
+    assert act(look) == [["/dev/null"] * 3]
+
+
+def test_a_command_inherits_nothing_and_sees_no_mount_of_the_machine(tmp_path: Path) -> None:
+    async def look(provider: NamespaceSandboxes) -> tuple[str, str]:
+        sandbox = await provider.create({})
+        listing = await sandbox.exec(["ls", "/proc/self/fd"])
+        mounts = await sandbox.exec(["cat", "/proc/self/mountinfo"])
+        return listing.stdout, mounts.stdout
+
+    listing, mounts = act(look, tmp_path)
+    assert listing == "0\n1\n2\n3\n"  # the last is the listing's own
+    assert str(tmp_path) not in mounts
+    assert "/stage" not in mounts
+    assert {line.split()[4] for line in mounts.splitlines()} >= {"/", "/proc", "/dev", "/usr"}
+
+
+REACH_OUT = """
+import socket
+for family, address in ((40, (2, 1024)), (38, None), (17, None)):
+    try:
+        socket.socket(family, 1 if family != 17 else 3)
+        print('opened', family)
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+def test_sockets_that_no_namespace_holds_back_are_refused() -> None:
+    async def look(provider: NamespaceSandboxes) -> str:
+        sandbox = await provider.create({})
+        return (await sandbox.exec(["python3", "-c", REACH_OUT], timeout_s=TIMEOUT_S)).stdout
+
+    assert act(look) == "97\n" * 3  # EAFNOSUPPORT: AF_VSOCK would reach the host of a virtual machine
+
+
+POWERS = """
+exec 2>&1
+echo 1 > /proc/sys/kernel/panic && echo wrote panic
+echo 3 > /proc/sys/vm/drop_caches && echo wrote drop_caches
+mount -t tmpfs none /mnt && echo mounted
+mkdir /tmp/x && chroot /tmp/x && echo changed root
+unshare -U true && echo made a namespace
+mknod /tmp/disk b 254 0 && echo made a device
+kill -9 1; kill -STOP 1; prlimit --pid 1 --cpu=1 && echo limited init
+test -d /proc/1 && echo alive
+"""
+
+
+@pytest.mark.parametrize("spec", [SandboxSpec(), ROOT], ids=["agent", "root"])
+def test_neither_the_agent_nor_the_sandboxes_root_has_power_over_the_machine(spec: SandboxSpec) -> None:
+    before = Path("/proc/sys/kernel/panic").read_text(encoding="utf-8")
+    result = shell(POWERS, spec)
+    assert Path("/proc/sys/kernel/panic").read_text(encoding="utf-8") == before
+    words = {line.partition(" ")[0] for line in result.stdout.splitlines()}
+    assert words.isdisjoint({"wrote", "mounted", "changed", "made", "limited"})
+    assert result.stdout.endswith("alive\n")
+
+
+def test_the_agent_is_a_user_whom_nobody_else_on_the_machine_is() -> None:
+    async def look(provider: NamespaceSandboxes) -> list[int]:
+        sandboxes = [await provider.create({}) for _ in range(2)]
+        running = [asyncio.ensure_future(sandbox.exec(["sleep", "60"], timeout_s=60)) for sandbox in sandboxes]
+        users: set[int] = set()
+        while len(users) < 2:
+            await asyncio.sleep(0.02)
+            found = [process for process in children(provider.launcher_pid) if "sleep" in command_line(process)]
+            users = {owner(process) for process in found}
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+        return sorted(users)
+
+    if os.geteuid() != 0:
+        pytest.skip("without root there is one user")
+    first, second = act(look)
+    assert first >= 0x70000000
+    assert second - first >= 0x10000
+
+
+# --- What goes on -------------------------------------------------------------------------------------------------
+
+
+def test_what_a_daemon_prints_is_read_for_as_long_as_it_prints() -> None:
+    async def listen(provider: NamespaceSandboxes) -> str:
+        sandbox = await provider.create({})
+        script = "(while :; do echo 0123456789012345678901234567890123456789; done) & echo started"
+        first = await sandbox.exec(["sh", "-c", f"{script}; echo $! > pid"], timeout_s=TIMEOUT_S)
+        assert first.stdout.startswith("started") or "started\n" in first.stdout
+        await asyncio.sleep(0.3)
+        return (await sandbox.exec(["sh", "-c", "kill -0 $(cat pid) && echo alive"], timeout_s=TIMEOUT_S)).stdout
+
+    assert act(listen) == "alive\n"
+
+
+def test_a_time_limit_ends_the_session_and_nothing_else() -> None:
+    async def limit(provider: NamespaceSandboxes) -> tuple[bool, str]:
+        sandbox = await provider.create({})
+        keep = "setsid sleep 600 >/dev/null 2>&1 & echo $! > kept"
+        await sandbox.exec(["sh", "-c", keep], timeout_s=TIMEOUT_S)
+        run = "trap '' TERM INT; sleep 601 & sleep 602 & (sleep 603) & wait; sleep 604"
+        late = await sandbox.exec(["sh", "-c", run], timeout_s=0.5)
+        left = await sandbox.exec(["sh", "-c", "ps -eo args | grep -o 'sleep 60[0-9]' | sort -u"], timeout_s=TIMEOUT_S)
+        return late.timed_out, left.stdout
+
+    assert act(limit) == (True, "sleep 600\n")
+
+
+def test_limits_hold_for_all_commands_together() -> None:
+    spec = SandboxSpec(limits=SandboxLimits(processes=20))
+
+    async def crowd(provider: NamespaceSandboxes) -> list[int]:
+        sandbox = await provider.create({}, spec)
+        sleepers = "for n in $(seq 8); do sleep 60 & done"
+        await asyncio.gather(*(sandbox.exec(["sh", "-c", sleepers], timeout_s=TIMEOUT_S) for _ in range(4)))
+        return [int((await sandbox.stats()).processes)]
+
+    async def claims(provider: NamespaceSandboxes) -> frozenset[Capability]:
+        return await provider.capabilities()
+
+    if Capability.MEMORY_LIMIT not in act(claims):
+        pytest.skip("processes are not counted without control groups")
+    (count,) = act(crowd)
+    assert 10 <= count <= 20
+
+
+# --- Images -------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_programs_lies_over_the_machines_own(tmp_path: Path) -> None:
+    tool = tmp_path / "layer" / "usr" / "local" / "bin" / "own-tool"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho own\n", encoding="utf-8")
+    for path in (tmp_path, *tool.parents[:4], tool):
+        path.chmod(0o755)
+
+    async def run(provider: NamespaceSandboxes) -> str:
+        if Capability.IMAGES not in await provider.capabilities():
+            pytest.skip("only the machine's root can build images")
+        sandbox = await provider.create({}, SandboxSpec(image=Image(layers=(tmp_path / "layer",))))
+        return (await sandbox.exec(["sh", "-c", "own-tool; test -x /usr/bin/env && echo theirs"])).stdout
+
+    assert act(run) == "own\ntheirs\n"
+
+
+def test_without_root_what_cannot_be_held_to_is_refused() -> None:
+    async def build(provider: NamespaceSandboxes) -> None:
+        if Capability.IMAGES in await provider.capabilities():
+            pytest.skip("we are root")
+        with pytest.raises(Unsupported, match="as root"):
+            await provider.create({}, ROOT)
+        with pytest.raises(Unsupported, match="as root"):
+            await (await provider.create({})).snapshot()
+
+    act(build)
+
+
+# --- What is left -------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_left_after_many_sandboxes(tmp_path: Path) -> None:
+    async def cycle(provider: NamespaceSandboxes, number: int) -> None:
+        sandbox = await provider.create({"a": "b"})
+        await sandbox.exec(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & trap '' TERM; echo x > left"])
+        if number % 10 == 0:
+            (fork,) = await sandbox.fork()
+            await fork.exec(["true"])
+            await fork.close()
+        await sandbox.close()
+
+    async def many(provider: NamespaceSandboxes) -> tuple[list[int], list[int]]:
+        await asyncio.gather(*(cycle(provider, number) for number in range(10)))
+        await asyncio.sleep(0.2)
+        before = remains(provider)
+        for start in range(0, CYCLES, 10):
+            await asyncio.gather(*(cycle(provider, start + number) for number in range(10)))
+        await asyncio.sleep(0.5)
+        return before, remains(provider)
+
+    def remains(provider: NamespaceSandboxes) -> list[int]:
+        assert provider.launcher_pid is not None
+        return [
+            len(children(provider.launcher_pid)),
+            sum(not name.startswith("user:") for name in opened(provider.launcher_pid)),  # those are used again
+            len(list(Path("/proc/self/fd").iterdir())),
+            len(groups(provider.launcher_pid)),
+            len(Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()),
+            sum(1 for _ in tmp_path.rglob("layer-*")),
+        ]
+
+    before, after = act(many, tmp_path)
+    assert after == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_a_provider_ends_everything(tmp_path: Path) -> None:
+    async def use(provider: NamespaceSandboxes) -> tuple[int, NamespaceSandbox]:
+        sandbox = await provider.create({})
+        await sandbox.exec(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 &"])
+        assert provider.launcher_pid is not None
+        return provider.launcher_pid, sandbox
+
+    launcher, sandbox = act(use, tmp_path)
+    assert not Path(f"/proc/{launcher}").exists()
+    assert groups(launcher) == []
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SandboxError):
+        asyncio.run(sandbox.exec(["true"]))
+
+
+# --- Trouble ------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_process_that_is_killed_takes_its_sandbox_with_it_and_no_other() -> None:
+    async def kill(provider: NamespaceSandboxes) -> str:
+        doomed, other = await provider.create({}), await provider.create({})
+        running = asyncio.ensure_future(doomed.exec(["sleep", "60"], timeout_s=60))
+        await asyncio.sleep(0.3)
+        first = min(process for process in children(provider.launcher_pid) if "init" in command_line(process))
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(SandboxError, match="died"):
+            await running
+        with pytest.raises(SandboxError, match="died"):
+            await doomed.read_file("x")
+        await doomed.close()
+        return (await other.exec(["echo", "other"])).stdout
+
+    assert act(kill) == "other\n"
+
+
+def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
+    async def kill(provider: NamespaceSandboxes) -> tuple[list[int], str]:
+        sandbox = await provider.create({})
+        running = asyncio.ensure_future(sandbox.exec(["sleep", "61"], timeout_s=60))
+        await asyncio.sleep(0.3)
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        below = children(launcher)
+        os.kill(launcher, signal.SIGKILL)
+        with pytest.raises(SandboxError):
+            await running
+        with pytest.raises(SandboxError):
+            await sandbox.exec(["true"])
+        again = await provider.create({})
+        said = (await again.exec(["echo", "again"])).stdout
+        await sandbox.close()
+        return [process for process in below if await outlives(process)], said
+
+    assert act(kill) == ([], "again\n")
+
+
+LAUNCH = """
+import asyncio, sys
+from pathlib import Path
+from etude.sandboxes.ns import NamespaceSandboxes
+async def main():
+    provider = NamespaceSandboxes(scratch=Path(sys.argv[1]))
+    sandbox = await provider.create({})
+    await sandbox.exec(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo up"])
+    print(provider.launcher_pid, flush=True)
+    await sandbox.exec(["sleep", "62"], timeout_s=60)
+asyncio.run(main())
+"""
+
+
+def test_a_provider_that_is_killed_takes_all_with_it_and_its_folder_is_swept(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, str(tmp_path)], stdout=subprocess.PIPE, env=environment
+    ) as provider:
+        assert provider.stdout is not None
+        launcher = int(provider.stdout.readline())
+        below = [launcher, *children(launcher)]
+        provider.kill()
+    assert asyncio.run(survivors(below)) == []
+    assert groups(launcher) == []
+    assert len(list(tmp_path.iterdir())) == 1
+
+    async def sweep(provider: NamespaceSandboxes) -> None:
+        await provider.create({})
+
+    act(sweep, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_of_a_launcher_that_was_killed_are_swept_by_the_next() -> None:
+    async def kill(provider: NamespaceSandboxes) -> tuple[int, int]:
+        await provider.create({})
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        left = len(groups(launcher))
+        os.kill(launcher, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        await provider.create({})
+        return left, len(groups(launcher))
+
+    left, after = act(kill)
+    assert after == 0
+    assert left > 0 or os.geteuid() != 0
+
+
+def test_a_sandbox_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    async def fail(provider: NamespaceSandboxes) -> list[int]:
+        await provider.create({})
+        await asyncio.sleep(0.2)
+        before = [len(children(provider.launcher_pid)), len(groups(provider.launcher_pid))]
+        for files in ({"../out": ""}, {"a": "", "a/b": ""}):
+            with pytest.raises(ValueError, match="sandbox"):
+                await provider.create(files)
+        with pytest.raises(SandboxError):
+            await provider.create({}, SandboxSpec(mounts={"/tool": tmp_path / "nowhere"}))
+        await asyncio.sleep(0.3)
+        after = [len(children(provider.launcher_pid)), len(groups(provider.launcher_pid))]
+        return [now - then for then, now in zip(before, after, strict=True)]
+
+    assert act(fail) == [0, 0]
+
+
+# --- Without root -------------------------------------------------------------------------------------------------
+
+UNPRIVILEGED = """
+import asyncio, sys
+from pathlib import Path
+from etude.sandboxes.ns import NamespaceSandboxes
+async def main():
+    provider = NamespaceSandboxes(scratch=Path(sys.argv[1]))
+    print(sorted(await provider.capabilities()))
+    sandbox = await provider.create({"a": "given"})
+    result = await sandbox.exec(["sh", "-c", "id -u; cat a; echo x > /etc/x; echo y > b; cat /proc/self/uid_map"])
+    print(result.stdout, result.stderr.count("Read-only"))
+    (fork,) = await sandbox.fork()
+    print((await fork.exec(["cat", "b"])).stdout)
+    await provider.close()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="we have no root to give up")
+def test_without_root_it_works_and_says_what_is_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    python = interpreter_for_anybody()
+    if python is None:
+        pytest.skip("no interpreter with our packages can be reached by another user")
+    for parent in tmp_path.parents:
+        if parent != Path("/") and parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+    argv = [*python, "-c", UNPRIVILEGED, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, user=65534, group=65534)
+    assert done.returncode == 0, done.stderr
+    claims, user, *rest = done.stdout.splitlines()
+    assert "memory_limit" not in claims
+    assert "images" not in claims
+    assert "'process_limit'" in claims
+    assert user == "1000"
+    assert rest[0].startswith("given")
+    assert rest[-3:] == [" 1", "y", ""] or "y" in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def interpreter_for_anybody() -> list[str] | None:
+    """How another user runs a Python with étude, if one can."""
+    places = [str(Path(etude.__file__).parents[1]), *(path for path in sys.path if path.endswith("site-packages"))]
+    for python in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
+        argv = ["env", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={':'.join(places)}", python]
+        try:
+            done = subprocess.run(
+                [*argv, "-c", "import etude.sandboxes.ns"], user=65534, group=65534, check=False, capture_output=True
+            )
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return argv
+    return None
+
+
+def children(process: int | None) -> list[int]:
+    """The processes right below one."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text(encoding="utf-8").split()]
+
+
+def opened(process: int) -> list[str]:
+    """What a process has open."""
+    return [str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir()]
+
+
+def owner(process: int) -> int:
+    """The user of a process."""
+    return Path(f"/proc/{process}").stat().st_uid
+
+
+def command_line(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def groups(launcher: int | None) -> list[Path]:
+    """The control groups of a launcher."""
+    return list(Path("/sys/fs/cgroup").rglob(f"etude-*-{launcher}-*"))
+
+
+async def survivors(processes: list[int]) -> list[int]:
+    return [process for process in processes if await outlives(process)]
+
+
+async def outlives(process: int) -> bool:
+    """Whether a process is still there after a while."""
+    deadline_s = time.monotonic() + 10
+    while "(zombie)" not in state(process):
+        if time.monotonic() > deadline_s:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "(zombie)"

@@ -1,0 +1,302 @@
+"""No key, no entry; a lost client loses nothing but its sandboxes; both ends refuse what they do not know."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+import pytest
+from aiohttp import ClientSession, web
+
+from etude.errors import ConfigError, SandboxError, Unsupported
+from etude.run.serving import listening
+from etude.sandboxes import remote_wire as wire
+from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.remote import RemoteSandboxes
+from etude.sandboxes.remote_server import Permissions, SandboxServer, ServerLimits
+from etude.worlds import Image, SandboxSpec
+
+T = TypeVar("T")
+KEY, OTHER_KEY = "a client's key", "another client's key"
+KEYS = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in (("one", KEY), ("other", OTHER_KEY))}
+SPEC = SandboxSpec()
+
+
+def serve(scenario: Callable[[SandboxServer, str], Awaitable[T]], limits: ServerLimits | None = None) -> T:
+    """Act out a scenario with a server over local sandboxes, and its URL."""
+
+    async def act() -> T:
+        provider = LocalSandboxes(1)
+        server = SandboxServer(provider, KEYS, limits=limits)
+        try:
+            async with listening(server.app(), 0) as port:
+                return await scenario(server, f"http://127.0.0.1:{port}")
+        finally:
+            assert len(server) == 0
+            await provider.close()
+
+    return asyncio.run(act())
+
+
+async def ask(
+    url: str, method: str, path: str, body: bytes = b"", *, key: str = KEY, kind: str = "application/json"
+) -> tuple[int, Mapping[str, object]]:
+    async with ClientSession() as http:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
+        async with http.request(method, f"{url}/v1/{path}", data=body, headers=headers) as response:
+            return response.status, await response.json()
+
+
+def creation(files: Mapping[str, str] | None = None, spec: SandboxSpec = SPEC) -> bytes:
+    return wire.write_message(wire.Creation.of(files or {}, spec))
+
+
+@pytest.mark.parametrize("key", ["", "wrong", KEYS["one"]])
+def test_a_stranger_is_told_so_and_nothing_else(key: str) -> None:
+    async def knock(server: SandboxServer, url: str) -> None:
+        client = RemoteSandboxes(url, key or "x")
+        try:
+            with pytest.raises(ConfigError, match="not known here"):
+                await client.create({})
+        finally:
+            await client.close()
+        status, refusal = await ask(url, "GET", "capabilities", key=key)
+        assert (status, refusal["fault"]) == (401, "key")
+
+    serve(knock)
+
+
+def test_a_server_without_keys_is_not_made() -> None:
+    with pytest.raises(ConfigError, match="nobody"):
+        SandboxServer(LocalSandboxes(1), {})
+
+
+def test_asking_again_for_a_sandbox_gives_the_same_one() -> None:
+    async def twice(server: SandboxServer, url: str) -> int:
+        path = f"sandboxes/{uuid4().hex}"
+        body = creation({"a": "b"})
+        answers = await asyncio.gather(*(ask(url, "PUT", path, body) for _ in range(3)))
+        assert [status for status, _ in answers] == [200] * 3
+        await ask(url, "POST", f"{path}/write", wire.write_message(wire.FileText(path="a", text="kept")))
+        await ask(url, "PUT", path, body)
+        _, file = await ask(url, "POST", f"{path}/read", wire.write_message(wire.PathOnly(path="a")))
+        assert file["text"] == "kept"
+        count = len(server)
+        for _ in range(2):
+            assert (await ask(url, "DELETE", path))[0] == 200
+        return count
+
+    assert serve(twice) == 1
+
+
+def test_keys_do_not_reach_each_others_sandboxes() -> None:
+    async def reach(server: SandboxServer, url: str) -> None:
+        path = f"sandboxes/{uuid4().hex}"
+        await ask(url, "PUT", path, creation({"a": "secret"}))
+        body = wire.write_message(wire.PathOnly(path="a"))
+        status, refusal = await ask(url, "POST", f"{path}/read", body, key=OTHER_KEY)
+        assert (status, refusal["fault"]) == (503, "sandbox")
+        await ask(url, "DELETE", path, key=OTHER_KEY)
+        assert (await ask(url, "POST", f"{path}/read", body))[1]["text"] == "secret"
+
+    serve(reach)
+
+
+def test_a_lost_client_frees_its_sandboxes() -> None:
+    async def lose(server: SandboxServer, url: str) -> None:
+        path = f"sandboxes/{uuid4().hex}"
+        await ask(url, "PUT", path, creation())
+        assert len(server) == 1
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if not len(server):
+                break
+        status, refusal = await ask(url, "POST", f"{path}/stats")
+        assert (status, refusal["fault"]) == (503, "sandbox")
+        assert "lease" in str(refusal["message"])
+
+    serve(lose, ServerLimits(lease_s=0.3))
+
+
+def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
+    async def keep(server: SandboxServer, url: str) -> str | None:
+        client = RemoteSandboxes(url, KEY)
+        try:
+            sandbox = await client.create({"a": "b"})
+            await asyncio.sleep(2.0)
+            return await sandbox.read_file("a")
+        finally:
+            await client.close()
+
+    assert serve(keep, ServerLimits(lease_s=0.6)) == "b"
+
+
+def test_time_to_live_ends_what_is_renewed_for_ever() -> None:
+    async def outlive(server: SandboxServer, url: str) -> None:
+        client = RemoteSandboxes(url, KEY)
+        try:
+            await client.create({}, SandboxSpec(ttl_s=0.5))
+            for _ in range(100):
+                await asyncio.sleep(0.05)
+                if not len(server):
+                    return
+            raise AssertionError("it is still held")
+        finally:
+            await client.close()
+
+    serve(outlive, ServerLimits(lease_s=0.6))
+
+
+def test_limits_are_kept_and_named() -> None:
+    async def exceed(server: SandboxServer, url: str) -> None:
+        client = RemoteSandboxes(url, KEY)
+        try:
+            first = await client.create({})
+            await client.create({})
+            with pytest.raises(SandboxError, match="2 of 2 sandboxes of this key"):
+                await client.create({})
+            with pytest.raises(SandboxError, match="2 of 2"):
+                await first.fork()
+            with pytest.raises(ValueError, match="ttl_s=100000"):
+                await client.create({}, SandboxSpec(ttl_s=100_000))
+            with pytest.raises(ValueError, match="too large"):
+                await first.load(bytes(wire.JSON_LIMIT_BYTES + (2 << 20)))
+            await first.close()
+            await (await client.create({})).close()
+        finally:
+            await client.close()
+
+    serve(exceed, ServerLimits(sandboxes=2, tar_bytes=1 << 20))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("exec", b'{"argv": ["true"], "stdin": "", "timeout_s": 1, "environment": {}, "shell": true}'),
+        ("exec", b'{"argv": "true", "stdin": "", "timeout_s": 1, "environment": {}}'),
+        ("exec", b'{"argv": ["true"], "stdin": "", "timeout_s": "1", "environment": {}}'),
+        ("exec", b'{"argv": ["true"]}'),
+        ("read", b"[]"),
+        ("read", b"\xff"),
+        ("fork", b'{"names": ["../../x"]}'),
+        ("fork", b'{"names": []}'),
+    ],
+)
+def test_what_the_server_does_not_know_is_refused(path: str, body: bytes) -> None:
+    async def send(server: SandboxServer, url: str) -> None:
+        sandbox = f"sandboxes/{uuid4().hex}"
+        await ask(url, "PUT", sandbox, creation())
+        status, refusal = await ask(url, "POST", f"{sandbox}/{path}", body)
+        assert (status, refusal["fault"]) == (400, "value")
+
+    serve(send)
+
+
+# --- Images and folders -------------------------------------------------------------------------------------------
+
+STORED = Image(digest="d", layers=(Path("/stored"),), environment={"A": "stored", "B": "stored"}, workdir="/srv")
+
+
+def find(reference: str) -> Image:
+    if reference != "d":
+        raise ConfigError(f"no image {reference!r}")
+    return STORED
+
+
+def test_an_image_is_found_by_its_digest_and_its_paths_are_the_servers() -> None:
+    permissions = Permissions(images=find)
+    asked = Image(digest="d", layers=(Path("/of/the/client"),), environment={"B": "asked"})
+    image = permissions.resolve(SandboxSpec(image=asked), {}).image
+    assert image.layers == STORED.layers
+    assert image.environment == {"A": "stored", "B": "asked"}
+    assert image.workdir == "/srv"
+    with pytest.raises(ConfigError, match="no image 'e'"):
+        permissions.resolve(SandboxSpec(image=Image(digest="e")), {})
+    assert permissions.resolve(SandboxSpec(image=Image(digest="s")), {"s": STORED}).image.layers == STORED.layers
+
+
+def test_only_shared_folders_can_be_named(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "out").symlink_to("/etc")
+    permissions = Permissions(folders=(shared,))
+    layer = SandboxSpec(image=Image(layers=(shared / "a",)), mounts={"/m": shared / "b"})
+    assert permissions.resolve(layer, {}) == layer
+    for path in (Path("/etc"), shared / ".." / "x", shared / "out", tmp_path):
+        for spec in (SandboxSpec(image=Image(layers=(path,))), SandboxSpec(mounts={"/m": path})):
+            with pytest.raises(Unsupported, match="share the folder"):
+                permissions.resolve(spec, {})
+
+
+# --- A server that cannot be trusted ------------------------------------------------------------------------------
+
+
+def against(answer: Callable[[web.Request], Awaitable[web.Response]], path: str) -> None:
+    """Let a client create, and use, a sandbox of a server that answers one path on its own."""
+
+    async def lie(request: web.Request) -> web.Response:
+        if request.path.endswith(path):
+            return await answer(request)
+        body: wire.Message = wire.Lease(lease_s=60) if request.method == "PUT" else wire.Done()
+        return web.Response(body=wire.write_message(body))
+
+    async def act() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", lie)
+        async with listening(app, 0) as port:
+            client = RemoteSandboxes(f"http://127.0.0.1:{port}", KEY)
+            try:
+                sandbox = await client.create({})
+                await sandbox.export(["a"], limit_bytes=1000)
+            finally:
+                await client.close()
+
+    asyncio.run(act())
+
+
+async def flood(request: web.Request) -> web.Response:
+    return web.Response(body=bytes(3 << 20))
+
+
+async def nonsense(request: web.Request) -> web.Response:
+    return web.Response(body=b"no tar")
+
+
+async def elsewhere(request: web.Request) -> web.Response:
+    raise web.HTTPFound("http://127.0.0.1:1/")
+
+
+async def failure(request: web.Request) -> web.Response:
+    return web.Response(status=500, text="<html>")
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [(flood, "more than"), (nonsense, "no archive"), (elsewhere, "302"), (failure, "500")],
+    ids=["flood", "nonsense", "elsewhere", "failure"],
+)
+def test_a_server_that_lies_is_an_error_of_the_sandbox(
+    answer: Callable[[web.Request], Awaitable[web.Response]], says: str
+) -> None:
+    with pytest.raises(SandboxError, match=says):
+        against(answer, "/export")
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_sandbox() -> None:
+    async def act() -> None:
+        client = RemoteSandboxes("http://127.0.0.1:1", KEY)
+        try:
+            with pytest.raises(SandboxError, match="cannot be reached"):
+                await client.capabilities()
+        finally:
+            await client.close()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize(("url", "key"), [("ftp://x", "k"), ("x:80", "k"), ("http://x", "")])
+def test_an_address_that_is_none_is_refused(url: str, key: str) -> None:
+    with pytest.raises(ConfigError, match="expected an http"):
+        RemoteSandboxes(url, key)
