@@ -226,6 +226,14 @@ class SandboxProvider(Protocol):
         ...
 
 
+class Images(Protocol):
+    """Finds stored images."""
+
+    def open(self, reference: str) -> Image:
+        """The image of a digest. Raises :class:`~etude.errors.ConfigError` for one that is not stored."""
+        ...
+
+
 class TaskFamily(Protocol):
     """An endless, reproducible stream of tasks."""
 

@@ -112,3 +112,24 @@ def test_an_unknown_command_is_refused_by_the_parser() -> None:
     with pytest.raises(SystemExit) as stop:
         main(["fly"])
     assert stop.value.code == 2
+
+
+def test_tasks_of_a_folder_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tasks", "ls", str(Path(__file__).parents[2] / "examples" / "tasks")]) == 0
+    assert "etude/greeting: Write the line" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tasks", "check"], "check what?"),
+        (["tasks", "build", "x", "--installer", "http://a"], "--installer and --model go together"),
+        (["tasks", "check", "x", "--sandbox", "remote"], "--sandbox remote and --sandbox-url go together"),
+        (["tasks", "ls", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_orders_that_cannot_be_carried_out_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """A recipe is read strictly: every fault is named with its key, its value and the way out."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from etude.config import (
     Section,
     TaskConfig,
     TrainerConfig,
+    default_recipe,
     dump_toml,
     load_recipe,
     parse_config,
@@ -203,3 +205,29 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
         assert not field.is_required(), f"{section.__name__}.{name} has no default: an empty recipe must run"
     with pytest.raises(ValidationError, match="frozen"):
         setattr(section(), next(iter(section.model_fields)), None)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("tasks.family=repository", "needs tasks.folder"),
+        ("tasks.folder=x", "has no tasks.folder"),
+        ("tasks.family=migrations", "sandboxes.kind = 'ns'"),
+        ("tasks.brief=true", "tasks.brief would have no effect"),
+        ("tasks.impossible_share=0.5", "tasks.impossible_share"),
+        ("sandboxes.kind=remote", "do not go together"),
+        ("sandboxes.url=http://a", "do not go together"),
+        ("sandboxes.warm=4", "sandboxes.warm would have no effect"),
+        ("cheating.on_low=shrug", "cheating.on_low"),
+    ],
+)
+def test_a_world_that_does_not_fit_together_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        default_recipe([override])
+
+
+def test_families_of_folders_take_their_machine() -> None:
+    chosen = default_recipe(["tasks.family=harbor", "tasks.folder=examples/tasks", "sandboxes.kind=ns"])
+    assert (chosen.tasks.family, chosen.sandboxes.kind) == ("harbor", "ns")
+    with pytest.raises(ConfigError, match="hidden_cases would have no effect"):
+        default_recipe(["tasks.family=migrations", "sandboxes.kind=ns", "tasks.hidden_cases=4"])

@@ -25,10 +25,9 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from etude.errors import SandboxError, Unsupported
-from etude.protocols import HarnessResult, Reward, Sandbox, SandboxProvider
+from etude.protocols import HarnessResult, Images, Reward, Sandbox, SandboxProvider
 from etude.rewards.hidden_artefacts import Ground, carry
 from etude.rewards.hidden_papers import Paper, Papers, module_of
 from etude.rewards.hidden_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
@@ -37,7 +36,7 @@ from etude.rewards.tests import SUBMITTED
 from etude.sandboxes.archives import Entry, read_archive, write_archive
 from etude.sandboxes.services import ServicedSandboxes, world_spec
 from etude.types import Task, TestChecks
-from etude.worlds import Image, SandboxSpec, World
+from etude.worlds import SandboxSpec, World
 
 ARTEFACT_LIMIT_BYTES = 64 << 20
 ARCHIVE_LIMIT_BYTES = 1 << 40
@@ -48,14 +47,6 @@ GRACE_S = 600.0
 """How much longer than its runs a world may live."""
 SOUND_TASKS = 4096
 """Tasks that are remembered to run in an untouched world."""
-
-
-class Images(Protocol):
-    """Finds stored images; :class:`~etude.sandboxes.images.ImageStore` does."""
-
-    def open(self, reference: str) -> Image:
-        """The image of a digest. Raises :class:`~etude.errors.ConfigError` for one that is not stored."""
-        ...
 
 
 class HiddenTestGrader:

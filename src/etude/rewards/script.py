@@ -31,16 +31,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from etude.errors import ConfigError, SandboxError
-from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, SandboxProvider
+from etude.protocols import ExecResult, HarnessResult, Images, Reward, Sandbox, SandboxProvider
 from etude.rewards.canaries import TestSource
 from etude.rewards.tests import SUBMITTED
 from etude.sandboxes.archives import Entry, EntryKind, read_archive, write_archive
 from etude.sandboxes.services import world_spec
 from etude.types import Json, ScriptChecks, Task
-from etude.worlds import Image, SandboxSpec, World
+from etude.worlds import SandboxSpec, World
 
 TESTS, LOGS = "/tests", "/logs/verifier"
 REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
@@ -72,14 +72,6 @@ TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 """A test of a module that belongs to no class."""
 CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
 PREPARE = f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts"
-
-
-class Images(Protocol):
-    """Finds stored images; :class:`~etude.sandboxes.images.ImageStore` does."""
-
-    def open(self, reference: str) -> Image:
-        """The image of a digest. Raises :class:`~etude.errors.ConfigError` for one that is not stored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
