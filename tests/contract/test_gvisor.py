@@ -43,6 +43,17 @@ def test_tools_work_on_a_runtime_that_is_older_than_they_are(tmp_path: Path) -> 
     assert play(tmp_path, look).startswith("a\n1\n")
 
 
+def test_the_machines_null_device_stays_whose_it_is(tmp_path: Path) -> None:
+    async def use(provider: GvisorSandboxes, sandbox: Sandbox) -> int:
+        await sandbox.exec(["true"], timeout_s=30)
+        (copy,) = await sandbox.fork()
+        return (await copy.exec(["true"], timeout_s=30)).exit_code
+
+    before = os.stat("/dev/null").st_uid  # noqa: PTH116 - as the device is known
+    assert play(tmp_path, use) == 0
+    assert os.stat("/dev/null").st_uid == before  # noqa: PTH116
+
+
 def test_a_fork_is_refused_while_a_process_holds_outputs_and_nothing_is_lost(tmp_path: Path) -> None:
     async def fork(provider: GvisorSandboxes, sandbox: Sandbox) -> tuple[str | None, str]:
         await sandbox.exec(["sh", "-c", "setsid sh -c 'echo $$ > pid; exec sleep 1000' & sleep 0.3"], timeout_s=30)

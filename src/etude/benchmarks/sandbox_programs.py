@@ -19,6 +19,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -273,11 +274,12 @@ def _launch(system: System, program: Program, place: Place, argv: Sequence[str])
     began_s = time.perf_counter()
     place.folder.mkdir()
     try:
-        with _mounted(system, place, program.overlay):
+        # Not /dev/null: as root, runsc gives its input and output away to nobody.
+        with _mounted(system, place, program.overlay), tempfile.TemporaryFile() as nothing:
             done = subprocess.run(
                 program.command(place, argv),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdin=nothing,
+                stdout=nothing,
                 stderr=subprocess.PIPE,
                 timeout=COMMAND_TIMEOUT_S,
                 check=False,

@@ -12,7 +12,7 @@ import asyncio
 import os
 import shlex
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -112,9 +112,13 @@ class Cell:
 
         Raises :class:`~etude.errors.SandboxError` if it takes too long; then it is killed.
         """
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=DEVNULL, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
-        )
+        nothing = os.memfd_create("stdin")  # not /dev/null: as root, runsc gives its input away to nobody
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *argv, stdin=nothing, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+            )
+        finally:
+            os.close(nothing)
         try:
             async with asyncio.timeout(timeout_s):
                 printed, _ = await process.communicate()
