@@ -60,12 +60,22 @@ ALWAYS = frozenset(
 class NamespaceSandboxes:
     """Makes sandboxes with namespaces; implements :class:`~etude.protocols.SandboxProvider`."""
 
-    def __init__(self, *, scratch: Path | None = None, bases: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        scratch: Path | None = None,
+        bases: Mapping[str, Path] | None = None,
+        mounts: Mapping[str, Path] | None = None,
+        allow: Sequence[str] = (),
+    ) -> None:
         """``scratch`` is where the provider's folder is made (default: the temporary directory), which holds snapshots;
         ``bases`` are the root folders of stored base systems, such as :attr:`~etude.sandboxes.images.ImageStore.bases`.
+
+        ``mounts`` and ``allow`` are what every sandbox is shown and may reach, beside what its specification says.
         """
         self._parent = scratch or Path(tempfile.gettempdir())
         self._bases = dict(bases or {})
+        self._everyones = SandboxSpec(mounts=dict(mounts or {}), allow=tuple(allow))
         self._scratch: Scratch | None = None
         self._home: Home | None = None
         self._proven: frozenset[Capability] | None = None
@@ -104,7 +114,7 @@ class NamespaceSandboxes:
         ``ValueError`` for a path that would leave it.
         """
         home = await self._open()
-        spec = spec or SandboxSpec()
+        spec = _joined(self._everyones, spec or SandboxSpec())
         claims = _claims(home.link.grants)
         for capability, words in demands(spec).items():
             if capability not in claims:
@@ -170,14 +180,14 @@ class NamespaceSandboxes:
 
     def _creation(self, spec: SandboxSpec, known: Sequence[Place], number: int) -> wire.Creation:
         image, limits = spec.image, spec.limits
-        shown = {} if image.base else machine_folders()
-        shown |= spec.mounts
+        system = {} if image.base else machine_folders()
         self._check_there(image, spec.mounts)
         return wire.Creation(
             box=number,
             root=str(self._bases[image.base]) if image.base else "",
             layers=[str(layer) for layer in image.layers],
-            shown={target: str(path) for target, path in sorted(shown.items())},
+            system={target: str(path) for target, path in system.items()},
+            shown={target: str(path) for target, path in sorted(spec.mounts.items())},
             places=[list(place) for place in known],
             hosts=hosts_text(known, HOSTNAME) if known or image.base else "",
             workdir=image.workdir,
@@ -258,6 +268,11 @@ class NamespaceSandboxes:
             if self._lent[layer] == 0:
                 del self._lent[layer]
                 await asyncio.to_thread(remove_tree, layer)
+
+
+def _joined(everyones: SandboxSpec, spec: SandboxSpec) -> SandboxSpec:
+    """A specification with what every sandbox is shown and may reach."""
+    return replace(spec, mounts={**everyones.mounts, **spec.mounts}, allow=(*everyones.allow, *spec.allow))
 
 
 def _claims(grants: Mapping[str, Any]) -> frozenset[Capability]:

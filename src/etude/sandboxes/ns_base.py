@@ -10,7 +10,9 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from etude.sandboxes.ns_network import hosts_text
 from etude.sandboxes.ns_root import AGENT, HOME, HOSTNAME
@@ -67,12 +69,14 @@ def write_skeleton(folder: Path) -> None:
             os.chown(folder / name.strip("/"), AGENT, AGENT)
 
 
-def machine_folders() -> dict[str, Path]:
+@cache
+def machine_folders() -> Mapping[str, Path]:
     """What of the machine is shown beside ``/usr``: separate system folders, and the Python that runs here."""
     shown = {f"/{name}": Path("/", name) for name in SYSTEM_FOLDERS}
     shown = {target: path for target, path in shown.items() if path.is_dir() and not path.is_symlink()}
     interpreter = Path(sys.base_prefix)
-    return shown if interpreter.is_relative_to("/usr") else {**shown, str(interpreter): interpreter}
+    shown |= {} if interpreter.is_relative_to("/usr") else {str(interpreter): interpreter}
+    return MappingProxyType(shown)
 
 
 def search_path(mounts: Mapping[str, Path], *, own_base: bool) -> str:

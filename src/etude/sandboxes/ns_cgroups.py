@@ -35,6 +35,11 @@ SETTINGS: Mapping[tuple[int, str], str] = {
     (2, CPU): "cpu.max",
 }
 """Version and controller → the file that has the limit."""
+SHARES: Mapping[int, tuple[str, int]] = {1: ("cpu.shares", 1024), 2: ("cpu.weight", 100)}
+"""Version → the file that has a group's share of processors that all want, and what one process counts for.
+
+All sandboxes of a launcher together count for as many as there are processors, not for a single one.
+"""
 READINGS: Mapping[tuple[int, str], str] = {
     (1, MEMORY): "memory.usage_in_bytes",
     (2, MEMORY): "memory.current",
@@ -79,6 +84,9 @@ class Cgroups:
             (hierarchy.folder / launcher).mkdir(exist_ok=True)
             if hierarchy.version == 2:
                 _enable(hierarchy.folder / launcher, hierarchy.controllers)
+            if CPU in hierarchy.controllers:
+                file, share = SHARES[hierarchy.version]
+                _set(f"{hierarchy.folder}/{launcher}/{file}", str(share * (os.cpu_count() or 1)))
         self._groups = tuple(
             (f"{hierarchy.folder}/{launcher}/{{}}", _settings(hierarchy)) for hierarchy in self._hierarchies
         )

@@ -120,11 +120,17 @@ def first_process(tools: Tools, cradle: Cradle) -> tuple[CallList, Result]:
 
 def command_process(
     tools: Tools, box: Box, command: Mapping[str, Any], descriptors: Sequence[int], doors: Sequence[int]
-) -> tuple[CallList, Result]:
-    """A command, confined, and its number; ``descriptors`` are its stdin, stdout and stderr."""
+) -> tuple[CallList, Result | None]:
+    """A command, confined; ``descriptors`` are its stdin, stdout and stderr.
+
+    The result is its number, for who cannot be in its process namespace before it is made; for the machine's root, who
+    can, it is ``None``.
+    """
     calls = CallList(kernel.MACHINE)
-    calls.add("setns", box.pidfd, kernel.CLONE_NEWPID)
-    born = calls.add("clone", BORN, traits=PARTS_WAYS)
+    born = None
+    if not tools.maps_range:
+        calls.add("setns", box.pidfd, kernel.CLONE_NEWPID)
+        born = calls.add("clone", BORN, traits=PARTS_WAYS)
     calls.add("setsid")
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         calls.add("rt_sigaction", ignored, bytes(SIGACTION_BYTES), 0, SIGNAL_SET_BYTES)

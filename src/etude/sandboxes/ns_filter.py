@@ -71,8 +71,6 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Call → its number on x86_64 and on aarch64."""
-INSPECTED = ("clone", "ioctl", "prlimit64", "ptrace", "socket", "socketpair")
-"""Refused for some arguments only."""
 UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
 """Refused as if the kernel did not have them."""
 NEW_NAMESPACES = 0x7E020000
@@ -92,6 +90,8 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
 X32_BIT = 0x40000000
 """In numbers of x86_64's second interface, which would go round this list."""
 
+FARTHEST_JUMP = 255
+
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 
@@ -99,40 +99,48 @@ Instruction = tuple[int, int, int, int]
 def filter_program(machine: str) -> bytes:
     """The program for a processor, as the kernel takes it: 8 bytes an instruction.
 
-    ``KeyError`` for a processor whose calls nobody wrote down.
+    A search tree, because the kernel runs it for every call that there is when it is installed, which is once for each
+    command. ``KeyError`` for a processor whose calls nobody wrote down.
     """
     architecture = AUDIT_ARCHITECTURES[machine]
     column = list(AUDIT_ARCHITECTURES).index(machine)
-    numbers = {call: pair[column] for call, pair in CALL_NUMBERS.items()}
+    bodies = {CALL_NUMBERS[call][column]: body for call, body in _bodies().items()}
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL_PROCESS),
         (LOAD, 0, 0, NUMBER_OFFSET),
         *_when(JUMP_AT_LEAST, X32_BIT, [_refuse(errno.ENOSYS)]),
+        *_tree(sorted(bodies), bodies),
     ]
-    for call, number in numbers.items():
-        if call not in INSPECTED:
-            program += _when(JUMP_EQUAL, number, [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)])
-    program += _inspections(numbers)
-    program.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-def _inspections(numbers: Mapping[str, int]) -> list[Instruction]:
-    """Calls that depend on an argument; each ends in a verdict."""
+def _bodies() -> dict[str, list[Instruction]]:
+    """Call → what finds its verdict."""
+    bodies = {call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS}
     refused, allowed = _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)
-    bodies: dict[str, list[Instruction]] = {
+    terminal = [*_when(JUMP_EQUAL, TIOCSTI, [refused]), *_when(JUMP_EQUAL, TIOCLINUX, [refused])]
+    families = [line for family in FAMILIES for line in _when(JUMP_EQUAL, family, [allowed])]
+    inspections = {
         "clone": [_argument(0), *_when(JUMP_SET, NEW_NAMESPACES, [refused]), allowed],
-        "ioctl": [_argument(1), *_when(JUMP_EQUAL, TIOCSTI, [refused]), *_when(JUMP_EQUAL, TIOCLINUX, [refused])],
+        "ioctl": [_argument(1), *terminal, allowed],
         "prlimit64": [_argument(0), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
         "ptrace": [_argument(1), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
+        "socket": [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)],
+        "socketpair": [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)],
     }
-    bodies["ioctl"].append(allowed)
-    families = [line for family in FAMILIES for line in _when(JUMP_EQUAL, family, [allowed])]
-    for call in ("socket", "socketpair"):
-        bodies[call] = [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)]
-    return [line for call in INSPECTED for line in _when(JUMP_EQUAL, numbers[call], bodies[call])]
+    return bodies | inspections
+
+
+def _tree(numbers: Sequence[int], bodies: Mapping[int, list[Instruction]]) -> list[Instruction]:
+    """Find a call among ``numbers``, in order, and judge it; what is not there is allowed."""
+    if len(numbers) == 1:
+        return [*_when(JUMP_EQUAL, numbers[0], bodies[numbers[0]]), (RETURN, 0, 0, ALLOW)]
+    middle = len(numbers) // 2
+    lower, upper = _tree(numbers[:middle], bodies), _tree(numbers[middle:], bodies)
+    assert len(lower) <= FARTHEST_JUMP, "the program is too long for one tree"
+    return [(JUMP_AT_LEAST, len(lower), 0, numbers[middle]), *lower, *upper]
 
 
 def _when(jump: int, value: int, body: Sequence[Instruction]) -> list[Instruction]:

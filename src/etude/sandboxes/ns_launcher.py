@@ -16,6 +16,7 @@ of étude needs no more.
 
 import gc
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -29,7 +30,7 @@ from typing import Any, NoReturn
 from etude.sandboxes import ns_kernel as kernel
 from etude.sandboxes import ns_wire as wire
 from etude.sandboxes.ns_boxes import Box, Running
-from etude.sandboxes.ns_calls import NOT_MADE, Player
+from etude.sandboxes.ns_calls import MACHINES, NOT_MADE, CallList, Player, Result
 from etude.sandboxes.ns_cgroups import Cgroups, close_doors, find_hierarchies, launcher_name, writable
 from etude.sandboxes.ns_child import End, Tools, become_job, command_process, how_it_failed
 from etude.sandboxes.ns_filter import filter_program
@@ -40,6 +41,8 @@ from etude.sandboxes.ns_trees import Parcel, make_device_tree
 
 CLOSE_TIMEOUT_S = 20.0
 """For all processes to be gone at the end."""
+IDLE_S = 0.01
+"""For nothing to happen before something is done ahead: who makes a sandbox will soon want something of it."""
 PROCESS_NUMBER_BYTES = 32
 """More than any process number has digits."""
 ALL_USERS = ["0", "0", "4294967295"]
@@ -50,10 +53,13 @@ class Launcher:
     """Makes sandboxes, runs what they are told to, and sees all of it to its end."""
 
     def __init__(self, control: socket.socket, options: Mapping[str, str]) -> None:
+        if kernel.MACHINE not in MACHINES:
+            raise OSError(f"sandboxes with namespaces are written for {' and '.join(MACHINES)}, not {kernel.MACHINE}")
         folder = Path(options["folder"])
         self._control = control
+        self._receiver = wire.Receiver(control)
         maps_range = enter_namespaces()
-        devices = make_device_tree(folder / "dev")
+        devices = make_device_tree(folder / "dev", is_root=maps_range)
         name = launcher_name(os.getpid())
         found = find_hierarchies(_text("/proc/self/mountinfo"), _text("/proc/self/cgroup")) if maps_range else []
         self._tools = Tools(
@@ -82,7 +88,7 @@ class Launcher:
         """Do what the provider asks for until it hangs up; then end every process and remove every group."""
         self._selector.register(self._control, selectors.EVENT_READ, self._receive)
         while not self._hung_up:
-            if not self._step(0 if self._nursery.wants_plot else None):
+            if not self._step(IDLE_S if self._nursery.wants_plot else None):
                 self._nursery.prepare()
         self._selector.unregister(self._control)
         self._nursery.end_all()
@@ -102,7 +108,7 @@ class Launcher:
     def _receive(self) -> None:
         """Do one thing; what goes wrong with a sandbox is told, and no other suffers from it."""
         try:
-            message = wire.receive(self._control)
+            message = self._receiver.receive()
         except ConnectionResetError:
             message = None
         if message is None:
@@ -150,10 +156,9 @@ class Launcher:
         doors = self._tools.cgroups.open_doors(box.name)
         try:
             calls, born = command_process(self._tools, box, body, descriptors, doors)
-            os.waitpid(self._tools.player.play(calls), 0)
+            process = self._play(box, calls, born)
         finally:
             close_doors(doors)
-        process = calls.result(born)
         try:
             failed = how_it_failed(calls, body["argv"][0])
         except OSError:
@@ -164,6 +169,17 @@ class Launcher:
         if failed is not None:
             message, running.code = failed
             os.write(descriptors[2], f"{message}\n".encode("utf-8", "surrogateescape"))
+
+    def _play(self, box: Box, calls: CallList, born: Result | None) -> int:
+        """Make a command's calls in its sandbox's process namespace; returns its number."""
+        if born is not None:
+            os.waitpid(self._tools.player.play(calls), 0)
+            return calls.result(born)
+        kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+        try:
+            return self._tools.player.play(calls)
+        finally:
+            kernel.enter(self._own_processes, kernel.CLONE_NEWPID)
 
     def _start_job(self, body: Mapping[str, Any], source: int, answers: int) -> None:
         """Do something inside; a copy is made of what was written, into the folder ``into``."""
@@ -201,7 +217,7 @@ class Launcher:
     def _run(self, body: Mapping[str, Any], become: Callable[[Box], NoReturn]) -> None:
         """Fork a process into a sandbox's process namespace; it enters the others by itself."""
         box = self._nursery.find(body["box"])
-        process = self._fork_into(box) if self._tools.maps_range else _fork_through(box)
+        process = _fork_into(box, self._own_processes) if self._tools.maps_range else _fork_through(box)
         if process == 0:
             self._selector.close()
             become(box)
@@ -212,17 +228,6 @@ class Launcher:
         self._running[running.number] = running
         self._selector.register(running.pidfd, selectors.EVENT_READ, lambda: self._reap(running))
         return running
-
-    def _fork_into(self, box: Box) -> int:
-        """Fork into a sandbox's process namespace, by being about to for a moment; returns twice, as ``fork`` does."""
-        kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
-        process = -1
-        try:
-            process = os.fork()
-        finally:
-            if process != 0:
-                kernel.enter(self._own_processes, kernel.CLONE_NEWPID)
-        return process
 
     def _reap(self, running: Running) -> None:
         """A command or job has ended; it is over when what ends its descendants has, too."""
@@ -248,6 +253,18 @@ class Launcher:
     def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # nobody is left to hear it; the loop sees that next
             wire.send(self._control, body, descriptors)
+
+
+def _fork_into(box: Box, own_processes: int) -> int:
+    """Fork into a sandbox's process namespace, by being about to for a moment; returns twice, as ``fork`` does."""
+    kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+    process = -1
+    try:
+        process = os.fork()
+    finally:
+        if process != 0:
+            kernel.enter(own_processes, kernel.CLONE_NEWPID)
+    return process
 
 
 def _fork_through(box: Box) -> int:
@@ -323,12 +340,14 @@ def main() -> None:
     control.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal's interrupt is the provider's to answer
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three for each sandbox
     gc.disable()  # what it would touch, every child would copy
-    options = wire.receive(control)
+    options = wire.Receiver(control).receive()
     assert options is not None, "the provider hung up before it said anything"
     try:
         launcher = Launcher(control, options.body)
-    except (OSError, KeyError, ValueError) as error:
+    except OSError as error:
         wire.send(control, wire.Grants(error=str(error), maps_range=False, controllers=[]))
         return
     gc.freeze()

@@ -33,6 +33,7 @@ class Link:
     def __init__(self, process: Process, control: socket.socket, grants: Mapping[str, Any]) -> None:
         self._process = process
         self._control = control
+        self._receiver = wire.Receiver(control)
         self.grants = grants
         """The fields of :class:`~etude.sandboxes.ns_wire.Grants`."""
         self._asked = 0
@@ -121,7 +122,7 @@ class Link:
 
     def _receive(self) -> None:
         try:
-            message = wire.receive(self._control)
+            message = self._receiver.receive()
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -180,7 +181,7 @@ async def receive(connection: socket.socket, timeout_s: float) -> wire.Message |
     try:
         async with asyncio.timeout(timeout_s):
             await ready.wait()
-        return wire.receive(connection)
+        return wire.Receiver(connection).receive()
     except TimeoutError:
         raise SandboxError(f"no word from a sandbox within {timeout_s:g} s") from None
     except ConnectionResetError:

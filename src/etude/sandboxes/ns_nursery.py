@@ -32,6 +32,8 @@ FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 """Ranges of users: a sandbox has one of its own, where no system gives out users."""
 SPARE_PLOTS = 2
 """How many are kept ready."""
+PARTING_BYTES = 64
+"""Of what a first process sends with its descriptors, which is next to nothing."""
 FILE_CALLS = ("openat2", "write")
 """What fails when a first file cannot be written."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG, errno.ENOENT)
@@ -181,7 +183,7 @@ class Nursery:
         """What the first process sent before it became ``init``."""
         ours.setblocking(False)
         try:
-            message = wire.receive(ours)
+            message = wire.Receiver(ours, PARTING_BYTES).receive()
         except BlockingIOError:
             message = None
         if message is None:

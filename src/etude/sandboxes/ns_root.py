@@ -26,11 +26,11 @@ HOME = "/home/agent"
 HOSTNAME = "sandbox"
 INODE_BYTES = 4096
 """One file or folder for each so many bytes of disk: empty ones take memory, too."""
-SHIELDED = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus", "/proc/fs")
+SHIELDED = ("/proc/sys",)
 """Shown read-only. In a user namespace of its own nobody may write there anyway: two locks on that door."""
-HIDDEN_FILES = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/latency_stats")
+HIDDEN_FILES = ("/proc/kcore", "/proc/keys", "/proc/latency_stats")
 HIDDEN_FOLDERS = ("/proc/acpi", "/proc/scsi", "/proc/asound")
-"""What tells of the machine and nothing of the sandbox."""
+"""What tells of the machine and nothing of the sandbox, as far as others than the machine's root may read it."""
 STAGE = "/stage"
 """Where a root is built, in a bare one."""
 QUIET = kernel.MS_NOSUID | kernel.MS_NODEV
@@ -51,6 +51,8 @@ class Shown(NamedTuple):
     target: str
     tree: int
     is_folder: bool
+    has_place: bool
+    """Whether the lowest tree has something at the target."""
 
 
 class RootPlan(NamedTuple):
@@ -163,11 +165,12 @@ class RootCalls:
         self._mount("shm", "/dev/shm", "tmpfs", QUIET, f"size={self._plan.shared_memory_bytes},mode=1777")
 
     def _show(self, item: Shown) -> None:
-        self._make_parents(item.target)
-        if item.is_folder:
-            self._make_folder(item.target, anyway=True)
-        else:
-            self._make_file(item.target)
+        if not item.has_place:
+            self._make_parents(item.target)
+            if item.is_folder:
+                self._make_folder(item.target, anyway=True)
+            else:
+                self._make_file(item.target)
         self._attach(item.tree, item.target)
 
     def _shield(self) -> None:
@@ -184,7 +187,7 @@ class RootCalls:
     def _guard_system(self) -> None:
         """Where everything belongs to the one user there is, only the agent's folders can be written."""
         for path in (self._plan.workdir, HOME, "/tmp", "/var/tmp"):
-            self._mount(path, path, "", kernel.MS_BIND)
+            self._mount(path, path, "", kernel.MS_BIND | kernel.MS_REC)
         read_only = struct.pack("4Q", kernel.ATTR_RDONLY, 0, 0, 0)
         self._calls.add("mount_setattr", kernel.AT_FDCWD, b"/", 0, read_only, len(read_only), about="a read-only root")
 

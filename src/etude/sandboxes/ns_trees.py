@@ -7,6 +7,7 @@ together. Standard library alone.
 """
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from etude.sandboxes.ns_boxes import Box
 from etude.sandboxes.ns_root import AGENT, HOME, Overlay, RootPlan, Shown
 from etude.worlds import WORKDIR
 
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+"""Name → the kernel's numbers."""
 DEVICE_LINKS = {
     "fd": "/proc/self/fd",
     "stdin": "/proc/self/fd/0",
@@ -31,13 +33,20 @@ SHARED_MEMORY_PART = 2
 """``/dev/shm`` may hold this part of a sandbox's memory, and no more than its disk."""
 
 
-def make_device_tree(folder: Path) -> str:
-    """A ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns where."""
+def make_device_tree(folder: Path, *, is_root: bool) -> str:
+    """A ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns where.
+
+    Only the machine's root makes devices; anybody else shows the machine's, each a mount of its own.
+    """
     folder.mkdir()
     kernel.mount("devices", str(folder), "tmpfs", kernel.MS_NOSUID | kernel.MS_NOEXEC, "size=64k,mode=755")
-    for name in DEVICES:
-        (folder / name).touch()
-        kernel.mount(f"/dev/{name}", str(folder / name), flags=kernel.MS_BIND)
+    for name, numbers in DEVICES.items():
+        if is_root:
+            os.mknod(folder / name, stat.S_IFCHR | 0o666, os.makedev(*numbers))
+            (folder / name).chmod(0o666)
+        else:
+            (folder / name).touch()
+            kernel.mount(f"/dev/{name}", str(folder / name), flags=kernel.MS_BIND)
     for name, target in DEVICE_LINKS.items():
         (folder / name).symlink_to(target)
     for name in ("pts", "shm"):
@@ -84,9 +93,12 @@ def plan_root(box: Box, parcel: Parcel, *, skeleton: str, devices: str, maps_ran
     shown = []
     read_only = GUARDED | kernel.ATTR_RDONLY
     if not creation["root"] and "/usr" not in box.overlays:
-        shown.append(Shown("/usr", parcel.add("/usr", read_only, mapped=True), True))
+        shown.append(Shown("/usr", parcel.add("/usr", read_only, mapped=True), is_folder=True, has_place=True))
+    for target, path in creation["system"].items():
+        shown.append(Shown(target, parcel.add(path, read_only, mapped=False), is_folder=True, has_place=True))
     for target, path in creation["shown"].items():
-        shown.append(Shown(target, parcel.add(path, read_only, mapped=False), os.path.isdir(path)))  # noqa: PTH112
+        is_folder = os.path.isdir(path)  # noqa: PTH112
+        shown.append(Shown(target, parcel.add(path, read_only, mapped=False), is_folder, has_place=False))
     return RootPlan(
         overlays=tuple(overlays),
         devices=parcel.add(devices, 0, mapped=False, recursive=True),

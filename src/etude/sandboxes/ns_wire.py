@@ -49,6 +49,8 @@ class Creation(TypedDict):
     """The root folder of a base system; empty for the machine's own programs."""
     layers: list[str]
     """Lowest first."""
+    system: dict[str, str]
+    """Of the machine's programs, beside ``/usr``: place inside, which the skeleton has → folder of the machine."""
     shown: dict[str, str]
     """Place inside → folder or file of the machine."""
     places: list[list[Any]]
@@ -86,17 +88,26 @@ def send(connection: socket.socket, body: object, descriptors: Sequence[int] = (
     connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next datagram; ``None`` when the other end is gone. No program that is executed inherits the descriptors."""
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * NUMBER_BYTES)
-    data, ancillary, _, _ = connection.recvmsg(MESSAGE_LIMIT_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
-    if not data:
-        return None
-    descriptors = array("i")
-    for level, kind, packed in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(packed[: len(packed) - len(packed) % NUMBER_BYTES])
-    return Message(json.loads(data.decode("utf-8", "surrogateescape")), descriptors.tolist())
+class Receiver:
+    """Receives the datagrams of one socket, into memory that it has once."""
+
+    def __init__(self, connection: socket.socket, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
+        """``limit_bytes`` is what a message may have at most."""
+        self._connection = connection
+        self._memory = bytearray(limit_bytes + 1)
+
+    def receive(self) -> Message | None:
+        """The next one; ``None`` when the other end is gone. No program that is executed inherits the descriptors."""
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * NUMBER_BYTES)
+        size, ancillary, _, _ = self._connection.recvmsg_into([self._memory], room, socket.MSG_CMSG_CLOEXEC)
+        if not size:
+            return None
+        descriptors = array("i")
+        for level, kind, packed in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(packed[: len(packed) - len(packed) % NUMBER_BYTES])
+        text = self._memory[:size].decode("utf-8", "surrogateescape")
+        return Message(json.loads(text), descriptors.tolist())
 
 
 def is_too_large(body: object) -> bool:

@@ -19,6 +19,7 @@ import etude
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
 from etude.sandboxes.ns import NamespaceSandboxes
+from etude.sandboxes.ns_base import environment_mounts
 from etude.sandboxes.ns_sandbox import NamespaceSandbox
 from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
 
@@ -165,6 +166,70 @@ def test_the_agent_is_a_user_whom_nobody_else_on_the_machine_is() -> None:
     first, second = act(look)
     assert first >= 0x70000000
     assert second - first >= 0x10000
+
+
+# --- What can be reached ------------------------------------------------------------------------------------------
+
+TALK = """
+import socket
+from concurrent.futures import ThreadPoolExecutor
+def say(text, host='{host}'):
+    with socket.create_connection((host, {port}), timeout=20) as server:
+        server.sendall(text)
+        server.shutdown(socket.SHUT_WR)
+        return b''.join(iter(lambda: server.recv(65536), b''))
+with ThreadPoolExecutor(30) as pool:
+    answers = list(pool.map(say, [b'%d' % n for n in range(100)]))
+print(answers == [(b'%d' % n)[::-1] for n in range(100)], len(say(bytes(3_000_000))))
+with socket.socket() as own:
+    own.bind(('192.0.2.1', 0))  # which can be reached, too, so it is the loopback's
+    print(socket.gethostbyname('pypi.internal')[:7])
+"""
+
+
+async def reverse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write((await reader.read())[::-1])
+    writer.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_many_connections_are_carried_to_a_place_that_is_allowed(host: str) -> None:
+    async def talk() -> str:
+        server = await asyncio.start_server(reverse, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        provider = NamespaceSandboxes(allow=(f"{host}:{port}",))
+        try:
+            sandbox = await provider.create({}, SandboxSpec(allow=("192.0.2.1:80", "pypi.internal:443")))
+            code = TALK.format(host=host, port=port)
+            result = await sandbox.exec(["python3", "-c", code], timeout_s=TIMEOUT_S)
+            assert result.stderr == ""
+            return result.stdout
+        finally:
+            await provider.close()
+            server.close()
+            await server.wait_closed()
+
+    assert asyncio.run(talk()) == "True 3000000\n127.77.\n"
+
+
+def test_every_sandbox_is_shown_what_its_provider_shows(tmp_path: Path) -> None:
+    tool = tmp_path / "bin" / "tool"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho tool\n", encoding="utf-8")
+    for path in (tmp_path, tool.parent, tool):
+        path.chmod(0o755)
+
+    async def use() -> ExecResult:
+        provider = NamespaceSandboxes(mounts={"/harness": tmp_path} | environment_mounts(tmp_path))
+        try:
+            script = f"tool; /harness/bin/tool; {tool}; echo x > /harness/x"
+            return await (await provider.create({})).exec(["sh", "-c", script], timeout_s=TIMEOUT_S)
+        finally:
+            await provider.close()
+
+    result = asyncio.run(use())
+    assert result.stdout == "tool\ntool\ntool\n"
+    assert "Read-only" in result.stderr
 
 
 # --- What goes on -------------------------------------------------------------------------------------------------
