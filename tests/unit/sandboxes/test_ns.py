@@ -389,7 +389,7 @@ def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
         await asyncio.sleep(0.3)
         launcher = provider.launcher_pid
         assert launcher is not None
-        below = children(launcher)
+        below = await settled(launcher)
         os.kill(launcher, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await running
@@ -531,6 +531,15 @@ def children(process: int | None) -> list[int]:
     """The processes right below one."""
     tasks = Path(f"/proc/{process}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text(encoding="utf-8").split()]
+
+
+async def settled(process: int) -> list[int]:
+    """The processes right below one, once it makes no more: one that is just being made is not bound to it yet."""
+    before: list[int] | None = None
+    while before != (now := children(process)):
+        before = now
+        await asyncio.sleep(0.5)
+    return now
 
 
 def opened(process: int) -> list[str]:
