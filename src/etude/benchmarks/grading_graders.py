@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from etude.protocols import HarnessResult, Sandbox, SandboxProvider
-from etude.rewards.hidden import HiddenTestGrader, Images
+from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
+from etude.rewards.hidden import HiddenTestGrader
 from etude.rewards.hidden_papers import module_of
 from etude.rewards.hidden_report import ENVIRONMENT, Run
 from etude.rewards.tests import SUBMITTED
