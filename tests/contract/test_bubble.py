@@ -17,7 +17,8 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import ExecResult, Sandbox
-from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes, environment_mounts
+from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes
+from etude.sandboxes.ns_base import environment_mounts
 from etude.worlds import WORKDIR
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

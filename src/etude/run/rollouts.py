@@ -31,8 +31,9 @@ from etude.run.folder import RunFolder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
 from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
-from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes, environment_mounts
+from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes
 from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.ns_base import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate

@@ -235,20 +235,6 @@ class BubbleSandboxes:
         return ":".join((*own, "/usr/local/bin", "/usr/bin", "/bin", f"{sys.base_prefix}/bin"))
 
 
-def environment_mounts(folder: Path) -> dict[str, Path]:
-    """A Python environment as programs in it expect to find it: at its own path, and the Python it was made from."""
-    folder = folder.absolute()
-    mounts = {str(folder): folder}
-    settings = folder / "pyvenv.cfg"
-    if settings.is_file():
-        for line in settings.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition("=")
-            if key.strip() == "home":
-                base = Path(value.strip()).resolve().parent
-                mounts |= {} if base.is_relative_to("/usr") else {str(base): base}
-    return mounts
-
-
 async def _end(process: Process, control: socket.socket, timeout_s: float) -> ExecResult:
     """See a bubble to its end; if it is given up or late, it ends before this does."""
     ending = asyncio.ensure_future(_collect(process))
