@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from etude.benchmarks import usage
 
@@ -44,12 +45,18 @@ class Remains:
 
 
 class Remainder:
-    """Counts what the sandboxes of one folder left."""
+    """Counts what the sandboxes of one folder left; entered, for orphans are adopted meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pids = {os.getpid()}
-        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    def __enter__(self) -> Self:
+        _adopt_orphans(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _adopt_orphans(0)  # whom nobody collects: a process namespace would wait for them for ever
 
     def count(self) -> Remains:
         """What is there now."""
@@ -70,6 +77,10 @@ class Remainder:
                 yield Path(folder) / name
                 yield from (below for below in (Path(folder) / name).rglob("*") if below.is_dir())
             inner[:] = [name for name in inner if name not in named]
+
+
+def _adopt_orphans(adopt: int) -> None:
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, adopt, 0, 0, 0)
 
 
 def _is_alive(pid: int) -> bool:

@@ -178,21 +178,21 @@ async def measure_cycles(
     settle_s: float = SETTLE_S,
 ) -> None:
     """What is there after so many sandboxes that was not after a few, and what the closed provider leaves."""
-    remainder = Remainder(folder)
-    empty = remainder.count()
-    provider = make(folder)
-    began_s = time.perf_counter()
-    try:
-        await _spread_out(WARM_UP, lambda: _cycle(provider))
-        await asyncio.sleep(min(settle_s, 1.0))
-        few = remainder.count()
+    with Remainder(folder) as remainder:
+        empty = remainder.count()
+        provider = make(folder)
         began_s = time.perf_counter()
-        await _spread_out(cycles, lambda: _cycle(provider))
-        took_s = time.perf_counter() - began_s
-        grown = (await _settled(remainder, few.total, settle_s)).beyond(few)
-    finally:
-        await provider.close()
-    left = (await _settled(remainder, empty.total, settle_s)).beyond(empty)
+        try:
+            await _spread_out(WARM_UP, lambda: _cycle(provider))
+            await asyncio.sleep(min(settle_s, 1.0))
+            few = remainder.count()
+            began_s = time.perf_counter()
+            await _spread_out(cycles, lambda: _cycle(provider))
+            took_s = time.perf_counter() - began_s
+            grown = (await _settled(remainder, few.total, settle_s)).beyond(few)
+        finally:
+            await provider.close()
+        left = (await _settled(remainder, empty.total, settle_s)).beyond(empty)
     figures.leaked = grown.total + left.total
     figures.others.append(
         {

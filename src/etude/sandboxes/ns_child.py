@@ -84,12 +84,15 @@ class Cradle(NamedTuple):
     """The first files, by their path inside."""
     parting: int
     """A socket to which it sends descriptors: of the folder that has what is written, and of a listener a place."""
+    receiving: int
+    """The other end, which is to be the launcher's alone: who sends to one that died ends as well."""
     as_root: bool
 
 
 def first_process(tools: Tools, cradle: Cradle) -> tuple[CallList, Result]:
     """A process that builds a sandbox's root, sends what is kept of it outside, and becomes ``init``; its number."""
     calls = CallList(kernel.MACHINE)
+    calls.add("close", cradle.receiving)
     calls.add("setns", tools.bare, kernel.CLONE_NEWNS)
     calls.add("setns", cradle.users, kernel.CLONE_NEWUSER)
     calls.add("unshare", kernel.SANDBOX_NAMESPACES & ~kernel.CLONE_NEWUSER)

@@ -163,6 +163,7 @@ class Nursery:
                     places=[Place(*fields) for fields in box.creation["places"]],
                     files=_read_files(files),
                     parting=theirs.fileno(),
+                    receiving=ours.fileno(),
                     as_root=box.as_root,
                 )
                 calls, born = first_process(self._tools, cradle)

@@ -130,17 +130,17 @@ def test_options_name_what_is_wrong() -> None:
 
 
 def test_what_is_left_is_counted_and_nothing_else(tmp_path: Path) -> None:
-    remainder = Remainder(tmp_path)
-    before = remainder.count()
-    (tmp_path / "left").mkdir()
-    (tmp_path / "left" / "file").touch()
-    orphan = "import subprocess; subprocess.Popen(['sleep', '60'])"
-    subprocess.run([sys.executable, "-c", orphan], check=True)
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert remainder.count().beyond(before) == Remains(processes=2, mounts=0, cgroups=0, files=2)
-        child.kill()
-    left = remainder.count().beyond(before)
-    assert left.processes == 1
+    with Remainder(tmp_path) as remainder:
+        before = remainder.count()
+        (tmp_path / "left").mkdir()
+        (tmp_path / "left" / "file").touch()
+        orphan = "import subprocess; subprocess.Popen(['sleep', '60'])"
+        subprocess.run([sys.executable, "-c", orphan], check=True)
+        with subprocess.Popen(["sleep", "60"]) as child:
+            assert remainder.count().beyond(before) == Remains(processes=2, mounts=0, cgroups=0, files=2)
+            child.kill()
+        left = remainder.count().beyond(before)
+        assert left.processes == 1
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     adopted = [int(pid) for pid in children if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")]
     assert len(adopted) == 1

@@ -28,6 +28,8 @@ Scenario = Callable[[NamespaceSandboxes], Awaitable[T]]
 
 CYCLES = 10_000 if os.environ.get("ETUDE_LONG") else 60
 TIMEOUT_S = 30.0
+KILLS, MAKING_S = 20, 0.02
+"""How often a launcher is killed while it makes sandboxes, which takes it about so long."""
 ROOT = SandboxSpec(user="root")
 
 
@@ -401,6 +403,25 @@ def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
         return [process for process in below if await outlives(process)], said
 
     assert act(kill) == ([], "again\n")
+
+
+def test_a_launcher_that_is_killed_while_it_makes_sandboxes_leaves_none() -> None:
+    async def kill(provider: NamespaceSandboxes) -> list[int]:
+        left: list[int] = []
+        for number in range(KILLS):
+            await provider.create({})
+            launcher = provider.launcher_pid
+            assert launcher is not None
+            making = [asyncio.ensure_future(provider.create({})) for _ in range(4)]
+            await asyncio.sleep(number / KILLS * MAKING_S)
+            os.kill(launcher, signal.SIGSTOP)
+            below = children(launcher)
+            os.kill(launcher, signal.SIGKILL)
+            await asyncio.gather(*making, return_exceptions=True)
+            left += await survivors(below)
+        return left
+
+    assert act(kill) == []
 
 
 LAUNCH = """
