@@ -9,7 +9,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check lint format types layers shape harness bubblewrap machines base bench-setup bench clean
+.PHONY: help demo test check lint format types layers shape harness machines base bench-setup bench clean
 
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check -qq
@@ -19,7 +19,7 @@ INSTALL_ETUDE := $(PIP_INSTALL) --no-build-isolation -e
 TORCH := $(shell grep '^torch==' constraints.txt)
 # vLLM for CPUs is built for Linux on x86-64 alone; elsewhere its tests say why they are skipped.
 VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
-# Sandboxes for commands of other people's harnesses are made of Linux namespaces.
+# Other people's harnesses run in sandboxes of Linux namespaces.
 HARNESS := $(if $(filter Linux,$(shell uname -s)),.venv-harness/stamp)
 SOURCES := $(wildcard src tests tools examples)
 
@@ -35,7 +35,7 @@ test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
 
-harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent, and bubblewrap to run it in
+harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
 bench-setup: .venv/bench.stamp .venv-litellm/stamp base ## prepare the contestants of the benches
 
@@ -90,7 +90,7 @@ shape:
 	@touch $@
 
 # Other people's harnesses live in the environment that they were written for, too.
-.venv-harness/stamp: constraints-harness.txt | $(BIN)/python bubblewrap
+.venv-harness/stamp: constraints-harness.txt | $(BIN)/python
 	@echo "installing mini-swe-agent, the harness of recipes/external-harness"
 	@$(PYTHON) -m venv --clear .venv-harness
 	@.venv-harness/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-harness.txt
@@ -103,19 +103,9 @@ shape:
 	@.venv-litellm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-litellm.txt
 	@touch $@
 
-bubblewrap:
-	@command -v bwrap >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing bubblewrap, in which commands of external harnesses are confined"; \
-	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y bubblewrap; } >/dev/null; \
-	  else \
-	    echo "bubblewrap is missing. On Debian or Ubuntu: sudo apt-get install bubblewrap" >&2; \
-	    exit 1; \
-	  fi; }
-
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.
 MACHINES := runsc:runsc qemu-system-x86_64:qemu-system-x86 qemu-img:qemu-utils mmdebstrap:mmdebstrap mksquashfs:squashfs-tools \
-  mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman
+  mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman bwrap:bubblewrap
 
 machines:
 	@missing=""; for pair in $(MACHINES); do \

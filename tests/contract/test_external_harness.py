@@ -1,13 +1,12 @@
 """A harness that no one here wrote the rules for, in a sandbox, against a real gateway: a rollout like any other."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
-import pytest
 
 from etude.clock import SystemClock
 from etude.config import GatewayConfig, HarnessConfig
@@ -18,20 +17,16 @@ from etude.gateway.recorder import Recorder
 from etude.gateway.standing import EngineEntry
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
-from etude.rewards.fresh import FreshGrader
-from etude.rewards.tests import HiddenTests
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, run_rollout
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
-from etude.run.worlds import PlainWorlds
-from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes
-from etude.sandboxes.local import LocalSandboxes
+from etude.run.worlds import TaskWorlds
+from etude.sandboxes.images import ImageStore
+from etude.sandboxes.ns import NamespaceSandboxes
 from etude.tokens.chat import ChatTemplate
 from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
-from etude.worlds import WORKDIR
-
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+from etude.worlds import WORKDIR, SandboxSpec
 
 HARNESS = """
 import json, os, subprocess, sys, urllib.request
@@ -97,19 +92,19 @@ def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) ->
             timeout_s=timeout_s,
         )
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
-            bubbles, sandboxes = BubbleSandboxes(door=url, mounts={"/harness": folder}), LocalSandboxes(1)
+            beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
+            worlds = TaskWorlds(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
             rig = Rig(
                 sessions=GatewaySessions(url, "admin", http),
-                worlds=PlainWorlds(bubbles),
-                harness=CommandHarness(config, http, door_url=DOOR_URL, workdir=WORKDIR),
-                grader=FreshGrader(HiddenTests(timeout_s=10), sandboxes),
+                worlds=worlds,
+                harness=CommandHarness(config, http, workdir=WORKDIR),
+                grader=worlds.grader(),
                 clock=clock,
             )
             try:
                 return await run_rollout(SLOT, rig, rollout_id="r", temperature=0.7, timeout_s=60.0)
             finally:
-                await bubbles.close()
-                await sandboxes.close()
+                await worlds.close()
 
     return asyncio.run(act()), chat
 

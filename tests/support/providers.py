@@ -17,9 +17,7 @@ from etude.clock import SystemClock
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
-from etude.sandboxes.bubble import BubbleSandboxes
 from etude.sandboxes.gvisor import GvisorSandboxes
-from etude.sandboxes.isolation import PROGRAM_LIMITS
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.pool import SandboxPool
@@ -189,9 +187,6 @@ def no_virtual_machines() -> str:
 PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
-    "bubblewrap": Candidate(
-        make=lambda scratch: BubbleSandboxes(scratch=scratch, limits=PROGRAM_LIMITS), missing=needs("bwrap")
-    ),
     "gvisor": Candidate(make=lambda scratch: GvisorSandboxes(scratch=scratch), missing=needs("runsc", root=True)),
     "remote, over ns": Candidate(make=lambda scratch: OverHttp(NamespaceSandboxes(scratch=scratch), [Path("/tmp")])),
     "remote, over local": Candidate(make=lambda scratch: OverHttp(LocalSandboxes(2, scratch), [Path("/tmp")])),

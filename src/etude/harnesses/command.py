@@ -1,6 +1,6 @@
 """Any agent harness that is a program: run as it is, in a sandbox, with a model behind the usual base URL.
 
-    command {prompt} … ──OpenAI or Anthropic HTTP──▶ door of the sandbox ──▶ gateway
+    command {prompt} … ──OpenAI or Anthropic HTTP──▶ the one place that its sandbox may reach: the gateway
 
 Owns the command line, the variables by which the common clients find their model, and what the end of the program
 means. Knows nothing of the conversation: the gateway records it, whoever leads it. Does not grade.
@@ -8,7 +8,6 @@ means. Knows nothing of the conversation: the gateway records it, whoever leads 
 
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -30,14 +29,13 @@ FILLED_IN = re.compile("{(" + "|".join(PLACEHOLDERS) + ")}")
 class CommandHarness:
     """Runs one program per rollout; implements :class:`~etude.protocols.Harness`.
 
-    ``door_url`` is where the gateway is inside of a sandbox, ``workdir`` where a sandbox's files are.
+    ``workdir`` is where a sandbox's files are; a session's URL is the same inside as outside.
     """
 
-    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession, *, door_url: str, workdir: str) -> None:
+    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession, *, workdir: str) -> None:
         """``http`` is shared by all sessions and stays the caller's to close."""
         self._config = config
         self._http = http
-        self._door_url = door_url
         self._workdir = workdir
 
     async def check(self, sandbox: Sandbox) -> None:
@@ -60,15 +58,14 @@ class CommandHarness:
         :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost` for one that failed without a
         gateway that knows its session: then it may not have been the model.
         """
-        base_url = url_inside(session, self._door_url)
         values = {
             "prompt": task.prompt,
             "model": MODEL,
             "temperature": f"{temperature:g}",
-            "base_url": base_url,
+            "base_url": session.base_url,
             "workdir": self._workdir,
         }
-        variables = client_variables(base_url, session.api_key) | {
+        variables = client_variables(session.base_url, session.api_key) | {
             name: fill_in(text, values) for name, text in self._config.environment.items()
         }
         result = await sandbox.exec(
@@ -107,13 +104,6 @@ def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:
     if result.exit_code in NOT_STARTED:
         raise SandboxError(f"the harness did not start: exit code {result.exit_code}")
     return f"exit {result.exit_code}"
-
-
-def url_inside(session: Session, door_url: str) -> str:
-    """A session's base URL as it is inside of a sandbox; the session is in its path, which any client keeps."""
-    root = urlsplit(session.base_url).path.removesuffix("/v1")
-    place = f"/s/{session.session_id}"
-    return f"{door_url}{root.removesuffix(place)}{place}/v1"
 
 
 def client_variables(base_url: str, api_key: str) -> dict[str, str]:

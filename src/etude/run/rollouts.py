@@ -11,6 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -21,7 +22,6 @@ from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
-from etude.rewards.fresh import FreshGrader
 from etude.rewards.tests import HiddenTests
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
@@ -31,14 +31,13 @@ from etude.run.folder import RunFolder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
 from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
-from etude.sandboxes.bubble import DOOR_URL, BubbleSandboxes
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns_base import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 from etude.types import Ids, Split, Task
-from etude.worlds import WORKDIR, Capability
+from etude.worlds import WORKDIR, Capability, SandboxSpec
 
 POLL_S = 0.05
 """How often the gateway is asked which weights are served."""
@@ -190,12 +189,7 @@ async def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
     """The parts that rollouts are run with."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
-        worlds, grader = await _worlds(stack, config)
-        harness: Harness = CodingHarness(config.harness, http)
-        if config.harness.kind == "command":
-            bubbles = await _bubbles(stack, folder, config)
-            worlds = PlainWorlds(bubbles)
-            harness = await _command(config, http, bubbles)
+        worlds, grader, harness = await _stage(stack, folder, config, http)
         watch = CheatWatch(
             decode=decoder(folder),
             policy=policy_of(config.cheating),
@@ -205,36 +199,37 @@ async def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
         yield Rig(sessions=sessions, worlds=worlds, harness=harness, grader=grader, clock=SystemClock(), watch=watch)
 
 
-async def _worlds(stack: contextlib.AsyncExitStack, config: RunConfig) -> tuple[Worlds, Grader]:
-    """Where tasks are worked on, and who grades them there."""
-    if config.sandboxes.kind == "local":
+async def _stage(
+    stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+) -> tuple[Worlds, Grader, Harness]:
+    """Where tasks are worked on, who grades them there, and who leads the model."""
+    if config.sandboxes.kind == "local" and config.harness.kind == "coding":
         local = LocalSandboxes(workers=config.rollouts.sandbox_workers)
         stack.push_async_callback(local.close)
         await _check_confinement(local, config)
-        plain = HiddenTests()  # nothing outlives a command there, so an agent is gone when its last one is
-        return PlainWorlds(local), plain if config.harness.kind == "coding" else FreshGrader(plain, local)
-    images = image_store(config.sandboxes, config.tasks)
-    worlds = TaskWorlds(open_provider(config.sandboxes, base_store(config.sandboxes)), images)
+        # Nothing outlives a command there, so an agent is gone when its last one is.
+        return PlainWorlds(local), HiddenTests(), CodingHarness(config.harness, http)
+    sandboxes = config.sandboxes
+    if sandboxes.kind == "local":
+        sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
+    beside = SandboxSpec() if config.harness.kind == "coding" else _beside_worlds(folder, config)
+    provider = open_provider(sandboxes, base_store(sandboxes))
+    worlds = TaskWorlds(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(worlds.close)
     await _check_confinement(worlds.sandboxes, config)
-    return worlds, worlds.grader()
-
-
-async def _bubbles(stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig) -> BubbleSandboxes:
-    """Sandboxes for another team's harness, with a door to the gateway."""
-    mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
-    bubbles = BubbleSandboxes(door=folder.endpoints.url("gateway"), mounts=mounts)
-    stack.push_async_callback(bubbles.close)
-    return bubbles
-
-
-async def _command(config: RunConfig, http: aiohttp.ClientSession, bubbles: BubbleSandboxes) -> CommandHarness:
-    """The harness of a recipe's command, which is there to be run."""
-    command = CommandHarness(config.harness, http, door_url=DOOR_URL, workdir=WORKDIR)
-    probe = await bubbles.create({})
+    if config.harness.kind == "coding":
+        return worlds, worlds.grader(), CodingHarness(config.harness, http)
+    command = CommandHarness(config.harness, http, workdir=WORKDIR)
+    probe = await worlds.open_empty()
     await command.check(probe)
     await probe.close()
-    return command
+    return worlds, worlds.grader(), command
+
+
+def _beside_worlds(folder: RunFolder, config: RunConfig) -> SandboxSpec:
+    """What another team's harness is shown, and the one place that it may reach: the gateway."""
+    mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
+    return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
 
 
 def decoder(folder: RunFolder) -> Callable[[Ids], str]:

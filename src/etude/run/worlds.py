@@ -7,6 +7,7 @@ Owns the choice of leaves. Where images lie, how a sandbox is made and graded ar
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from etude.clock import SystemClock
@@ -32,6 +33,8 @@ from etude.worlds import SandboxSpec, World
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
 """Holds the key of a remote server of sandboxes."""
+NOTHING = SandboxSpec()
+"""More than its world that an agent is shown or may reach."""
 IMAGES = "images"
 """Folder of images beside the tasks of a folder."""
 
@@ -90,9 +93,10 @@ class PlainWorlds:
 class TaskWorlds:
     """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.Worlds`."""
 
-    def __init__(self, provider: SandboxProvider, images: ImageStore) -> None:
-        """``provider`` is closed with this. Graders come before rollouts where there is a pool: rollouts that wait for
-        their grades hold sandboxes, and would hold all of them for ever.
+    def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
+        """``provider`` is closed with this; ``beside`` says what every agent is shown and may reach that is no part of
+        its task's world. Graders come before rollouts where there is a pool: rollouts that wait for their grades hold
+        sandboxes, and would hold all of them for ever.
         """
         if isinstance(provider, SandboxPool):
             self.sandboxes = ServicedSandboxes(provider.claimant("rollouts"))
@@ -101,14 +105,18 @@ class TaskWorlds:
             self.sandboxes = self._grading = ServicedSandboxes(provider)
         self._provider = provider
         self._images = images
+        self._beside = beside
 
     async def open(self, task: Task) -> Sandbox:
         """A fresh sandbox as the task's world says, its services up, with its files.
 
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
-        world = task.world or World()
-        return await self.sandboxes.create(task.files, self.spec_of(world), world.services)
+        return await self._open(task.files, task.world or World())
+
+    async def open_empty(self) -> Sandbox:
+        """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
+        return await self._open({}, World())
 
     def spec_of(self, world: World) -> SandboxSpec:
         """How a world's sandbox shall be."""
@@ -123,6 +131,11 @@ class TaskWorlds:
             QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
         }
         return GraderByKind(graders)
+
+    async def _open(self, files: Mapping[str, str], world: World) -> Sandbox:
+        spec = self.spec_of(world)
+        mounts, allow = {**spec.mounts, **self._beside.mounts}, (*spec.allow, *self._beside.allow)
+        return await self.sandboxes.create(files, replace(spec, mounts=mounts, allow=allow), world.services)
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""

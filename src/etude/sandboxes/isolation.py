@@ -10,7 +10,6 @@ import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
@@ -29,19 +28,6 @@ DESCRIPTOR_LIMIT = 32
 PROCESS_LIMIT = 64
 """Processes and threads of one worker at any time; only a user namespace makes this count private."""
 
-
-class Limits(NamedTuple):
-    """What a command may use up; the defaults are for short programs."""
-
-    memory_bytes: int = MEMORY_LIMIT_BYTES
-    file_bytes: int = FILE_LIMIT_BYTES
-    descriptors: int = DESCRIPTOR_LIMIT
-    processes: int = PROCESS_LIMIT
-
-
-PROGRAM_LIMITS = Limits()
-"""Those of a short program."""
-
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -52,13 +38,13 @@ def become_user(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def enter_namespaces(kinds: int = NAMESPACES) -> bool:
+def enter_namespaces() -> bool:
     """Move into a new user namespace and others (children: into a new process namespace), or change nothing.
 
     The user keeps its own number and is root nowhere. False when the machine does not permit it.
     """
     user, group = os.geteuid(), os.getegid()
-    if LIBC.unshare(kinds) != 0:
+    if LIBC.unshare(NAMESPACES) != 0:
         return False
     _prctl(PR_SET_DUMPABLE, 1)  # a process that changed user may not write its own maps otherwise
     Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
@@ -72,16 +58,16 @@ def die_with_parent() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def limit_process(limits: Limits = PROGRAM_LIMITS, *, own_user_namespace: bool) -> None:
+def limit_process(*, own_user_namespace: bool) -> None:
     """Set the limits that this process and all its children keep, and adopt orphans among the latter."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
-    _limit(resource.RLIMIT_AS, limits.memory_bytes)
-    _limit(resource.RLIMIT_FSIZE, limits.file_bytes)
-    _limit(resource.RLIMIT_NOFILE, limits.descriptors)
+    _limit(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)
+    _limit(resource.RLIMIT_FSIZE, FILE_LIMIT_BYTES)
+    _limit(resource.RLIMIT_NOFILE, DESCRIPTOR_LIMIT)
     _limit(resource.RLIMIT_CORE, 0)
     if own_user_namespace:
-        _limit(resource.RLIMIT_NPROC, limits.processes)
+        _limit(resource.RLIMIT_NPROC, PROCESS_LIMIT)
 
 
 def limit_cpu(seconds: int) -> None:
@@ -104,11 +90,6 @@ def drop_capabilities() -> None:
     """Give up every capability, for good."""
     if LIBC.capset(CAPABILITY_HEADER, NO_CAPABILITIES) != 0:
         raise OSError(ctypes.get_errno(), "capset: could not drop capabilities")
-
-
-def hide_process() -> None:
-    """Keep processes of the same user from looking into this one or tracing it; ends with ``exec``."""
-    _prctl(PR_SET_DUMPABLE, 0)
 
 
 def end_command(leader: int) -> int:

@@ -65,17 +65,12 @@ class NamespaceSandboxes:
         *,
         scratch: Path | None = None,
         bases: Mapping[str, Path] | None = None,
-        mounts: Mapping[str, Path] | None = None,
-        allow: Sequence[str] = (),
     ) -> None:
         """``scratch`` is where the provider's folder is made (default: the temporary directory), which holds snapshots;
         ``bases`` are the root folders of stored base systems, such as :attr:`~etude.sandboxes.images.ImageStore.bases`.
-
-        ``mounts`` and ``allow`` are what every sandbox is shown and may reach, beside what its specification says.
         """
         self._parent = scratch or Path(tempfile.gettempdir())
         self._bases = dict(bases or {})
-        self._everyones = SandboxSpec(mounts=dict(mounts or {}), allow=tuple(allow))
         self._scratch: Scratch | None = None
         self._home: Home | None = None
         self._proven: frozenset[Capability] | None = None
@@ -114,7 +109,7 @@ class NamespaceSandboxes:
         ``ValueError`` for a path that would leave it.
         """
         home = await self._open()
-        spec = _joined(self._everyones, spec or SandboxSpec())
+        spec = spec or SandboxSpec()
         claims = _claims(home.link.grants)
         for capability, words in demands(spec).items():
             if capability not in claims:
@@ -268,11 +263,6 @@ class NamespaceSandboxes:
             if self._lent[layer] == 0:
                 del self._lent[layer]
                 await asyncio.to_thread(remove_tree, layer)
-
-
-def _joined(everyones: SandboxSpec, spec: SandboxSpec) -> SandboxSpec:
-    """A specification with what every sandbox is shown and may reach."""
-    return replace(spec, mounts={**everyones.mounts, **spec.mounts}, allow=(*everyones.allow, *spec.allow))
 
 
 def _claims(grants: Mapping[str, Any]) -> frozenset[Capability]:

@@ -199,9 +199,10 @@ def test_many_connections_are_carried_to_a_place_that_is_allowed(host: str) -> N
     async def talk() -> str:
         server = await asyncio.start_server(reverse, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        provider = NamespaceSandboxes(allow=(f"{host}:{port}",))
+        provider = NamespaceSandboxes()
         try:
-            sandbox = await provider.create({}, SandboxSpec(allow=("192.0.2.1:80", "pypi.internal:443")))
+            allow = (f"{host}:{port}", "192.0.2.1:80", "pypi.internal:443")
+            sandbox = await provider.create({}, SandboxSpec(allow=allow))
             code = TALK.format(host=host, port=port)
             result = await sandbox.exec(["python3", "-c", code], timeout_s=TIMEOUT_S)
             assert result.stderr == ""
@@ -214,7 +215,7 @@ def test_many_connections_are_carried_to_a_place_that_is_allowed(host: str) -> N
     assert asyncio.run(talk()) == "True 3000000\n127.77.\n"
 
 
-def test_every_sandbox_is_shown_what_its_provider_shows(tmp_path: Path) -> None:
+def test_programs_that_are_shown_are_found(tmp_path: Path) -> None:
     tool = tmp_path / "bin" / "tool"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho tool\n", encoding="utf-8")
@@ -222,10 +223,11 @@ def test_every_sandbox_is_shown_what_its_provider_shows(tmp_path: Path) -> None:
         path.chmod(0o755)
 
     async def use() -> ExecResult:
-        provider = NamespaceSandboxes(mounts={"/harness": tmp_path} | environment_mounts(tmp_path))
+        provider = NamespaceSandboxes()
+        spec = SandboxSpec(mounts={"/harness": tmp_path} | environment_mounts(tmp_path))
         try:
             script = f"tool; /harness/bin/tool; {tool}; echo x > /harness/x"
-            return await (await provider.create({})).exec(["sh", "-c", script], timeout_s=TIMEOUT_S)
+            return await (await provider.create({}, spec)).exec(["sh", "-c", script], timeout_s=TIMEOUT_S)
         finally:
             await provider.close()
 
