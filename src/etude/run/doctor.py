@@ -6,7 +6,7 @@ Owns what is looked at and how it is shown. How the two sides are compared is :m
 import asyncio
 import importlib.util
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from etude.config import NumericsConfig, RunConfig
 from etude.dashboard import units
-from etude.errors import MismatchError, SandboxError
+from etude.errors import ConfigError, MismatchError, SandboxError
 from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_config
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import ModelSpec
+from etude.protocols import SandboxProvider
 from etude.run.decisions import resolve_device
 from etude.run.folder import RunFolder
 from etude.run.machine import describe_machine
@@ -30,7 +31,10 @@ from etude.run.numerics import load_published, published_state, training_model
 from etude.run.parity import WAYS, LayerDifference, Parity, check_parity
 from etude.run.states import to_tensors
 from etude.run.weight_log import open_log
+from etude.sandboxes.gvisor import GvisorSandboxes
 from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.ns import NamespaceSandboxes
+from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.trainer.mismatch import Rung
 from etude.weights.pull import pull
 from etude.worlds import Capability
@@ -70,7 +74,7 @@ def examine() -> list[Finding]:
         Finding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
         Finding("disk", True, f"{units.size(shutil.disk_usage('.').free)} free here"),
         Finding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
-        _sandboxes(),
+        *_sandboxes(),
         _kernels(),
         _cuda(),
         _package("vllm", "the engine of etude.engines.vllm; it may live in an environment of its own"),
@@ -163,21 +167,43 @@ def _meminfo() -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
-def _sandboxes() -> Finding:
-    async def probe() -> frozenset[Capability]:
-        sandboxes = LocalSandboxes(workers=1)
+def _sandboxes() -> list[Finding]:
+    """Each kind of sandbox, tried; but no virtual machine is booted."""
+    kinds: dict[str, Callable[[], SandboxProvider]] = {
+        "local": lambda: LocalSandboxes(workers=1),
+        "ns": NamespaceSandboxes,
+        "gvisor": GvisorSandboxes,
+    }
+    return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
+
+
+def _tried(kind: str, make: Callable[[], SandboxProvider]) -> Finding:
+    """What a provider claims on this machine, or why it is none."""
+
+    async def ask() -> frozenset[Capability]:
+        sandboxes = make()
         try:
             return await sandboxes.capabilities()
         finally:
             await sandboxes.close()
 
+    name = f"sandboxes: {kind}"
     try:
-        granted = asyncio.run(probe())
-    except SandboxError as error:
-        return Finding("sandboxes", False, str(error))
+        granted = asyncio.run(ask())
+    except (SandboxError, ConfigError) as error:
+        return Finding(name, False, str(error))
     missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
-    words = f"local: {', '.join(sorted(granted))}"
-    return Finding("sandboxes", not missing, words + (f"; not: {', '.join(missing)}" if missing else ""))
+    claims = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
+    return Finding(name, not missing, claims + (f"; not: {', '.join(missing)}" if granted and missing else ""))
+
+
+def _virtual_machines() -> Finding:
+    name = "sandboxes: qemu"
+    try:
+        QemuSandboxes()
+    except ConfigError as error:
+        return Finding(name, False, str(error))
+    return Finding(name, True, "programs and base system are here; whether KVM works is tried at the first boot")
 
 
 def _kernels() -> Finding:
