@@ -1,5 +1,6 @@
 """The command line: every mistake of a person is one line on stderr and exit status 2, never a traceback."""
 
+import json
 import socket
 from pathlib import Path
 
@@ -133,3 +134,17 @@ def test_orders_that_cannot_be_carried_out_are_refused(
 ) -> None:
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_world_is_compared_with_what_another_one_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if main(["sandboxes", "probe"]) != 0:
+        pytest.skip("this machine grants no sandboxes with namespaces")
+    answers = json.loads(capsys.readouterr().out)
+    said = tmp_path / "said.json"
+    said.write_text(json.dumps(answers))
+    assert main(["sandboxes", "probe", "--against", str(said)]) == 0
+    said.write_text(json.dumps({**answers, "hostname": "production-7"}))
+    assert main(["sandboxes", "probe", "--against", str(said)]) == 2
+    assert "production-7" in capsys.readouterr().out
+    said.write_text("nothing")
+    assert "said.json" in fail(capsys, "sandboxes", "probe", "--against", said)

@@ -59,7 +59,7 @@ def _add_images(commands: Commands) -> None:
 
 
 def _add_sandboxes(commands: Commands) -> None:
-    sandboxes = commands.add_parser("sandboxes", help="lend this machine's sandboxes over HTTP")
+    sandboxes = commands.add_parser("sandboxes", help="lend sandboxes over HTTP; ask one what it looks like")
     actions = sandboxes.add_subparsers(required=True, metavar="ACTION")
     serve = actions.add_parser("serve", help="until told to stop; clients use sandboxes.kind = 'remote'")
     serve.add_argument("--kind", choices=SANDBOXES[1:-1], default="ns")
@@ -67,6 +67,11 @@ def _add_sandboxes(commands: Commands) -> None:
     serve.add_argument("--port", type=int, default=8700)
     serve.add_argument("--folder", type=Path, action="append", default=[], help="whose files clients may mount")
     serve.set_defaults(command=_serve)
+    probe = actions.add_parser("probe", help="what a sandbox says of itself, and how another one differs from it")
+    probe.add_argument("--sandbox", choices=SANDBOXES[1:], default="ns", help="remote asks the product's own machines")
+    probe.add_argument("--sandbox-url", default="", help="of a remote server of sandboxes")
+    probe.add_argument("--against", type=Path, metavar="FILE", help="what `probe` printed elsewhere, say in production")
+    probe.set_defaults(command=_probe)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -144,6 +149,12 @@ def _serve(options: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from etude.run.environments import probe_world
+
+    return USER_ERROR if probe_world(_sandbox_config(options), options.against) else 0
 
 
 def _sandbox_config(options: argparse.Namespace) -> SandboxConfig:

@@ -19,12 +19,14 @@ from rich.table import Table
 
 from etude.config import SandboxConfig
 from etude.environments.fidelity import audit, render, to_json
+from etude.environments.fidelity_probes import diff, probe, render_diff
 from etude.environments.fidelity_sessions import read_sessions
 from etude.environments.harbor.family import read_tasks
 from etude.environments.harbor.folder import SETTINGS
 from etude.environments.harbor.images import HarborImages
 from etude.environments.harbor.soundness import SoundnessCheck
 from etude.environments.repositories.folder import RepositoryTasks
+from etude.errors import ConfigError
 from etude.protocols import SandboxProvider
 from etude.rewards.script import ScriptGrader
 from etude.run.serving import listening, run_until_signal
@@ -60,6 +62,17 @@ def audit_fidelity(production: Path, simulated: Path, *, as_json: bool) -> None:
     """Say how well sessions recorded in production and simulated ones can be told apart."""
     report = audit(read_sessions(production), read_sessions(simulated))
     OUT.out(json.dumps(to_json(report), indent=1) if as_json else render(report), highlight=False)
+
+
+def probe_world(sandboxes: SandboxConfig, against: Path | None) -> bool:
+    """Print what a sandbox says of itself, as JSON, or how that differs from what another one said; whether it does."""
+    answers = asyncio.run(_probe(sandboxes))
+    if against is None:
+        OUT.out(json.dumps(answers, indent=1))
+        return False
+    differences = diff(_read_answers(against), answers)
+    OUT.out(render_diff(differences), highlight=False)
+    return bool(differences)
 
 
 def folder_lines(folder: Path, split: str, count: int) -> list[str]:
@@ -113,6 +126,26 @@ class Lending:
 def serve_sandboxes(lending: Lending) -> None:
     """Lend this machine's sandboxes until told to stop; without a key in the environment, one is made and shown."""
     run_until_signal(_serve(lending))
+
+
+async def _probe(sandboxes: SandboxConfig) -> dict[str, str]:
+    async with _provider(sandboxes) as provider:
+        sandbox = await provider.create({})
+        try:
+            return await probe(sandbox)
+        finally:
+            await sandbox.close()
+
+
+def _read_answers(file: Path) -> dict[str, str]:
+    """What a world said. Raises :class:`~etude.errors.ConfigError` for a file that holds something else."""
+    try:
+        answers = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} holds no answers of `etude sandboxes probe`: {error}") from error
+    if not isinstance(answers, dict) or not all(isinstance(answer, str) for answer in answers.values()):
+        raise ConfigError(f"{str(file)!r} holds no answers of `etude sandboxes probe`: expected an object of strings")
+    return answers
 
 
 async def _build(options: BuildOptions, sandboxes: SandboxConfig) -> BuildReport:
