@@ -5,6 +5,10 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")  # how long an example takes says more of the machine than of the code
 
 
 def pytest_sessionstart() -> None:

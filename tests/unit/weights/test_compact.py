@@ -117,7 +117,7 @@ def test_a_reader_a_thousand_versions_behind_arrives_in_few_links() -> None:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log, replace(OPTIONS, compact=True)) as publisher:
         for version in range(1001):
-            publisher.publish(tiny(version), version=version, step=version).result(10)
+            publisher.publish(tiny(version), version=version, step=version).result(60)
             if version % 64 == 0:
                 publisher.settle()
         publisher.settle()  # merging goes on beside publishing, however busy the machine is
