@@ -8,6 +8,7 @@ import pytest
 
 from etude.cli.main import main
 from etude.config import load_recipe
+from etude.environments.harbor.family import read_tasks
 from etude.run.folder import RunFolder
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -148,3 +149,13 @@ def test_a_world_is_compared_with_what_another_one_said(capsys: pytest.CaptureFi
     assert "production-7" in capsys.readouterr().out
     said.write_text("nothing")
     assert "said.json" in fail(capsys, "sandboxes", "probe", "--against", said)
+
+
+def test_tasks_of_a_recipe_are_written_in_harbors_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["tasks", "export", str(QUICKSTART), str(out), "--count", "2"]) == 0
+    reading = read_tasks(out)
+    assert (len(reading.tasks), reading.refused) == (2, {})
+    assert "2 tasks" in capsys.readouterr().err
+    assert main(["tasks", "export", str(QUICKSTART), str(out), "--count", "2"]) == 2
+    assert "is there already" in capsys.readouterr().err

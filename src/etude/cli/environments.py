@@ -40,6 +40,12 @@ def _add_tasks(commands: Commands) -> None:
     listing.add_argument("source", type=Path, help="a recipe, or a folder of tasks")
     listing.add_argument("--split", choices=("train", "heldout"), default="train")
     listing.add_argument("--count", type=int, default=3)
+    export = actions.add_parser("export", help="write tasks in Harbor's format")
+    export.add_argument("source", type=Path, help="a recipe, or a folder of tasks built from repositories")
+    export.add_argument("out", type=Path, help="a folder for each task is made in it")
+    export.add_argument("--split", choices=("train", "heldout"), default="train")
+    export.add_argument("--count", type=int, default=10)
+    export.set_defaults(command=_export)
     build.set_defaults(command=_build)
     check.set_defaults(command=_check)
     listing.set_defaults(command=_ls)
@@ -122,6 +128,12 @@ def _ls(options: argparse.Namespace) -> int:
         lines = folder_lines(source, options.split, options.count)
     print("\n".join(lines))
     return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from etude.run.environments import export_tasks
+
+    return 0 if export_tasks(options.source, options.out, options.split, options.count) else USER_ERROR
 
 
 def _images(options: argparse.Namespace) -> int:

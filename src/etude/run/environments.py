@@ -10,33 +10,41 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from etude.config import SandboxConfig
+from etude.config import SandboxConfig, load_recipe
 from etude.environments.fidelity import audit, render, to_json
 from etude.environments.fidelity_probes import diff, probe, render_diff
 from etude.environments.fidelity_sessions import read_sessions
+from etude.environments.harbor.export import export_task
 from etude.environments.harbor.family import read_tasks
 from etude.environments.harbor.folder import SETTINGS
 from etude.environments.harbor.images import HarborImages
+from etude.environments.harbor.settings import TaskFolderError
 from etude.environments.harbor.soundness import SoundnessCheck
 from etude.environments.repositories.folder import RepositoryTasks
 from etude.errors import ConfigError
 from etude.protocols import SandboxProvider
 from etude.rewards.script import ScriptGrader
+from etude.run.families import open_family
 from etude.run.serving import listening, run_until_signal
 from etude.run.tasks import SOUND, BuildOptions, BuildReport, build, check
-from etude.run.worlds import IMAGES, KEY_VARIABLE, base_store, open_provider
+from etude.run.worlds import IMAGES, KEY_VARIABLE, base_store, image_store, open_provider
 from etude.sandboxes.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.remote_server import Permissions, SandboxServer
 from etude.types import Split
 
+RECIPE = "run.toml"
+SOLVE = """#!/bin/bash
+cp -r "$(dirname "$0")/files/." .
+"""
+"""Of a solution: runs in the working folder."""
 OUT, PROGRESS = Console(), Console(stderr=True)
 """Where results go, and what is said on the way."""
 
@@ -85,6 +93,31 @@ def folder_lines(folder: Path, split: str, count: int) -> list[str]:
     return [f"── {task.task_id} {task.template}\n{task.prompt}\n" for task in tasks[:count]]
 
 
+def export_tasks(source: Path, out: Path, split: str, count: int) -> bool:
+    """Write tasks of a recipe, or of a folder of ours, in Harbor's format below ``out``; whether all could be.
+
+    A task built from a repository brings its answer as ``solution/``.
+    """
+    if source.suffix == ".toml" or (source / RECIPE).is_file():
+        config = load_recipe(source)
+        family, images = open_family(config), image_store(config.sandboxes, config.tasks)
+        tasks = [family.task(Split(split), index) for index in range(count)]
+        answer = None
+    else:
+        repository = RepositoryTasks(source)
+        tasks, images = list(repository.tasks(Split(split)))[:count], ImageStore(repository.images)
+        answer = repository.answer
+    refused = 0
+    for task in {task.task_id: task for task in tasks}.values():
+        try:
+            export_task(task, out / task.task_id, images=images, solution=_solution(answer(task)) if answer else None)
+        except TaskFolderError as error:
+            refused += 1
+            _say(f"{task.task_id}: set aside: {error}")
+    _say(f"{len(tasks) - refused} tasks in {out}")
+    return not refused
+
+
 def build_images(name: str, packages: Sequence[str]) -> None:
     """Build a base system from Debian's packages."""
     base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(packages)))
@@ -126,6 +159,11 @@ class Lending:
 def serve_sandboxes(lending: Lending) -> None:
     """Lend this machine's sandboxes until told to stop; without a key in the environment, one is made and shown."""
     run_until_signal(_serve(lending))
+
+
+def _solution(answer: Mapping[str, str]) -> dict[str, str]:
+    """What goes below ``solution/``: the files of an answer, and the script that puts them in their places."""
+    return {"solve.sh": SOLVE} | {f"files/{path}": text for path, text in answer.items()}
 
 
 async def _probe(sandboxes: SandboxConfig) -> dict[str, str]:
