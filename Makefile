@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 NAME ?= loop
 
 SHELL := bash
@@ -29,21 +30,21 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" picks some
-	@$(BIN)/python -m pytest $(ARGS)
+test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" picks some, WORKERS=4 runs more at once
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
-bench-setup: .venv/bench.stamp .venv-litellm/stamp base ## prepare the contestants of the benches
+bench-setup: .venv/bench.stamp .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -101,6 +102,14 @@ shape:
 	@echo "installing LiteLLM's proxy, which bench measures beside étude's gateway"
 	@$(PYTHON) -m venv --clear .venv-litellm
 	@.venv-litellm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-litellm.txt
+	@touch $@
+
+# TRL and transformers' Trainer are contestants of `etude bench loop` and `etude bench trainer`.
+.venv-trl/stamp: constraints-trl.txt constraints.txt | $(BIN)/python
+	@echo "installing TRL, which bench measures beside étude's loop and trainer"
+	@$(PYTHON) -m venv --clear .venv-trl
+	@.venv-trl/bin/pip --disable-pip-version-check -qq install "$(TORCH)"
+	@.venv-trl/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-trl.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.

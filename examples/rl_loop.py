@@ -14,36 +14,45 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.config import EngineConfig, HarnessConfig, MidtrainConfig, ModelConfig, TaskConfig, TranscriptConfig
+from etude.config.imitation import MidtrainConfig, TranscriptConfig
+from etude.config.inference import EngineConfig
+from etude.config.recipe import RunConfig
+from etude.config.rollouts import HarnessConfig
+from etude.config.tasks import TaskConfig
+from etude.config.training import LossConfig, ModelConfig
 from etude.engines.native import NativeEngine, Weights
 from etude.environments.bugfix import BugfixFamily
-from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.environments.corpus import practice_sources, tokenizer_texts
+from etude.environments.mixture import Cursor, Mixture, Side, Stream
+from etude.environments.texts import PlainText
 from etude.environments.transcripts import BugfixPractice
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.protocols import HarnessResult, SamplingParams, turn_of
 from etude.rewards.tests import HiddenTests
+from etude.run.phases import optimisation_of
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
 from etude.tokens.chat import ChatTemplate
-from etude.trainer.kept import sampled_logprobs
-from etude.trainer.loss import policy_loss
-from etude.trainer.midtrain import midtrain
-from etude.trainer.padding import pad_rows
+from etude.trainer.imitation import ImitationTrainer
+from etude.trainer.losses import LossTokens, Totals, policy_loss
+from etude.trainer.scores import sampled_logprobs, sampled_tokens
 from etude.trajectories.batch import build_batch
-from etude.trajectories.microbatches import microbatches
+from etude.trajectories.packing import Cost, pack
 from etude.types import Batch, Group, Rollout, RolloutStatus, Split, Task, Turn
 
 SEED = 0
 TASKS_PER_STEP, GROUP_SIZE, STEPS = 8, 8, 12
 HELDOUT_TASKS = 64
-LEARNING_RATE, IMPORTANCE_CAP = 5e-4, 2.0
+LEARNING_RATE = 5e-4
+PASS_TOKENS = 8_000
 
 TASKS = TaskConfig(kinds=("arith",))
 MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
 HARNESS = HarnessConfig(max_turns=6)
 ENGINE = EngineConfig(max_running=64, max_length=512)
+LOSS = LossConfig()
 
 
 @dataclass(frozen=True)
@@ -111,21 +120,19 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
     if not batch.trajectories:
         return
     optimiser.zero_grad()
-    for rows in microbatches(batch.trajectories, max_tokens=8_000):
-        token_ids_BT = torch.from_numpy(pad_rows([row.token_ids for row in rows])).long()
-        mask_BT = torch.from_numpy(pad_rows([row.loss_mask for row in rows]))[:, 1:]
-        logprobs_BT = torch.from_numpy(pad_rows([row.logprobs for row in rows]))[:, 1:]
-        advantages_BT = torch.from_numpy(pad_rows([row.advantages for row in rows]))[:, 1:]
-        temperatures_BT = torch.from_numpy(pad_rows([row.temperatures for row in rows]))[:, 1:]
-        hidden_NH = model.forward_padded(token_ids_BT)[:, :-1][mask_BT]
-        token_ids_N = token_ids_BT[:, 1:][mask_BT]
-        policy_loss(
-            sampled_logprobs(model, hidden_NH, token_ids_N, temperatures_BT[mask_BT], kept=None),
-            logprobs_BT[mask_BT],
-            advantages_BT[mask_BT],
-            cap=IMPORTANCE_CAP,
-            normaliser=batch.num_loss_tokens,
-        ).loss.backward()
+    totals = Totals(tokens=batch.num_loss_tokens, trajectories=len(batch.trajectories))
+    lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
+    (passes,) = pack(lengths, max_tokens=PASS_TOKENS, ranks=1, cost=Cost(per_token=1.0, per_pair=0.0))
+    for piece in passes:
+        trajectories = [batch.trajectories[index] for index in piece]
+        tokens = sampled_tokens(trajectories, [one.loss_mask for one in trajectories], model.embedding.device)
+        of_loss = LossTokens(
+            logprobs_N=sampled_logprobs(model, tokens),
+            engine_logprobs_N=tokens.engine_logprobs_N,
+            advantages_N=tokens.advantages_N,
+            trajectories_N=tokens.trajectories_N,
+        )
+        policy_loss(of_loss, LOSS, totals).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
 
@@ -136,10 +143,16 @@ def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     chat = ChatTemplate.train(tokenizer_texts(practice, SEED), vocab_size=512)
     model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
     model.initialise(SEED)
-    corpus = Corpus(practice, chat, MIDTRAIN)
-    midtrain(
-        model, corpus.batches(SEED), MIDTRAIN, lambda p: print(f"  {p.step}/{p.steps} loss {p.loss:.2f}", end="\r")
-    )
+    side = Side(seed=SEED, one_in=20)
+    sources = practice_sources(practice, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
+    stream = Stream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
+    steps = MIDTRAIN.tokens // MIDTRAIN.batch_tokens
+    trainer = ImitationTrainer(optimisation_of(model, RunConfig(), MIDTRAIN, steps=steps))
+    cursor = Cursor()
+    for step in range(1, steps + 1):
+        documents, cursor = stream.batch(cursor, until=step * MIDTRAIN.batch_tokens)
+        loss = trainer.step(step, [documents])
+        print(f"  {step}/{steps} loss {loss.mean:.2f}", end="\r")
     return chat, model
 
 

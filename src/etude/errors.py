@@ -7,7 +7,7 @@
     │   ├── TaskFolderError     a folder is no task in Harbor's format (defined with its reader)
     │   └── PortInUseError      a configured port is taken
     ├── DamagedError            bytes on disk are not what their digest says: exit code 2, nothing is overwritten
-    ├── FencedError             another writer committed this weight version first
+    ├── FencedError             another process took over: it committed this weight version first, or holds the lease
     ├── MismatchError           trainer and engine compute different numbers: exit code 2, training stops
     ├── DivergedError           the gradient is not finite: exit code 2, nothing was changed
     ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
@@ -16,6 +16,7 @@
         │   └── EngineBusy      one did: it has as much waiting as it takes
         ├── VersionPending      no engine serves the wanted weight version yet
         ├── CaptureError        an engine's record of what it did is missing or does not fit
+        ├── LedgerUnavailable   the ledger stayed out of reach (defined there)
         ├── SessionLost         the gateway no longer knows a session (it restarted)
         └── SandboxError        a sandbox could not start or died under a command
             ├── Unsupported     its provider does not claim to be capable of that
@@ -51,7 +52,7 @@ class DamagedError(EtudeError):
 
 
 class FencedError(EtudeError):
-    """A second writer holds this weight version; the loser must stop."""
+    """Another process took over what this one did: a weight version or a lease. The loser must stop."""
 
 
 class MismatchError(EtudeError):

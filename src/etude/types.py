@@ -426,6 +426,8 @@ class Group:
     admitted_version: int
     """The newest published weight version when the group was admitted."""
     rollouts: tuple[Rollout, ...]
+    lost: int = 0
+    """Slots given up to infrastructure: so many rollouts more were planned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

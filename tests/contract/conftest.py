@@ -1,9 +1,12 @@
 """What contract tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from databases import Server, temporary_server
+from ledgers import DATABASES, NewPlace, new_places
 from providers import PROVIDERS, Stage
 from providers import stage as set_stage
 
@@ -14,3 +17,23 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     if reason := PROVIDERS[request.param].missing():
         pytest.skip(reason)
     yield from set_stage(request.param, PROVIDERS[request.param].make)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """One server for all ledgers, each in a schema of its own."""
+    with temporary_server() as server:
+        yield server
+
+
+@pytest.fixture(params=DATABASES)
+def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> NewPlace:
+    """Where ledgers can be made, in each database in turn."""
+    database: str = request.param
+    return new_places(database, tmp_path, request.getfixturevalue("postgres") if database == "postgresql" else None)
+
+
+@pytest.fixture
+def place(new_place: NewPlace) -> str:
+    """Where one ledger can be made."""
+    return new_place()

@@ -26,7 +26,8 @@ import pytest
 import torch
 
 from etude.clock import SystemClock
-from etude.config import EngineConfig, GatewayConfig, ModelConfig
+from etude.config.inference import EngineConfig, GatewayConfig
+from etude.config.training import ModelConfig
 from etude.engines.http import http_engines
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app
@@ -149,7 +150,9 @@ def rehearse(scenes: Sequence[Scene]) -> tuple[ChatTemplate, Decoder]:
     ids_BT, weights_BT = _batch(chat, scenes)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3, weight_decay=0.0)
     for _ in range(MAX_STEPS):
-        logits_BTV = model.logits(model.forward_padded(ids_BT[:, :-1]))
+        seen_BT = ids_BT[:, :-1]
+        hidden_NH = model.forward_packed(seen_BT.flatten(), (seen_BT.shape[1],) * len(seen_BT))
+        logits_BTV = model.logits(hidden_NH).unflatten(0, seen_BT.shape)
         logprobs_BT = logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, 1:, None])[..., 0]
         if (logprobs_BT[weights_BT] > torch.tensor(CERTAIN).log()).all():
             break

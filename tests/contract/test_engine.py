@@ -12,7 +12,7 @@ from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
 from etude.clock import SystemClock
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http import HttpEngine
 from etude.engines.native import NativeEngine, Weights

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig, HarnessConfig
+from etude.config.inference import GatewayConfig
+from etude.config.rollouts import HarnessConfig
 from etude.engines.fake import FakeEngine
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of
@@ -17,6 +18,7 @@ from etude.gateway.recorder import Recorder
 from etude.gateway.standing import EngineEntry
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
+from etude.rollouts.bounds import Limits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, run_rollout
 from etude.run.gateway_parts import Plan, running
@@ -102,7 +104,7 @@ def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) ->
                 clock=clock,
             )
             try:
-                return await run_rollout(SLOT, rig, rollout_id="r", temperature=0.7, timeout_s=60.0)
+                return await run_rollout(SLOT, rig, Limits(commands_s=60.0), rollout_id="r", temperature=0.7)
             finally:
                 await worlds.close()
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.http import http_engines
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.server import engine_app

@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.pages import PAGE, Node
 from etude.engines.requests import Request

@@ -28,7 +28,7 @@ import uvloop
 from aiohttp import web
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.engines.http import http_engines
 from etude.gateway.conversations import Conversation
 from etude.gateway.door import door

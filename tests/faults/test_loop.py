@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from etude.config import RunConfig, parse_config
+from etude.config.recipe import RunConfig, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
 from etude.run.supervision import THREADING
@@ -208,7 +208,7 @@ def check_export(folder: RunFolder, out: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
     with torch.no_grad():
-        assert torch.allclose(theirs(ids).logits[0], ours.logits(ours.forward_padded(ids)[0]), atol=1e-5)
+        assert torch.allclose(theirs(ids).logits[0], ours.logits(ours.forward_packed(ids[0])), atol=1e-5)
 
 
 def test_a_damaged_checkpoint_ends_the_run_with_its_name(folder: RunFolder) -> None:

@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import EngineConfig, NumericsConfig, TrainerConfig
+from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.recipe import RunConfig
+from etude.config.training import LossConfig
 from etude.engines.native import NativeEngine, Weights
+from etude.models.arithmetic import packed_rows
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
+from etude.models.fast import FastArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams
+from etude.run.trainer import optimisation_of
 from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.losses import Totals
 from etude.trainer.policy import PolicyTrainer
 from etude.types import UNSAMPLED, Trajectory
 
@@ -24,12 +30,21 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 @pytest.fixture
-def model() -> Decoder:
+def device() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def model(device: torch.device) -> Decoder:
     fresh = Decoder(TINY)
     fresh.initialise(0, std=0.15)
-    return fresh.cuda()
+    return fresh.to(device)
+
+
+def make_trainer(model: Decoder) -> PolicyTrainer:
+    return PolicyTrainer(optimisation_of(model, RunConfig()), LossConfig(), NumericsConfig(replay="off"))
 
 
 def sample(model: Decoder, temperature: float = 1.0) -> Completion:
@@ -62,26 +77,42 @@ def make_trajectory(completion: Completion) -> Trajectory:
 
 def test_the_engine_says_what_the_model_gives(model: Decoder) -> None:
     completion = sample(model)
-    ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]], device="cuda")
+    ids = torch.tensor([*PROMPT, *completion.token_ids.tolist()], device="cuda")
     with torch.no_grad():
-        logprobs = model.logits(model.forward_padded(ids)[0, len(PROMPT) - 1 : -1]).log_softmax(-1)
-    expected = logprobs.gather(1, ids[0, len(PROMPT) :].unsqueeze(1)).squeeze(1)
+        logprobs = model.logits(model.forward_packed(ids)[len(PROMPT) - 1 : -1]).log_softmax(-1)
+    expected = logprobs.gather(1, ids[len(PROMPT) :].unsqueeze(1)).squeeze(1)
     np.testing.assert_allclose(completion.logprobs, expected.cpu().numpy(), atol=1e-4)
 
 
 def test_a_restored_trainer_goes_on_on_the_device(model: Decoder, tmp_path: Path) -> None:
     pieces = [(make_trajectory(sample(model)),)]
-    trainer = PolicyTrainer(model, TrainerConfig(), NumericsConfig(replay="off"))
-    trainer.step(1, pieces, 20)
-    Checkpoints(tmp_path).save(1, trainer.tensors())
+    trainer, totals = make_trainer(model), Totals(tokens=20, trajectories=1)
+    trainer.step(1, pieces, totals)
+    Checkpoints(tmp_path).save(1, trainer.optimisation.tensors())
     copied = Decoder(TINY).cuda()
     load_state(copied, state_of(model))
-    other = PolicyTrainer(copied, TrainerConfig(), NumericsConfig(replay="off"))
-    other.restore(Checkpoints(tmp_path).load(1))
-    trainer.step(2, pieces, 20)
-    other.step(2, pieces, 20)
+    other = make_trainer(copied)
+    other.optimisation.restore(Checkpoints(tmp_path).load(1))
+    trainer.step(2, pieces, totals)
+    other.step(2, pieces, totals)
     for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(one, two, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.dtype) -> None:
+    """Flash attention in bfloat16, call by call in float32: values and gradients are those of the CPU."""
+    lengths = [1, 17, 130, 130, 64]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(sum(lengths), heads, 32, generator=generator) for heads in (8, 2, 2)]
+    found = []
+    for place, kind in ((torch.device("cpu"), torch.float32), (device, dtype)):
+        q, k, v = (x.to(place, kind).requires_grad_() for x in inputs)
+        out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), 0.2)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+    close = 1e-4 if dtype is torch.float32 else 5e-2
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other.float().cpu(), atol=close, rtol=close)
 
 
 def test_decode_graphs_compute_what_plain_steps_do(model: Decoder) -> None:

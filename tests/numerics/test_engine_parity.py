@@ -1,12 +1,12 @@
 """What the engine says it sampled with is what the trainer computes, to the last bit where that is promised.
 
     engine:  batches, chunks, reused prefixes, lost pages, new weights   ──▶  logprobs, routes, kept sets
-    trainer: one pass over whole sequences, padded together              ──▶  the same
+    trainer: one pass over whole sequences, back to back                 ──▶  the same
 
 Models are built and published as in a run, so that rounding and quantisation are on both sides what they are there. The
 trainer's pass is the one it trains with, gradients and all. With fast arithmetic the same holds to 1e-4.
 
-Shape legend: B rows, T positions, N sampled tokens of all rows, P tokens of a prompt, C of a completion, H hidden.
+Shape legend: T tokens of a sequence, P tokens of a prompt, C of a completion.
 """
 
 import asyncio
@@ -21,16 +21,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.config import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.protocols import Completion, SamplingParams
 from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
-from etude.trainer.kept import gather_kept, sampled_logprobs
 from etude.trainer.mismatch import MismatchProbe
-from etude.trainer.padding import pad_rows
+from etude.trainer.scores import sampled_logprobs, sampled_tokens
 from etude.trajectories.build import build_trajectories
 from etude.types import Floats, Rollout, RolloutStatus, Routes, Trajectory, Turn
 
@@ -196,20 +195,16 @@ def score(model: Decoder, samples: Sequence[Sample]) -> tuple[list[Floats], list
     """The trainer's [C] logprobs and [P + C − 1, layers, k] routes of each sample, from one pass over all of them."""
     trajectories = [trajectory_of(one) for one in samples]
     masks = [trajectory.loss_mask for trajectory in trajectories]
-    ids_BT = torch.from_numpy(pad_rows([trajectory.token_ids for trajectory in trajectories])).long()
-    masks_BT = torch.from_numpy(pad_rows(masks))[:, 1:]
-    temperatures_BT = torch.from_numpy(pad_rows([trajectory.temperatures for trajectory in trajectories]))[:, 1:]
+    tokens = sampled_tokens(trajectories, masks, torch.device("cpu"))
     routing = Routing(record=True) if model.spec.experts else None
-    hidden_NH = model.forward_padded(ids_BT, routing)[:, :-1][masks_BT]
-    kept = gather_kept(trajectories, masks, ids_BT.device)
-    logprobs_N = sampled_logprobs(model, hidden_NH, ids_BT[:, 1:][masks_BT], temperatures_BT[masks_BT], kept)
+    logprobs_N = sampled_logprobs(model, tokens, routing)
     assert logprobs_N.requires_grad
     ends = np.cumsum([mask.sum() for mask in masks])
     logprobs = np.split(logprobs_N.detach().numpy(), ends[:-1])
     if routing is None:
         return logprobs, [None] * len(samples)
-    rows = routing.recorded().numpy().astype(np.uint16).reshape(*ids_BT.shape, *model.spec.routes_shape)
-    return logprobs, [row[: len(mask) - 1] for row, mask in zip(rows, masks, strict=True)]
+    parts = routing.recorded().split(tokens.lengths)
+    return logprobs, [part.numpy().astype(np.uint16)[:-1] for part in parts]
 
 
 def same(one: Routes | None, other: Routes | None) -> bool:

@@ -123,7 +123,8 @@ def make_ids(rows: int = 3, length: int = 70) -> Tensor:
 
 @torch.no_grad()
 def logits(model: Decoder, ids: Tensor, routing: Routing | None = None) -> Tensor:
-    return model.logits(model.forward_padded(ids, routing).flatten(0, 1)).unflatten(0, ids.shape)  # type: ignore[no-any-return]  # torch leaves unflatten untyped
+    hidden = model.forward_packed(ids.flatten(), (ids.shape[1],) * len(ids), routing)
+    return model.logits(hidden).unflatten(0, ids.shape)  # type: ignore[no-any-return]  # torch leaves unflatten untyped
 
 
 @pytest.mark.parametrize("name", CONFIGS)

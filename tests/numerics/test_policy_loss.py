@@ -1,75 +1,302 @@
-"""The policy loss against a reference written from the formula, and against finite differences."""
+"""Every loss with every correction against its formula in plain Python, and its gradient against finite differences.
+
+The formulas are written from the papers, token by token, and share nothing with the code but the names of the bounds.
+What a paper holds constant (sg) is computed from ``frozen`` logits, which finite differences leave alone.
+"""
 
 import math
+from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from etude.trainer.loss import policy_loss
+from etude.config.training import CORRECTIONS, LOSS_BOUNDS, LossConfig, MaskKind
+from etude.trainer.losses import LossTokens, PolicyLoss, Totals, policy_loss
 
-CAP = 1.5
+Rows = list[list[float]]
+TOTALS = Totals(tokens=23, trajectories=7)
+"""More than the case has: it is one micro-batch of several."""
+BOUNDS = {
+    "clip_low": 0.2,
+    "clip_high": 0.3,
+    "sequence_tokens": 9,
+    "floor": 0.6,
+    "cap": 1.5,
+    "mask_floor": 0.7,
+    "mask_cap": 1.4,
+    "mask_divergence": 0.2,
+}
+MASKS: tuple[MaskKind, ...] = ("none", "ratio", "geometric", "off_policy")
+CHOICES = [(kind, correction, mask) for kind in CORRECTIONS for correction in CORRECTIONS[kind] for mask in MASKS]
 
 
-def reference(logits: list[list[float]], ids: list[int], engine: list[float], advantages: list[float], z: int) -> float:
-    """−(1/Z) Σ min(π/μ, cap) · A · log π, token by token, in plain Python."""
-    total = 0.0
-    for row, token, mu, advantage in zip(logits, ids, engine, advantages, strict=True):
-        log_pi = row[token] - math.log(sum(math.exp(x) for x in row))
-        total += min(math.exp(log_pi - mu), CAP) * advantage * log_pi
-    return -total / z
+def make_config(kind: str, correction: str, mask: str) -> LossConfig:
+    """With bounds that cut some of the case's tokens, and not all."""
+    names = {name for choice in (kind, correction, mask) for name in LOSS_BOUNDS.get(choice, {})}
+    values: dict[str, Any] = {name: BOUNDS[name] for name in names}
+    return LossConfig(kind=kind, correction=correction, sequence_mask=mask, **values)  # type: ignore[arg-type]
 
 
-def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1)
+@dataclass(frozen=True)
+class Sample:
+    """One sampled token."""
+
+    trajectory: int
+    token: int
+    engine: float
+    """log μ"""
+    proximal: float
+    """log π_prox"""
+    advantage: float
 
 
-def make_case(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_case(seed: int = 0) -> tuple[Rows, list[Sample]]:
+    """Four trajectories: good and bad ones, near the engine's policy and far from it."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    ids = torch.randint(0, 5, (6,), generator=generator)
-    engine = logprobs_of(logits, ids) + torch.tensor([0.0, -0.2, 0.3, -2.0, -1.0, 0.1], dtype=torch.float64)
-    advantages = torch.tensor([0.5, -0.5, 0.25, 1.0, -1.0, 0.0], dtype=torch.float64)
-    return logits, ids, engine, advantages
+    lengths, advantages, offsets = (3, 1, 4, 5), (0.7, -0.5, -0.9, 0.4), (0.0, -0.6, 0.4, 0.05)
+    logits = torch.randn(sum(lengths), 4, generator=generator, dtype=torch.float64).tolist()
+    spread = torch.randn(sum(lengths), generator=generator, dtype=torch.float64).mul(0.3).tolist()
+    samples: list[Sample] = []
+    for trajectory, length in enumerate(lengths):
+        for _ in range(length):
+            row, token = logits[len(samples)], len(samples) % 4
+            gap = offsets[trajectory] + spread[len(samples)]
+            engine = logprob(row, token) + gap
+            samples.append(Sample(trajectory, token, engine, engine - 0.4 * gap, advantages[trajectory]))
+    return logits, samples
 
 
-def test_it_is_the_formula() -> None:
-    logits, ids, engine, advantages = make_case()
-    loss = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=11)
-    expected = reference(logits.tolist(), ids.tolist(), engine.tolist(), advantages.tolist(), 11)
-    assert math.isclose(float(loss.loss), expected, rel_tol=1e-12)
+def logprob(row: list[float], token: int) -> float:
+    return row[token] - math.log(sum(math.exp(x) for x in row))
 
 
-def test_the_gradient_is_the_weighted_score_function() -> None:
-    """The importance weight is a constant: differentiate −(1/Z) Σ w·A·log π with w frozen, by finite differences."""
-    logits, ids, engine, advantages = make_case()
-    logits.requires_grad_()
-    policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=6).loss.backward()
-    weights = (logprobs_of(logits.detach(), ids) - engine).exp().clamp(max=CAP) * advantages
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
 
-    def frozen(at: torch.Tensor) -> float:
-        return float(-(weights * logprobs_of(at, ids)).sum() / 6)
 
+def reference(logits: Rows, frozen: Rows, samples: list[Sample], config: LossConfig) -> float:
+    """The loss, summed up trajectory by trajectory."""
+    total = 0.0
+    for index in range(max(sample.trajectory for sample in samples) + 1):
+        places = [place for place, sample in enumerate(samples) if sample.trajectory == index]
+        live = [logprob(logits[place], samples[place].token) for place in places]
+        held = [logprob(frozen[place], samples[place].token) for place in places]
+        total += reference_trajectory(live, held, [samples[place] for place in places], config)
+    return total
+
+
+def reference_trajectory(live: list[float], held: list[float], samples: list[Sample], config: LossConfig) -> float:
+    """A trajectory's share, from log π with gradient (``live``) and without (``held``)."""
+    weights = reference_weights(held, samples, config)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    decoupled = config.correction == "decoupled"
+    anchors = [sample.proximal if decoupled else sample.engine for sample in samples]
+    length, advantage = len(samples), samples[0].advantage
+    ratios = [math.exp(x - anchor) for x, anchor in zip(live, anchors, strict=True)]
+    if config.kind == "gspo":
+        mean = sum(x - anchor for x, anchor in zip(live, anchors, strict=True)) / length
+        ratios = [math.exp(mean)] * length
+    surrogates = [min(ratio * advantage, clip(ratio, low, high) * advantage) for ratio in ratios]
+    clipped = sum(weight * surrogate for weight, surrogate in zip(weights, surrogates, strict=True))
+    scored = sum(weight * advantage * x for weight, x in zip(weights, live, strict=True))
+    match config.kind:
+        case "policy_gradient":
+            return -scored / TOTALS.tokens
+        case "rloo":
+            return -scored / TOTALS.trajectories
+        case "grpo" | "gspo":
+            return -clipped / length / TOTALS.trajectories
+        case "dr_grpo":
+            return -clipped / config.sequence_tokens / TOTALS.trajectories
+        case "ppo_clip":
+            return -clipped / TOTALS.tokens
+        case "cispo":
+            constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(held, anchors, strict=True)]
+            terms = zip(weights, constants, live, strict=True)
+            return -sum(w * constant * advantage * x for w, constant, x in terms) / TOTALS.tokens
+
+
+def reference_weights(held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
+    proximal = [sample.proximal for sample in samples] if config.correction == "decoupled" else held
+    gaps = [x - sample.engine for x, sample in zip(proximal, samples, strict=True)]
+    ratios, whole = [math.exp(gap) for gap in gaps], math.exp(sum(gaps))
+    match config.correction:
+        case "none":
+            weights = [1.0 for _ in ratios]
+        case "tis":
+            weights = [min(ratio, config.cap) for ratio in ratios]
+        case "mis" | "decoupled":
+            weights = [ratio if ratio <= config.cap else 0.0 for ratio in ratios]
+        case "icepop":
+            weights = [ratio if config.floor <= ratio <= config.cap else 0.0 for ratio in ratios]
+        case "sequence_mis":
+            weights = [whole if whole <= config.cap else 0.0 for _ in ratios]
+    mean = sum(gaps) / len(gaps)
+    match config.sequence_mask:
+        case "none":
+            keep = True
+        case "ratio":
+            keep = config.mask_floor <= whole <= config.mask_cap
+        case "geometric":
+            keep = config.mask_floor <= math.exp(mean) <= config.mask_cap
+        case "off_policy":
+            keep = not (samples[0].advantage < 0 and -mean > config.mask_divergence)
+    return weights if keep else [0.0 for _ in weights]
+
+
+def tokens_of(logits: Tensor, samples: list[Sample], config: LossConfig) -> LossTokens:
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.float64)
+
+    ids = torch.tensor([sample.token for sample in samples])
+    return LossTokens(
+        logprobs_N=logits.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1),
+        engine_logprobs_N=column("engine"),
+        advantages_N=column("advantage"),
+        trajectories_N=torch.tensor([sample.trajectory for sample in samples]),
+        proximal_logprobs_N=column("proximal") if config.correction == "decoupled" else None,
+    )
+
+
+@pytest.mark.parametrize(("kind", "correction", "mask"), CHOICES)
+def test_it_is_the_formula(kind: str, correction: str, mask: str) -> None:
+    config = make_config(kind, correction, mask)
+    logits, samples = make_case()
+    found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
+    assert math.isclose(float(found.loss), reference(logits, logits, samples, config), rel_tol=1e-12)
+    assert found.loss != 0
+
+
+@pytest.mark.parametrize(("kind", "correction", "mask"), CHOICES)
+def test_the_gradient_is_that_of_the_formula(kind: str, correction: str, mask: str) -> None:
+    config = make_config(kind, correction, mask)
+    logits, samples = make_case()
+    live = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    policy_loss(tokens_of(live, samples, config), config, TOTALS).loss.backward()
+    assert live.grad is not None
+    assert float(live.grad.abs().max()) > 0
     step = 1e-6
-    for row in range(6):
-        for column in range(5):
-            nudge = torch.zeros_like(logits)
-            nudge[row, column] = step
-            slope = (frozen(logits.detach() + nudge) - frozen(logits.detach() - nudge)) / (2 * step)
-            assert logits.grad is not None
-            assert math.isclose(float(logits.grad[row, column]), slope, rel_tol=1e-5, abs_tol=1e-9)
+    for row in range(len(logits)):
+        for column in range(4):
+            above, below = [[*row_] for row_ in logits], [[*row_] for row_ in logits]
+            above[row][column] += step
+            below[row][column] -= step
+            slope = (reference(above, logits, samples, config) - reference(below, logits, samples, config)) / (2 * step)
+            assert math.isclose(float(live.grad[row, column]), slope, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def test_weights_above_the_cap_are_counted_and_cut() -> None:
-    logits, ids, engine, advantages = make_case()
-    loss = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=CAP, normaliser=6)
-    assert loss.truncated == 2  # π/μ = e² and e
-    uncut = policy_loss(logprobs_of(logits, ids), engine, advantages, cap=100.0, normaliser=6)
-    assert uncut.truncated == 0
-    assert float(uncut.loss) != float(loss.loss)
+def test_the_bounds_of_these_tests_cut_something_and_not_everything() -> None:
+    logits, samples = make_case()
+    for kind, correction, mask in CHOICES:
+        config = make_config(kind, correction, mask)
+        found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
+        if (correction, mask) != ("none", "none") or kind not in ("policy_gradient", "rloo"):
+            assert 0 < found.truncated + found.masked < len(samples), (kind, correction, mask)
 
 
-def test_microbatches_add_up_to_the_batch() -> None:
-    logits, ids, engine, advantages = make_case()
-    logprobs = logprobs_of(logits, ids)
-    whole = policy_loss(logprobs, engine, advantages, cap=CAP, normaliser=6)
-    parts = [policy_loss(logprobs[s], engine[s], advantages[s], cap=CAP, normaliser=6) for s in (slice(2), slice(2, 6))]
-    assert math.isclose(float(whole.loss), sum(float(part.loss) for part in parts), rel_tol=1e-12)
+def test_the_default_has_the_bits_of_its_equation() -> None:
+    """−(1/T) Σ min(π/μ, 2) · A · log π in float32, in the order in which it has always been computed."""
+    generator = torch.Generator().manual_seed(1)
+    engine, advantages = -torch.rand(500, generator=generator), torch.randn(500, generator=generator)
+    start = engine + 0.5 * torch.randn(500, generator=generator)
+    ours, plain = start.clone().requires_grad_(), start.clone().requires_grad_()
+    tokens = LossTokens(
+        logprobs_N=ours,
+        engine_logprobs_N=engine,
+        advantages_N=advantages,
+        trajectories_N=torch.arange(500) // 7,
+    )
+    found = policy_loss(tokens, LossConfig(), Totals(tokens=777, trajectories=80))
+    ratios = (plain - engine).exp().detach()
+    expected = -(ratios.clamp(max=2.0) * advantages * plain).sum() / 777
+    found.loss.backward()
+    expected.backward()
+    assert ours.grad is not None
+    assert plain.grad is not None
+    assert torch.equal(found.loss, expected)
+    assert torch.equal(ours.grad, plain.grad)
+    assert (found.truncated, found.masked) == (int((ratios > 2).sum()), 0)
+    assert found.truncated > 10
+
+
+def parts(samples: list[Sample], cuts: list[int]) -> list[list[int]]:
+    """Trajectories dealt out to micro-batches: trajectory i goes to number ``cuts[i]``; places of their tokens."""
+    return [
+        [place for place, sample in enumerate(samples) if cuts[sample.trajectory] == number] for number in set(cuts)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(CHOICES), st.integers(0, 99), st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_microbatches_add_up_to_the_batch(choice: tuple[str, str, str], seed: int, cuts: list[int]) -> None:
+    config = make_config(*choice)
+    rows, samples = make_case(seed)
+    logits = torch.tensor(rows, dtype=torch.float64)
+    whole = policy_loss(tokens_of(logits, samples, config), config, TOTALS)
+    pieces: list[PolicyLoss] = []
+    for places in parts(samples, cuts):
+        order = sorted({samples[place].trajectory for place in places})
+        renumbered = [replace(samples[place], trajectory=order.index(samples[place].trajectory)) for place in places]
+        pieces.append(policy_loss(tokens_of(logits[places], renumbered, config), config, TOTALS))
+    assert math.isclose(float(whole.loss), sum(float(piece.loss) for piece in pieces), rel_tol=1e-12, abs_tol=1e-12)
+    assert whole.truncated == sum(piece.truncated for piece in pieces)
+    assert whole.masked == sum(piece.masked for piece in pieces)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(CHOICES), st.integers(0, 99))
+def test_on_policy_every_correction_and_clip_is_the_identity(choice: tuple[str, str, str], seed: int) -> None:
+    """Engine = trainer: nothing is cut, and the gradient is the score function's, averaged as the kind does."""
+    config = make_config(*choice)
+    rows, samples = make_case(seed)
+    same = [
+        replace(sample, engine=logprob(row, sample.token), proximal=logprob(row, sample.token))
+        for row, sample in zip(rows, samples, strict=True)
+    ]
+    logits = torch.tensor(rows, dtype=torch.float64)
+    tokens = tokens_of(logits, same, config)
+    leaf = tokens.logprobs_N.clone().requires_grad_()
+    found = policy_loss(replace(tokens, logprobs_N=leaf, engine_logprobs_N=leaf.detach()), config, TOTALS)
+    found.loss.backward()
+    assert (found.truncated, found.masked) == (0, 0)
+    lengths = torch.bincount(tokens.trajectories_N)[tokens.trajectories_N]
+    divisors: dict[str, int | Tensor] = {
+        "rloo": TOTALS.trajectories,
+        "grpo": lengths * TOTALS.trajectories,
+        "gspo": lengths * TOTALS.trajectories,
+        "dr_grpo": config.sequence_tokens * TOTALS.trajectories,
+    }
+    expected = -tokens.advantages_N / divisors.get(config.kind, TOTALS.tokens)
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_microbatch_without_tokens_adds_nothing() -> None:
+    leaf, none = torch.zeros(0, requires_grad=True), torch.zeros(0)
+    tokens = LossTokens(logprobs_N=leaf, engine_logprobs_N=none, advantages_N=none, trajectories_N=none.long())
+    for kind, correction, mask in CHOICES:
+        found = policy_loss(tokens, make_config(kind, correction, mask), TOTALS)
+        found.loss.backward()
+        assert (float(found.loss.detach()), found.truncated, found.masked) == (0.0, 0, 0)
+
+
+def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:
+    """Exp of it overflows: where a weight bounds or masks it, the token is counted and the rest still learns."""
+    for correction in ("tis", "mis", "icepop", "sequence_mis"):
+        config = LossConfig(kind="policy_gradient", correction=correction)
+        leaf = torch.tensor([-0.1, -0.1], requires_grad=True)
+        tokens = LossTokens(
+            logprobs_N=leaf,
+            engine_logprobs_N=torch.tensor([-200.0, -0.1]),
+            advantages_N=torch.ones(2),
+            trajectories_N=torch.tensor([0, 1]),
+        )
+        found = policy_loss(tokens, config, Totals(tokens=2, trajectories=2))
+        found.loss.backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [-1.0 if correction == "tis" else 0.0, -0.5]
+        assert found.truncated + found.masked == 1

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from etude.config.training import LossConfig
 from etude.engines.sampling import Drawn, Sampler
 from etude.models.arithmetic import Arithmetic, Kept
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SamplingParams
-from etude.trainer.loss import policy_loss
+from etude.trainer.losses import LossTokens, Totals, policy_loss
 
 TOKENS, VOCABULARY = 64, 500
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9)
@@ -48,9 +49,13 @@ def test_with_temperature_and_kept_sets_nothing_differs(arithmetic: Arithmetic) 
     logits_NV, drawn = sample(arithmetic)
     difference_N = mismatch(arithmetic, logits_NV, drawn, 0.8, replayed(drawn))
     assert float(difference_N.abs().max()) == 0.0
-    loss = policy_loss(torch.from_numpy(drawn.logprobs) + difference_N, torch.from_numpy(drawn.logprobs),
-                       torch.ones(TOKENS), cap=1.0, normaliser=TOKENS)  # fmt: skip
-    assert loss.truncated == 0
+    tokens = LossTokens(
+        logprobs_N=torch.from_numpy(drawn.logprobs) + difference_N,
+        engine_logprobs_N=torch.from_numpy(drawn.logprobs),
+        advantages_N=torch.ones(TOKENS),
+        trajectories_N=torch.zeros(TOKENS, dtype=torch.int64),
+    )
+    assert policy_loss(tokens, LossConfig(cap=1.0), Totals(tokens=TOKENS, trajectories=1)).truncated == 0
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=lambda a: type(a).__name__)

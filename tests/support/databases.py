@@ -27,31 +27,66 @@ BEFORE_QUESTIONS = 2
 """Steps of a migration before the first question: the migration, the role that asks."""
 
 
+class Server:
+    """A PostgreSQL that can be stopped, killed and started again."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self.folder = folder
+        """Of its socket."""
+        self._programs = programs
+        self._whose: dict[str, Any] = {"cwd": "/"}
+        if os.geteuid() == 0:  # as whom it does not run
+            os.chown(folder, NOBODY, NOBODY)
+            self._whose |= {"user": NOBODY, "group": NOBODY}
+        self._process: subprocess.Popen[bytes] | None = None
+        initdb = f"{programs}/initdb -D {folder}/data -U postgres -A trust -E UTF8 --locale=C.UTF-8 --no-sync"
+        subprocess.run(initdb.split(), check=True, capture_output=True, **self._whose)
+
+    @property
+    def url(self) -> str:
+        """For clients of libpq: database and role ``app``."""
+        return f"postgresql:///app?user=app&host={self.folder}"
+
+    def start(self) -> None:
+        """Serve; returns when it does."""
+        command = f"{self._programs}/postgres -D {self.folder}/data -k {self.folder} {OPTIONS}"
+        quiet = subprocess.DEVNULL
+        (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
+        self._process = subprocess.Popen(command.split(), stdout=quiet, stderr=quiet, **self._whose)
+        _wait_for(self.folder / "data" / "postmaster.pid")
+
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """End it: politely, but waiting for no client, or with SIGQUIT as in a crash."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(30)
+            self._process = None
+
+
 @contextmanager
-def temporary_postgres() -> Iterator[Path]:
-    """The folder of the socket of a server with role and database ``app``; skips where PostgreSQL is not installed."""
+def temporary_server() -> Iterator[Server]:
+    """A server with role and database ``app``; skips where PostgreSQL is not installed."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     if not found:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
-    whose: dict[str, Any] = {"cwd": "/"}
-    if os.geteuid() == 0:  # as whom it does not run
-        os.chown(folder, NOBODY, NOBODY)
-        whose |= {"user": NOBODY, "group": NOBODY}
     try:
-        initdb = f"{found[-1].parent}/initdb -D {folder}/data -U postgres -A trust -E UTF8 --locale=C.UTF-8 --no-sync"
-        subprocess.run(initdb.split(), check=True, capture_output=True, **whose)
-        command = f"{found[-1]} -D {folder}/data -k {folder} {OPTIONS}"
-        server = subprocess.Popen(command.split(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **whose)
+        server = Server(found[-1].parent, folder)
         try:
-            _wait_for(folder / "data" / "postmaster.pid")
+            server.start()
             ask(folder, "CREATE ROLE app LOGIN", "CREATE DATABASE app OWNER app", database="postgres")
-            yield folder
+            yield server
         finally:
-            server.send_signal(signal.SIGINT)  # which waits for no client
-            server.wait(30)
+            server.stop(signal.SIGQUIT)  # nobody reads this again
     finally:
         shutil.rmtree(folder)
+
+
+@contextmanager
+def temporary_postgres() -> Iterator[Path]:
+    """The folder of the socket of such a server."""
+    with temporary_server() as server:
+        yield server.folder
 
 
 def ask(server: Path, *scripts: str, user: str = "postgres", database: str = "app") -> list[list[Any]]:

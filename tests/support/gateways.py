@@ -13,7 +13,7 @@ import orjson
 from aiohttp import ClientSession
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Limits, Scope, digest_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import main
-from etude.config import load_recipe
+from etude.config.recipe import load_recipe
 from etude.environments.harbor.family import read_tasks
 from etude.run.folder import RunFolder
 
@@ -70,6 +70,17 @@ def test_a_run_is_not_overwritten(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_an_unwritable_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "file/run" in fail(capsys, "run", QUICKSTART, "--out", tmp_path / "file" / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
+def test_a_full_disk_is_a_failure_with_a_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
+    (folder.path / "endpoints.json").symlink_to("/dev/full")
+    assert main(["run", "--resume", str(folder.path)]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "make room" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("process", ["engine", "gateway"])

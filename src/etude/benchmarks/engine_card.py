@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 
 from etude.benchmarks.engine_models import INIT_STD
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.native import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec

@@ -94,7 +94,7 @@ class Native:
         import torch
 
         from etude.benchmarks.engine_models import load_served
-        from etude.config import EngineConfig, NumericsConfig
+        from etude.config.inference import EngineConfig, NumericsConfig
         from etude.engines.native import NativeEngine, Weights
 
         torch.set_num_threads(len(setup.cores))

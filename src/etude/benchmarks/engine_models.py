@@ -7,7 +7,7 @@ products per token. Weights are random: how fast a token comes does not depend o
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from etude.benchmarks.engine_models import END_ID, INIT_STD, PAD_ID
-from etude.config import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder

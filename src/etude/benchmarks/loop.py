@@ -1,122 +1,146 @@
-"""`etude bench loop`: the same RL phase, asynchronous and synchronous, on this machine, in one call.
+"""`etude bench loop`: the same RL run by étude's asynchronous loop, by its synchronous mode, and by TRL.
 
-The contestants start from one model, mid-trained as the quickstart's (two minutes), so that rollouts and batches are
-those of real training. They do the same number of steps of the quickstart's size through the same processes and differ
-in ``rollouts.max_staleness`` alone: with 0, trainer and rollouts take turns, since nothing is admitted until the step's
-weights are served. The synchronous contestant also runs once with every core given to whichever side is at work, which
-is what a person would do; the ratio is against the better of the two.
+    mid-training ──▶ one model ──┬──▶ asynchronous            ┐
+                                 ├──▶ synchronous             ├─ weight versions ──▶ held-out pass rates ──▶ time to
+                                 ├──▶ synchronous, all cores  │  (afterwards, outside of everybody's time)   one rate
+                                 └──▶ TRL's GRPOTrainer       ┘
+
+All start from one model, mid-trained as the quickstart's, and train on the same tasks with the same limits, loss,
+optimiser and schedule, one after the other on an otherwise idle machine. étude's contestants run the same processes and
+differ in ``rollouts.max_staleness``: with 0, trainer and rollouts take turns, since nothing is admitted until the
+step's weights are served. Taking turns, whichever side is at work can have every core, which is what a person would do;
+the ratio is against the better of the two. TRL has every core, too (``loop_trl_worker.py`` says how it is set up).
+
+What is judged is the time to one held-out pass rate, where both sides reached it, and rollouts per second where not.
+Whether staleness costs quality takes more runs and hours: ``loop_quality.py``.
 """
 
-import shutil
-import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.config import RunConfig, parse_config
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.benchmarks.loop_contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, recipe
+from etude.benchmarks.loop_heldout import Point, measure_marks, measure_start, target_rate, time_to
+from etude.benchmarks.loop_runs import run_etude, run_midtraining
+from etude.benchmarks.loop_trl import run_trl
 from etude.run.folder import RunFolder
-from etude.run.local import run_local
-from etude.telemetry.log import EventReader
 from etude.types import Json
 
-ASYNC_VS_SYNC = Goal("async_vs_sync", "at least", 1.5)
-"""Asynchronous over synchronous rollouts per second, below which the asynchrony does not pay for itself."""
+ASYNC_VS_SYNC = Goal("async_vs_sync", "at least", 1.8)
+ASYNC_VS_TRL = Goal("async_vs_trl", "at least", 3.0)
+BUSY_TRAINER = Goal("busy_trainer", "at least", 0.9)
+BUSY_ENGINE = Goal("busy_engine", "at least", 0.9)
+_COLUMNS = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "time_to_rate_s")
 
 
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """One way to run the loop."""
-
-    name: str
-    max_staleness: int
-    concurrency: int
-    threads: int
-    """CPU threads of the engine and of the trainer."""
-
-
-CONTESTANTS = (
-    Contestant("asynchronous", max_staleness=2, concurrency=128, threads=1),
-    Contestant("synchronous", max_staleness=0, concurrency=128, threads=1),
-    Contestant("synchronous-all-cores", max_staleness=0, concurrency=128, threads=2),
-)
-
-
-def bench_loop(*, steps: int) -> dict[str, Json]:
-    """Run all contestants and return the bench object: rows measured in this call, and the goal."""
+def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
+    """Run all contestants, measure what they learnt, and return the bench object."""
+    chosen = options or LoopOptions()
+    started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
-        start = _midtrained(Path(scratch))
-        rows = [_measure(contestant, start, steps) for contestant in CONTESTANTS]
-    rates = {str(row["contestant"]): float(str(row["rollouts_per_s"])) for row in rows}
-    best_synchronous = max(rate for name, rate in rates.items() if name.startswith("synchronous"))
-    judged = ASYNC_VS_SYNC.judge(rates["asynchronous"] / best_synchronous)
-    seconds = sum(float(str(row["seconds"])) for row in rows)
-    return envelope("loop", seconds, {"results": list(rows), "goals": {ASYNC_VS_SYNC.name: judged}})
+        start = run_midtraining(RunFolder.create(Path(scratch) / "start", recipe(chosen.chosen[0], chosen)))
+        courses = [
+            (run_trl if contestant.name == TRL else run_etude)(
+                contestant, chosen, start, Path(scratch) / contestant.name
+            )
+            for contestant in chosen.chosen
+        ]
+        curves: dict[str, list[Point]] = {}
+        if chosen.marks:
+            first = measure_start(start, chosen.tasks)
+            for course in courses:
+                if course.folder is not None:
+                    curves[course.contestant.name] = measure_marks(course, first, chosen.tasks)
+    return envelope("loop", time.monotonic() - started_s, figures(courses, curves))
+
+
+def figures(courses: Sequence[Course], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
+    """Rows and goals of runs and of what was measured of their versions, by contestant."""
+    leader = curves.get(ASYNCHRONOUS)
+    rate = None if leader is None else target_rate(leader)
+    times = {} if rate is None else {name: time_to(rate, points) for name, points in curves.items()}
+    rows: list[Json] = [
+        course.to_json()
+        | {
+            "time_to_rate_s": _tenth(times.get(course.contestant.name)),
+            "curve": [point.to_json() for point in curves.get(course.contestant.name, ())],
+        }
+        for course in courses
+    ]
+    by_name = {course.contestant.name: course for course in courses if course.missing is None}
+    return {
+        "rate": None if rate is None else round(rate, 4),
+        "results": rows,
+        "goals": {
+            ASYNC_VS_SYNC.name: judge_ratio(ASYNC_VS_SYNC, by_name, times, _named(by_name, SYNCHRONOUS)),
+            ASYNC_VS_TRL.name: judge_ratio(ASYNC_VS_TRL, by_name, times, _named(by_name, TRL)),
+            BUSY_TRAINER.name: BUSY_TRAINER.judge(_busy(by_name, "busy_trainer")),
+            BUSY_ENGINE.name: BUSY_ENGINE.judge(_busy(by_name, "busy_engine")),
+        },
+    }
+
+
+def judge_ratio(
+    goal: Goal, courses: Mapping[str, Course], times: Mapping[str, float | None], others: Sequence[str]
+) -> dict[str, Json]:
+    """How many times as fast the asynchronous run was as the fastest of ``others``: in time to the rate, in rollouts.
+
+    A contestant that never reached the rate is beaten in time by more than can be said: rollouts are judged then.
+    """
+    ours = courses.get(ASYNCHRONOUS)
+    if ours is None or not others:
+        return goal.judge(None)
+    in_rollouts = min(_ratio(ours.rollouts_per_s, courses[name].rollouts_per_s) for name in others)
+    reached = [seconds for name in others if (seconds := times.get(name))]
+    mine = times.get(ASYNCHRONOUS)
+    in_time = min(reached) / mine if reached and mine else None
+    return goal.judge(in_rollouts if in_time is None else in_time) | {
+        "by": "rollouts per second" if in_time is None else "time to the rate",
+        "in_rollouts": round(in_rollouts, 3),
+        "in_time": None if in_time is None else round(in_time, 3),
+    }
 
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows = result["results"]
-    assert isinstance(rows, list)
+    rows, goals = result["results"], result["goals"]
+    assert isinstance(rows, list) and isinstance(goals, dict)
     drawing = Table(title=heading(result))
-    columns = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "seconds")
-    for column in columns:
+    for column in _COLUMNS:
         drawing.add_column(column.replace("_", " "), justify="left" if column == "contestant" else "right")
-    for row in rows:
-        assert isinstance(row, dict)
-        drawing.add_row(*(str(row[column]) for column in columns))
-    console = Console(width=110)
+    console = Console(width=130)
     with console.capture() as capture:
+        for row in rows:
+            assert isinstance(row, dict)
+            drawing.add_row(*("–" if row.get(column) is None else str(row[column]) for column in _COLUMNS))
         console.print(drawing)
-        console.print(f"goals: {result['goals']}")
+        for row in rows:
+            assert isinstance(row, dict)
+            said = row["missing"] or f"share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
+            console.print(f"{row['contestant']}: {said}", markup=False)
+        for name, goal in goals.items():
+            assert isinstance(goal, dict)
+            console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in goal.items()))
     return capture.get()
 
 
-def _config(contestant: Contestant, steps: int) -> RunConfig:
-    tree = {
-        "name": "bench-loop",
-        "rollouts": {"max_staleness": contestant.max_staleness, "concurrency": contestant.concurrency},
-        "engine": {"max_running": contestant.concurrency, "threads": contestant.threads},
-        "trainer": {"steps": steps, "threads": contestant.threads, "mismatch_share": 0.0},
-        "eval": {"enabled": False},
-    }
-    return parse_config(tree, source="bench loop")
+def _named(courses: Mapping[str, Course], prefix: str) -> list[str]:
+    return [name for name in courses if name.startswith(prefix)]
 
 
-def _midtrained(scratch: Path) -> RunFolder:
-    """A run folder with nothing but a mid-trained model and weight version 0."""
-    from etude.run.midtrain import run_midtraining
-
-    folder = RunFolder.create(scratch / "start", _config(CONTESTANTS[0], 1))
-    run_midtraining(folder)
-    return folder
+def _busy(courses: Mapping[str, Course], side: str) -> float | None:
+    ours = courses.get(ASYNCHRONOUS)
+    return None if ours is None else getattr(ours, side)
 
 
-def _measure(contestant: Contestant, start: RunFolder, steps: int) -> dict[str, Json]:
-    config = _config(contestant, steps)
-    folder = RunFolder.create(start.path.with_name(contestant.name), config)
-    shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store)
-    run_local(folder, resumed=False, out=sys.stderr)
-    story = RunStory()
-    for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
-    seconds = figure(report, "seconds.rl") or 0.0
-    rollouts = steps * config.rollouts.rollouts_per_step
-    return {
-        "contestant": contestant.name,
-        "case": f"{steps} steps of {config.rollouts.rollouts_per_step} rollouts",
-        "threads": contestant.threads,
-        "rollouts_per_s": round(rollouts / seconds, 2),
-        "trained_tokens_per_s": round((figure(report, "tokens.trained") or 0.0) / seconds, 1),
-        "busy_trainer": figure(report, "busy.trainer"),
-        "busy_engine": figure(report, "busy.engine"),
-        "staleness_max": figure(report, "staleness.max"),
-        "seconds": seconds,
-    }
+def _ratio(ours: float | None, theirs: float | None) -> float:
+    return ours / theirs if ours and theirs else 0.0
+
+
+def _tenth(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)

@@ -31,7 +31,7 @@ from etude.benchmarks.engine_models import END_ID, PAD_ID, QUICK_MODEL, load_tra
 from etude.benchmarks.engine_worker import Worker, available_cores
 from etude.benchmarks.envelope import envelope, heading
 from etude.benchmarks.numerics_model import CACHE, Schooling, TrainedModel, trained_model
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import save_checkpoint
 from etude.models.decoder import Decoder
@@ -312,9 +312,11 @@ def _compared(engine: str, name: str, mode: str, trained: Decoder, samples: Samp
 @torch.inference_mode()
 def _scored(trained: Decoder, samples: Samples, routing: Routing) -> Floats:
     """[N] the trainer's logprobs of the sampled tokens."""
-    hidden_BTH = trained.forward_padded(samples.ids_BT, routing)
+    ids_BT = samples.ids_BT
+    hidden_TH = trained.forward_packed(ids_BT.flatten(), (ids_BT.shape[1],) * len(ids_BT), routing)
+    hidden_BTH: Tensor = hidden_TH.unflatten(0, ids_BT.shape)
     hidden_NH = hidden_BTH[:, samples.prompt_tokens - 1 : -1].flatten(0, 1)
-    ids_N = samples.ids_BT[:, samples.prompt_tokens :].flatten()
+    ids_N = ids_BT[:, samples.prompt_tokens :].flatten()
     logprobs_N = trained.arithmetic.logprobs(trained.logits(hidden_NH), ids_N, torch.ones(len(ids_N)), None)
     scored: Floats = logprobs_N.numpy()
     return scored

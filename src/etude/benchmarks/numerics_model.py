@@ -15,10 +15,12 @@ import numpy as np
 import orjson
 
 from etude.benchmarks.engine_models import END_ID, INIT_STD, MOE_64E8, PAD_ID, BenchModel
-from etude.config import MidtrainConfig
+from etude.config.imitation import MidtrainConfig
+from etude.config.recipe import RunConfig
 from etude.models.checkpoint import CONFIG_FILE, save_checkpoint, state_of
 from etude.models.decoder import Decoder
-from etude.trainer.midtrain import midtrain
+from etude.run.phases import optimisation_of
+from etude.trainer.imitation import ImitationTrainer
 from etude.types import Document, Ids
 
 CACHE = Path("~/.cache/etude/bench")
@@ -86,8 +88,10 @@ def _train(schooling: Schooling, text: Ids, folder: Path) -> None:
     model = Decoder(schooling.model.spec)
     model.initialise(schooling.seed, INIT_STD)
     tokens = schooling.rows * schooling.row_tokens
-    config = MidtrainConfig(tokens=tokens * schooling.steps, batch_tokens=tokens, learning_rate=schooling.learning_rate)
-    midtrain(model, _batches(schooling, text), config, lambda _progress: None)
+    settings = MidtrainConfig(batch_tokens=tokens, learning_rate=schooling.learning_rate)
+    trainer = ImitationTrainer(optimisation_of(model, RunConfig(), settings, steps=schooling.steps))
+    for step, documents in zip(range(1, schooling.steps + 1), _batches(schooling, text), strict=False):
+        trainer.step(step, [documents])
     save_checkpoint(folder, schooling.model.spec, state_of(model), end_id=END_ID, pad_id=PAD_ID)
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.config import RunConfig, load_recipe
+from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
 from etude.errors import UserError
@@ -119,11 +119,11 @@ def _trial(recipe: Path, out: Path, seed: int, experts: str, overrides: Sequence
 
 def _midtrained(out: Path, config: RunConfig, seed: int) -> RunFolder:
     """The run folder with the start of all trials of a seed."""
-    from etude.run.midtrain import run_midtraining
+    from etude.run.phases import run_phases
 
     path = out / f"s{seed}-start"
     folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, config)
-    run_midtraining(folder)
+    run_phases(folder)
     return folder
 
 

@@ -238,7 +238,9 @@ def _policy_gradient(model: Decoder, token_ids: Tensor, rehearsal: Rehearsal, ra
 
 def _logits(model: Decoder, texts_BT: Tensor) -> Tensor:
     """[B,T] → [B,T,V]."""
-    return model.logits(model.forward_padded(texts_BT))
+    hidden_NH = model.forward_packed(texts_BT.flatten(), (texts_BT.shape[1],) * len(texts_BT))
+    logits_BTV: Tensor = model.logits(hidden_NH).unflatten(0, texts_BT.shape)
+    return logits_BTV
 
 
 def _step(model: Decoder, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:

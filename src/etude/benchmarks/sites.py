@@ -26,7 +26,7 @@ import torch
 
 from etude.benchmarks.bucket import serve_bucket
 from etude.benchmarks.trainee import ReloadedModel, TrainedWeights, model_spec
-from etude.config import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
 from etude.run.following import Serving, WeightFollower
 from etude.types import Json

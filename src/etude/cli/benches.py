@@ -17,7 +17,8 @@ def _add_bench(commands: Commands) -> None:
     benches = bench.add_subparsers(required=True, metavar="NAME")
     parsers = {}
     for name, text in (
-        ("loop", "asynchronous against synchronous RL"),
+        ("loop", "time to one held-out pass rate, asynchronous, synchronous, and by TRL"),
+        ("trainer", "tokens per second of an optimiser step beside transformers' Trainer, and share of the peak"),
         ("weights", "delta codecs and publishing, against other systems' codecs and memcpy"),
         ("sync", "from a step's end to the last engine, over emulated long-distance links"),
         ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
@@ -26,11 +27,18 @@ def _add_bench(commands: Commands) -> None:
         ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
         ("sandbox", "starting sandboxes, how many live, what they leave, beside bubblewrap, crun, podman and gVisor"),
         ("grading", "attacks on graders, and honest solutions: what is accepted"),
+        ("faults", "a thousand things that go wrong in short runs: what is lost, doubled or wrongly scored"),
     ):
         parsers[name] = benches.add_parser(name, help=text)
         parsers[name].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
         parsers[name].set_defaults(command=run_bench, name=name)
-    parsers["loop"].add_argument("--steps", type=int, default=12, help="optimiser steps per contestant")
+    loop = parsers["loop"]
+    loop.add_argument("--steps", type=int, help="optimiser steps per contestant (default: 60)")
+    loop.add_argument("--marks", type=int, help="versions of each that are measured (default: 6); 0: speed alone")
+    loop.add_argument("--quality", action="store_true", help="instead: what staleness costs, over seeds, in hours")
+    loop.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="of --quality")
+    loop.add_argument("--out", type=Path, default=Path("runs/bench-loop"), help="of --quality: keeps its runs; goes on")
+    loop.add_argument("--seeds", type=int, default=3, help="of --quality: how many")
     parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
     parsers["engine"].add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
     quantised = parsers["quantised"]
@@ -41,8 +49,13 @@ def _add_bench(commands: Commands) -> None:
     quantised.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
     )
+    faults = parsers["faults"]
+    faults.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
+    faults.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")
+    faults.add_argument("--out", type=Path, help="keeps each run's verdict; goes on (default: runs/bench-faults-…)")
+    faults.add_argument("--quick", action="store_true", help="see that it runs, in minutes")
     parsers["sandbox"].add_argument("--cycles", type=int, help="of start and kill, before looking for leaks")
-    for name in ("engine", "numerics", "gateway", "sandbox", "grading"):
+    for name in ("loop", "trainer", "engine", "numerics", "gateway", "sandbox", "grading"):
         parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
         parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these (default: all)")
 
@@ -50,10 +63,21 @@ def _add_bench(commands: Commands) -> None:
 def run_bench(options: argparse.Namespace) -> int:
     """Measure and print."""
     match options.name:
+        case "loop" if options.quality:
+            from etude.benchmarks.loop_quality import bench_quality, table
+
+            result = bench_quality(options.recipe, options.out, seeds=range(options.seeds))
         case "loop":
             from etude.benchmarks.loop import bench_loop, table
+            from etude.benchmarks.loop_contestants import loop_options
 
-            result = bench_loop(steps=options.steps)
+            result = bench_loop(
+                loop_options(names(options.contestants), steps=options.steps, marks=options.marks, quick=options.quick)
+            )
+        case "trainer":
+            from etude.benchmarks.trainer import bench_trainer, table, trainer_options
+
+            result = bench_trainer(trainer_options(names(options.contestants), quick=options.quick))
         case "weights":
             from etude.benchmarks.weights import bench_weights, table
 
@@ -83,6 +107,12 @@ def run_bench(options: argparse.Namespace) -> int:
             from etude.benchmarks.grading import bench_grading, grading_options, table
 
             result = bench_grading(grading_options(names(options.contestants), quick=options.quick))
+        case "faults":
+            from etude.benchmarks.faults import bench_faults, fault_options, table
+
+            result = bench_faults(
+                fault_options(options.faults, seed=options.seed, out=options.out, quick=options.quick)
+            )
         case "quantised":
             from etude.benchmarks.quantised import FORMATS, bench_quantised, table
 

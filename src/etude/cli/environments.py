@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from etude.cli.words import SANDBOXES, USER_ERROR, Commands
-from etude.config import SandboxConfig, load_recipe
+from etude.config.recipe import load_recipe
+from etude.config.tasks import SandboxConfig
 from etude.errors import ConfigError
 
 

@@ -6,14 +6,25 @@ Every subcommand imports its own composition when it is called, so that ``etude 
 """
 
 import argparse
+import errno
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from etude.cli import benches, environments, runs, serving, weights
 from etude.cli.words import FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
 
 Command = Callable[[argparse.Namespace], int]
+WAYS_OUT: Mapping[int, str] = MappingProxyType(
+    {
+        errno.ENOSPC: "make room on that disk and run again",
+        errno.EDQUOT: "make room within your quota and run again",
+        errno.EIO: "its disk does not read or write; look into the system's log",
+        errno.EROFS: "its disk is read-only; mount it to be written to",
+    }
+)
+"""What a machine's storage says when it fails, and what to do; any other system error is a bug of ours."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EtudeError as error:
         print(f"etude: {error}", file=sys.stderr)
         return USER_ERROR
+    except OSError as error:
+        way_out = WAYS_OUT.get(error.errno or 0)
+        if way_out is None:
+            raise
+        print(f"etude: {error}; {way_out}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

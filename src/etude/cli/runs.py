@@ -1,4 +1,4 @@
-"""``etude run|midtrain|parity|serve|rollouts|train|eval|show|doctor``: whole runs, and looking at them."""
+"""``etude run|midtrain|sft|parity|serve|rollouts|train|eval|show|doctor``: whole runs, and looking at them."""
 
 import argparse
 import json
@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 from etude.cli.words import SANDBOXES, USER_ERROR, Commands
-from etude.config import default_recipe, dump_toml, load_recipe
+from etude.config.recipe import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
+
+OF_NEW_RUNS = ("recipe", "seed", "out", "sandbox", "ledger")
+"""Options of ``etude run`` that decide what a run is, and would have no effect on one that exists."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -26,6 +29,9 @@ def _add_run(commands: Commands) -> None:
     run.add_argument("--out", type=Path, help="run folder to create (default: runs/NAME-sSEED)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue an interrupted run")
     run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
+    run.add_argument(
+        "--ledger", metavar="URL", help="postgresql://USER@HOST/DATABASE to keep its durable state in: ledger.url"
+    )
     run.add_argument("--sandbox", choices=SANDBOXES, help="where agents' commands run: sandboxes.kind")
     run.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
     run.set_defaults(command=_run)
@@ -33,7 +39,8 @@ def _add_run(commands: Commands) -> None:
 
 def _add_processes(commands: Commands) -> None:
     for name, text in (
-        ("midtrain", "one process: mid-training, then weight version 0"),
+        ("midtrain", "one process: mid-training"),
+        ("sft", "one process: supervised fine-tuning, if the recipe has it"),
         ("parity", "one process: engine against trainer, before they run"),
         ("serve", "one process: the engine"),
         ("rollouts", "one process: rollouts and evaluations"),
@@ -76,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     from etude.run.folder import RunFolder
 
     if options.resume is not None:
-        ignored = [name for name in ("recipe", "seed", "out", "sandbox") if getattr(options, name) is not None]
+        ignored = [name for name in OF_NEW_RUNS if getattr(options, name) is not None]
         ignored += ["--set"] * bool(options.set) + ["--dry-run"] * options.dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
@@ -86,7 +93,8 @@ def _run(options: argparse.Namespace) -> int:
             raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
         seed = [] if options.seed is None else [f"seed={options.seed}"]
         kind = [] if options.sandbox is None else [f"sandboxes.kind={options.sandbox}"]
-        config = load_recipe(options.recipe, [*options.set, *seed, *kind])
+        ledger = [] if options.ledger is None else [f"ledger.url={json.dumps(options.ledger)}"]
+        config = load_recipe(options.recipe, [*options.set, *seed, *kind, *ledger])
         if options.dry_run:
             print(dump_toml(config), end="")
             return 0

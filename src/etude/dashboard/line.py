@@ -1,14 +1,14 @@
 """Progress as one line, for logs and pipes."""
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.story import RunStory
 
 
 def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
     """Where a run is, in a line of text."""
     start = f"[{story.total_s(now_s):6.0f} s] {story.phase or 'starting'}"
-    if story.phase == "midtrain" and story.midtrain:
-        progress = story.midtrain[-1].event
+    if story.imitation.get(story.phase or ""):
+        progress = story.imitation[story.phase or ""][-1].event
         return (
             f"{start}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
             f"{progress.tokens_per_s:,.0f} tokens/s"

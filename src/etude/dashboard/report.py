@@ -6,9 +6,10 @@ Everything that is averaged over tokens is weighted by tokens.
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import TypeAlias
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.story import TRAIN, RunStory, Tally
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
@@ -43,7 +44,10 @@ def build_report(
         "restarts": story.restarts,
         "memory_bytes_max": story.memory_bytes_max,
         "interruptions": max(0, len(story.segments) - 1),
-        "midtrain_curve": _midtrain_curve(story),
+        "midtrain_curve": _imitation_curve(story, "midtrain"),
+        "sft_curve": _imitation_curve(story, "sft"),
+        "heldout_curve": _heldout_curve(story),
+        "lineage": [asdict(ended) for ended in story.lineage.values()],
         "curve": _curve(story),
         "config": config.model_dump(mode="json"),
     }
@@ -95,6 +99,7 @@ def _seconds(story: RunStory) -> Figures:
     return {
         "total": _tenth(story.total_s() if story.segments else None),
         "midtrain": _tenth(story.phase_s("midtrain")),
+        "sft": _tenth(story.phase_s("sft")),
         "rl": _tenth(story.phase_s("rl")),
         "eval": _tenth(sum(evals) if evals else None),
     }
@@ -109,7 +114,8 @@ def _tokens(story: RunStory, steps: list[StepDone]) -> Figures:
         "kept": training.sampled_tokens if training else None,
         "trained": sum(step.trained_tokens for step in steps) if steps else None,
         "loss": sum(step.loss_tokens for step in steps) if steps else None,
-        "midtrain": story.midtrain[-1].event.tokens if story.midtrain else None,
+        "midtrain": _read_tokens(story, "midtrain"),
+        "sft": _read_tokens(story, "sft"),
         "reused_share": _ratio(_divide(reused, reused + sum(stats.prefill_tokens for stats in engine))),
     }
 
@@ -203,7 +209,37 @@ def _rollouts(tally: Tally) -> Figures:
     return {str(status): tally.statuses[status] if tally.closed else None for status in RolloutStatus}
 
 
-def _midtrain_curve(story: RunStory) -> list[Json]:
+def _read_tokens(story: RunStory, phase: str) -> int | None:
+    timeline = story.imitation.get(phase)
+    return timeline[-1].event.tokens if timeline else None
+
+
+def _heldout_curve(story: RunStory) -> list[Json]:
+    """Every held-out measurement, in order: losses of the phases that imitate, pass rates of RL by weight version."""
+    losses: list[Json] = [
+        {
+            "phase": phase,
+            "step": step,
+            "loss": _ratio(found.loss),
+            "action_loss": _ratio(found.action_loss),
+            "sources": {name: _ratio(loss) for name, loss in found.sources.items()},
+        }
+        for (phase, step), found in sorted(story.heldout.items())
+    ]
+    passes: list[Json] = [
+        {
+            "phase": "rl",
+            "step": done.version,
+            "tasks": done.tasks,
+            "sampled_pass": _ratio(done.sampled_pass),
+            "sampled_stderr": _ratio(done.sampled_stderr),
+        }
+        for done in sorted(story.evals.values(), key=lambda done: done.version)
+    ]
+    return losses + passes
+
+
+def _imitation_curve(story: RunStory, phase: str) -> list[Json]:
     return [
         {
             "step": timed.event.step,
@@ -211,7 +247,7 @@ def _midtrain_curve(story: RunStory) -> list[Json]:
             "loss": _ratio(timed.event.loss),
             "action_loss": _ratio(timed.event.action_loss),
         }
-        for timed in story.midtrain
+        for timed in story.imitation.get(phase, [])
     ]
 
 

@@ -20,10 +20,12 @@ from typing import Generic, TypeAlias, TypeVar
 from etude.telemetry.events import (
     EngineStats,
     EvalDone,
+    HeldoutLoss,
+    ImitationProgress,
     MemoryUsed,
-    MidtrainProgress,
     MismatchMeasured,
     MismatchWarned,
+    PhaseEnded,
     PhaseStarted,
     ProcessStarted,
     RolloutClosed,
@@ -36,14 +38,14 @@ from etude.telemetry.hacks import HackRates, Judged
 from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
-PHASES = ("midtrain", "eval-before", "rl", "eval-after")
-"""The phases that take time, in order; ``done`` follows."""
+PHASES = ("midtrain", "sft", "eval-before", "rl", "eval-after")
+"""The phases that take time, in order, though not every run has all; ``done`` follows."""
 
 TRAIN = "train"
 """Purpose of the rollouts that are trained on; those of evaluations are ``before-sampled``, ``after-greedy``, …"""
 
 E = TypeVar("E")
-Numbered = TypeVar("Numbered", MidtrainProgress, StepDone)
+Numbered = TypeVar("Numbered", ImitationProgress, StepDone)
 Span: TypeAlias = tuple[float, float]
 """Start and end in Unix seconds."""
 
@@ -91,7 +93,12 @@ class RunStory:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.midtrain: list[Timed[MidtrainProgress]] = []
+        self.imitation: dict[str, list[Timed[ImitationProgress]]] = {}
+        """Phase → its progress."""
+        self.heldout: dict[tuple[str, int], HeldoutLoss] = {}
+        """Phase and step → the loss on what is never learnt from."""
+        self.lineage: dict[str, PhaseEnded] = {}
+        """Phase → how it ended."""
         self.steps: list[Timed[StepDone]] = []
         self.mismatch: dict[tuple[int, str, int], MismatchMeasured] = {}
         """(step, by what, first) → the newest row of the mismatch's breakdown."""
@@ -103,7 +110,7 @@ class RunStory:
         self.hacks: dict[str, HackRates] = {}
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
-        """``before`` or ``after`` → the newest result."""
+        """``before``, ``after`` or ``step-N`` → the newest result."""
         self.processes: dict[str, ProcessStarted] = {}
         """Process → its newest start."""
         self.restarts = 0
@@ -126,8 +133,12 @@ class RunStory:
                 self.restarts += event.restarts > 0
             case MemoryUsed():
                 self.memory_bytes_max = max(self.memory_bytes_max or 0, event.size_bytes)
-            case MidtrainProgress():
-                _supersede(self.midtrain, Timed(at_s, event))
+            case ImitationProgress():
+                _supersede(self.imitation.setdefault(event.phase, []), Timed(at_s, event))
+            case HeldoutLoss():
+                self.heldout[event.phase, event.step] = event
+            case PhaseEnded():
+                self.lineage[event.phase] = event
             case StepDone():
                 _supersede(self.steps, Timed(at_s, event))
             case MismatchMeasured():

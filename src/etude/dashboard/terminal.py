@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard import units
 from etude.dashboard.report import figure
 from etude.dashboard.story import PHASES, TRAIN, RunStory, Tally
@@ -30,7 +30,7 @@ SILENCE_S = 30.0
 """Without any event for this long, the panel says so: processes report every few seconds."""
 
 ACCENT, DIM, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
-_PHASE_NAMES = {"midtrain": "midtrain", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
+_PHASE_NAMES = {"midtrain": "midtrain", "sft": "SFT", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
 Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
 """Label, graph, words."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -125,7 +125,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
     """``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
     text = Text(no_wrap=True, overflow="ellipsis")
-    planned = [phase for phase in PHASES if config.eval.enabled or not phase.startswith("eval")]
+    left_out = [] if config.eval.enabled else ["eval-before", "eval-after"]
+    left_out += [] if config.sft.file else ["sft"]
+    planned = [phase for phase in PHASES if phase not in left_out]
     for index, phase in enumerate(planned):
         seconds = story.phase_s(phase, until_s=None if story.phase == "done" else now_s)
         if index:
@@ -172,18 +174,19 @@ def _course_rows(story: RunStory, config: RunConfig) -> list[Row]:
     rl = [_step_row(story, config), _reward_row(story)]
     if config.eval.enabled:
         rl = [_heldout_row(story, config, "before"), *rl, _heldout_row(story, config, "after")]
-    return [_midtrain_row(story), *rl]
+    return [*(_imitation_row(story, phase) for phase in ("midtrain", *(["sft"] if config.sft.file else []))), *rl]
 
 
-def _midtrain_row(story: RunStory) -> Row:
-    if not story.midtrain:
-        return "midtrain", Bar(0.0), _missing()
-    now = story.midtrain[-1].event
+def _imitation_row(story: RunStory, phase: str) -> Row:
+    timeline, name = story.imitation.get(phase), _PHASE_NAMES[phase]
+    if not timeline:
+        return name, Bar(0.0), _missing()
+    now = timeline[-1].event
     words = _words(f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{units.brief(now.tokens_per_s)} tokens/s")
-    if story.phase == "midtrain" and now.tokens_per_s > 0:
+    if story.phase == phase and now.tokens_per_s > 0:
         left_s = (now.steps - now.step) * now.tokens / max(now.step, 1) / now.tokens_per_s
         words.append(" · ", DIM).append(f"{units.duration(left_s)} left", DIM)
-    return "midtrain", Bar(now.step / now.steps), words
+    return name, Bar(now.step / now.steps), words
 
 
 def _heldout_row(story: RunStory, config: RunConfig, label: str) -> Row:

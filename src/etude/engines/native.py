@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.cache import PagedCache, as_routes
 from etude.engines.inplace import Scatter
 from etude.engines.pages import PAGE

@@ -17,7 +17,7 @@ from random import Random
 
 import orjson
 
-from etude.config import TaskConfig
+from etude.config.tasks import TaskConfig
 from etude.environments.programs import FUNCTION_NAMES, KINDS, Kind, Lines, Naming, Parts
 from etude.types import Case, FunctionChecks, Json, Split, Task
 

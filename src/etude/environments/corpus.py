@@ -1,21 +1,24 @@
-"""What mid-training reads: the standard library, clean domain code and imperfect transcripts.
+"""What mid-training reads of its own making: the standard library, clean domain code and imperfect sessions.
 
-Yields batches of documents of about ``batch_tokens`` padded tokens, grouped by length so that little is padding. Every
-stream is endless and decided by the seed. Code and transcripts are a family's: its :class:`Practice`, which draws from
-the training side only, so nothing held out can occur.
+Each kind is a :class:`~etude.environments.mixture.Source`, endless and decided by the seed: document *n* is made from a
+random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its :class:`Practice`.
+Both sides of the hold-out are here; a practice draws from one side only, and modules of the standard library are held
+out whole.
 """
 
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Protocol, final
 
 import numpy as np
 
-from etude.config import MidtrainConfig
-from etude.environments.transcripts import Message
-from etude.tokens.chat import ChatTemplate
+from etude.environments.conversations import conversation
+from etude.environments.mixture import Side, Source
+from etude.environments.texts import PlainText, whole
+from etude.environments.transcripts import Message as Said
+from etude.tokens.messages import ChatFormat, Message
 from etude.types import Document
 
 WINDOW_TOKENS = 256
@@ -24,108 +27,113 @@ CODE_TOKENS = 170
 """A document of domain code holds functions until it has this many tokens."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 """How many modules of the standard library are read, and how much of each."""
-POOL_BATCHES = 8
-"""Batches worth of documents that are sorted by length together."""
+TOKENIZER_SESSIONS = 1_500
+"""Sessions that a tokenizer is learnt from."""
 
 
 class Practice(Protocol):
-    """What a family has to learn from, of its training side."""
+    """What a family has to learn from, of one side of its hold-out."""
 
     def code(self, rng: Random) -> str:
         """A piece of right code, plain or as an agent reads it."""
         ...
 
-    def session(self, rng: Random) -> Sequence[Message]:
-        """A session of an imperfect agent on a training task."""
+    def session(self, rng: Random) -> Sequence[Said]:
+        """A session of an imperfect agent."""
         ...
 
 
-class Corpus:
-    """The mid-training mixture of one recipe."""
+def practice_sources(practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> dict[str, Source]:
+    """The three sources by their names in a mixture."""
+    return {
+        "stdlib": Library(text, side),
+        "code": Code(practice, text, side),
+        "sessions": Sessions(practice, text.chat, side, context_weight=context_weight),
+    }
 
-    def __init__(self, practice: Practice, chat: ChatTemplate, midtrain: MidtrainConfig) -> None:
+
+@final
+class Library:
+    """Windows from random places of the standard library."""
+
+    size = None
+
+    def __init__(self, text: PlainText, side: Side) -> None:
+        self._ids = np.concatenate([text.ids(module) for module in stdlib_texts(side)])
+        self._stem = f"stdlib|{side.split}|{side.seed}"
+        self.identity = f"{self._stem}|{len(self._ids)} tokens"
+
+    def document(self, index: int) -> Document:
+        """A window of ``WINDOW_TOKENS``."""
+        start = Random(f"{self._stem}|{index}").randrange(len(self._ids) - WINDOW_TOKENS)
+        return whole(self._ids[start : start + WINDOW_TOKENS])
+
+
+@final
+class Code:
+    """Right code, several pieces to a document."""
+
+    size = None
+
+    def __init__(self, practice: Practice, text: PlainText, side: Side) -> None:
+        self._practice = practice
+        self._text = text
+        self.identity = f"code|{side.split}|{side.seed}"
+
+    def document(self, index: int) -> Document:
+        """Pieces until there are ``CODE_TOKENS``."""
+        rng = Random(f"{self.identity}|{index}")
+        ids = [*self._text.opening]
+        while len(ids) < CODE_TOKENS:
+            ids += [*self._text.chat.encode(self._practice.code(rng)), self._text.chat.stop_ids[0]]
+        return whole(np.array(ids, np.int32))
+
+
+@final
+class Sessions:
+    """Sessions of the imperfect agent, one to a document."""
+
+    size = None
+
+    def __init__(self, practice: Practice, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
         self._practice = practice
         self._chat = chat
-        self._midtrain = midtrain
+        self._context_weight = context_weight
+        self.identity = f"sessions|{side.split}|{side.seed}"
 
-    def batches(self, seed: int) -> Iterator[list[Document]]:
-        """An endless stream of batches; each holds documents of one kind."""
-        rng = Random(f"corpus|{seed}")
-        shares = self._midtrain.stdlib_share, self._midtrain.code_share
-        weights = (*shares, 1.0 - sum(shares))
-        makers = (self._stdlib(), self._code(), self._session)
-        streams = [self._by_length(maker, Random(rng.random())) for maker in makers]
-        while True:
-            yield next(rng.choices(streams, weights)[0])
+    def document(self, index: int) -> Document:
+        """One session."""
+        said = self._practice.session(Random(f"{self.identity}|{index}"))
+        return conversation(self._chat, spoken(said), context_weight=self._context_weight)
 
-    def _by_length(self, make: Callable[[Random], Document], rng: Random) -> Iterator[list[Document]]:
-        budget = self._midtrain.batch_tokens
-        while True:
-            pool: list[Document] = []
-            while sum(len(document.token_ids) for document in pool) < POOL_BATCHES * budget:
-                pool.append(make(rng))
-            batches = list(_cut(sorted(pool, key=lambda document: len(document.token_ids)), budget))
-            rng.shuffle(batches)
-            yield from batches
 
-    def _stdlib(self) -> Callable[[Random], Document]:
-        ids = np.array(
-            [i for text in stdlib_texts() for i in (self._chat.document_id, *self._chat.encode(text))], np.int32
-        )
+def spoken(said: Sequence[Said]) -> tuple[Message, ...]:
+    """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
+    return tuple(_message(message) for message in said)
 
-        def make(rng: Random) -> Document:
-            start = rng.randrange(len(ids) - WINDOW_TOKENS)
-            return _whole(ids[start : start + WINDOW_TOKENS])
 
-        return make
-
-    def _code(self) -> Callable[[Random], Document]:
-        def make(rng: Random) -> Document:
-            ids = [self._chat.document_id]
-            while len(ids) < CODE_TOKENS:
-                ids += [*self._chat.encode(self._practice.code(rng)), self._chat.end_id]
-            return _whole(ids)
-
-        return make
-
-    def _session(self, rng: Random) -> Document:
-        ids: list[int] = []
-        weights: list[float] = []
-        for message in self._practice.session(rng):
-            rendered = self._chat.render_message(message.role, message.content)
-            own = message.role == "assistant"
-            ids += rendered
-            weights += [self._midtrain.context_weight] + [1.0 if own else self._midtrain.context_weight] * (
-                len(rendered) - 1
-            )
-        return Document(token_ids=np.array(ids, np.int32), weights=np.array(weights, np.float32))
+def _message(said: Said) -> Message:
+    match said.role:
+        case "system" | "user" | "assistant" | "tool":
+            return Message(role=said.role, content=said.content)
+        case _:
+            raise ValueError(f"nobody speaks as {said.role!r}")
 
 
 def tokenizer_texts(practice: Practice, seed: int) -> Iterator[str]:
     """Text to learn a tokenizer from: the same sources, never anything held out."""
     rng = Random(f"tokenizer|{seed}")
-    for _ in range(1500):
+    for _ in range(TOKENIZER_SESSIONS):
         yield from (message.content for message in practice.session(rng))
-    yield from (text[:8000] for text in stdlib_texts()[::4])
+    yield from (text[:8000] for text in _library()[::4])
 
 
-def stdlib_texts() -> list[str]:
-    """The beginnings of standard-library modules, in order of their names."""
+def stdlib_texts(side: Side) -> list[str]:
+    """The beginnings of standard-library modules of one side of the hold-out, in order of their names."""
+    return [text for text in _library() if side.has(text.encode())]
+
+
+def _library() -> list[str]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))[:STDLIB_FILES]
     return [file.read_text(encoding="utf-8", errors="replace")[:STDLIB_CHARACTERS] for file in files]
-
-
-def _whole(ids: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int32]]) -> Document:
-    return Document(token_ids=np.asarray(ids, np.int32), weights=np.ones(len(ids), np.float32))
-
-
-def _cut(documents: list[Document], budget: int) -> Iterator[list[Document]]:
-    """Runs of documents, ascending in length, whose padded size fits the budget."""
-    batch: list[Document] = []
-    for document in documents:
-        if batch and (len(batch) + 1) * len(document.token_ids) > budget:
-            yield batch
-            batch = []
-        batch.append(document)
-    yield batch

@@ -11,7 +11,7 @@ Owns the spelling and the check that an agent can run. Does not start anything.
 from dataclasses import replace
 from random import Random
 
-from etude.config import TranscriptConfig
+from etude.config.imitation import TranscriptConfig
 from etude.environments.bugfix import Problem
 from etude.environments.programs import Lines
 from etude.environments.transcripts import Message, Move, Style, first_failure, moves

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
-from etude.config import TranscriptConfig
+from etude.config.imitation import TranscriptConfig
 from etude.environments.bugfix import BugfixFamily, Problem, run_program
 from etude.environments.programs import Lines
 from etude.sandboxes import tools
@@ -61,21 +61,24 @@ TOOLS = Style(transcript, tools.number_lines)
 
 
 class BugfixPractice:
-    """Programs and sessions of the planted-bug family; a :class:`~etude.environments.corpus.Practice`."""
+    """Programs and sessions of one side of the planted-bug family; a :class:`~etude.environments.corpus.Practice`."""
 
-    def __init__(self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS) -> None:
+    def __init__(
+        self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS, split: Split = Split.TRAIN
+    ) -> None:
         self._family = family
         self._config = config
         self._style = style
+        self._split = split
 
     def code(self, rng: Random) -> str:
         """A right program, most times as the agent reads it."""
-        text = "\n".join(self._family.problem(Split.TRAIN, rng).right)
+        text = "\n".join(self._family.problem(self._split, rng).right)
         return self._style.show(text) if rng.random() < SHOWN_SHARE else text
 
     def session(self, rng: Random) -> list[Message]:
-        """A session of the imperfect agent on a fresh training problem."""
-        problem, checks = self._family.graded_problem(Split.TRAIN, rng)
+        """A session of the imperfect agent on a fresh problem."""
+        problem, checks = self._family.graded_problem(self._split, rng)
         return self._style.write(problem, checks, self._config, rng)
 
 

@@ -26,7 +26,7 @@ from contextlib import aclosing, suppress
 from types import MappingProxyType
 from typing import final
 
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.errors import EngineUnavailable
 from etude.gateway.access import AccessLog, Visit
 from etude.gateway.administration import Administration

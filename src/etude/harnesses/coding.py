@@ -10,7 +10,7 @@ from collections import Counter
 
 import aiohttp
 
-from etude.config import HarnessConfig
+from etude.config.rollouts import HarnessConfig
 from etude.harnesses.completions import CompletionClient, Message
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes import tools

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
-from etude.config import PLACEHOLDERS, HarnessConfig
+from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
 from etude.errors import ConfigError, EngineUnavailable, SandboxError, SessionLost
 from etude.harnesses.completions import MODEL
 from etude.protocols import ExecResult, HarnessResult, Sandbox, Session

@@ -1,30 +1,39 @@
 """The durable state of a run: which groups exist, what became of them, which step trained on them.
 
 Owns every decision that must survive ``kill -9`` of any process: a prompt is trained once, batches follow admission
-order, a group is consumed by exactly one optimiser step. One SQLite file, shared by all processes of a run; each call
-is one short transaction (well under a millisecond), so the calls are synchronous.
+order, a group is consumed by exactly one optimiser step, and the dataset cursor commits with it. One database, shared
+by all processes of a run; each call is one short transaction (well under a millisecond where it is embedded), so the
+calls are synchronous. A call is kept once or not at all, whatever happens to the connection.
 
 Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what is made of them
-(:mod:`etude.trajectories`).
+(:mod:`etude.trajectories`). What is done in each transaction is in :mod:`etude.ledger.changes`.
 """
 
-import sqlite3
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from etude.ledger import rows
+from etude.clock import SystemClock
+from etude.config.recipe import LedgerConfig
+from etude.errors import ConfigError
+from etude.ledger import changes, rows
+from etude.ledger.changes import ANYBODY, NotAdmitted
+from etude.ledger.changes import TRAIN as TRAIN
+from etude.ledger.database import Database
+from etude.ledger.leasing import Leases
+from etude.ledger.places import open_database
 from etude.ledger.records import decode_rollout, encode_rollout
-from etude.ledger.schema import connect, transaction
-from etude.ledger.states import STEP_MOVES, GroupState, StepState, move
-from etude.ledger.tasks import decode_task, encode_task
+from etude.ledger.states import GroupState
+from etude.ledger.tasks import decode_task
+from etude.ledger.transactions import Transactions
+from etude.protocols import Clock
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
 
-TRAIN = "train"
-"""The purpose of groups that are trained on; any other purpose is the label of an evaluation."""
+MAX_REPEATS = 10_000
+"""Tasks in a row that were all trained before: the family has nothing new to offer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,8 @@ class OpenSlot:
     group_index: int
     slot: int
     attempt: int
+    admitted_version: int = 0
+    """Every engine served this weight version, or a later one, when the group was admitted: no token may be older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +58,16 @@ class Progress:
     consumed: int
     dropped: int
     steps_done: int
+    drawn: int
+    """The dataset cursor: position of the next training task to be drawn."""
+    committed: int
+    """The dataset cursor of the last committed step: every draw before it was trained on, dropped or passed over. Who
+    starts from that step's checkpoint without this ledger goes on here.
+    """
 
     @property
     def complete(self) -> int:
-        """Groups whose every slot is graded, trained on or not."""
+        """Groups whose every slot is graded or lost, trained on or not."""
         return self.ready + self.claimed + self.consumed
 
     @property
@@ -65,18 +82,32 @@ class Progress:
 
 
 class Ledger:
-    """One process's door to the ledger of a run; not to be shared between threads."""
+    """One process's door to the ledger of a run; not to be shared between threads.
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``; any
+    that writes :class:`~etude.errors.FencedError`, when this door held a lease that another process has now.
+    """
+
+    def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
+        self._db = transactions
+        self.name = transactions.name
+        """What to call it in messages; it has no secrets."""
+        self.facts = Facts(transactions)
+        self.leases = Leases(transactions, term_s=term_s, clock=clock)
 
     @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open ``ledger.db``, creating it when missing. Raises :class:`~etude.errors.RunFolderError`."""
-        return cls(connect(path))
+    def open(cls, place: Path | str, config: LedgerConfig | None = None, clock: Clock | None = None) -> Self:
+        """Open the ledger at a path or URL (:mod:`etude.ledger.places`), making it when there is none.
+
+        Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
+        """
+        config = config or LedgerConfig()
+        database = open_database(place, patience_s=config.patience_s)
+        transactions = Transactions(database, patience_s=config.patience_s)
+        return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
 
     def close(self) -> None:
-        """Close the file. What was committed is safe even without."""
+        """Let go of the database. What was committed is safe even without."""
         self._db.close()
 
     def __enter__(self) -> Self:
@@ -92,49 +123,72 @@ class Ledger:
 
         ``version`` is the newest weight version that every engine serves at this moment.
         """
-        if purpose == TRAIN and task.split is not Split.TRAIN:
-            raise ValueError(f"task {task.task_id} is of split {task.split!s}: nothing held out is ever trained on")
-        with transaction(self._db):
-            if purpose == TRAIN and rows.is_trained_on(self._db, task.task_id):
+        _check_trainable(task, purpose)
+        group = changes.new_group(task, size, version, self.leases.seat)
+        return self._db.write(lambda db: changes.admit_group(db, task, purpose, group))
+
+    def admit_next(
+        self, draw: Callable[[int], Task], *, size: int, version: int, kept_below: int
+    ) -> list[OpenSlot] | None:
+        """Admit the next training task that is new, and return its slots; ``None`` while the window is full.
+
+        ``draw`` gives the task at a position of the training data; it is called outside of the transaction that then
+        checks the window, moves the cursor and opens the group, all or nothing. So of several processes none admits
+        beyond ``kept_below`` groups, no task is skipped and none drawn twice. ``version`` is the newest weight version
+        that every engine serves at this moment. Raises :class:`~etude.errors.ConfigError` when nothing new is drawn.
+        """
+        for _ in range(MAX_REPEATS):
+            position = self._db.read(lambda db: rows.cursor(db, TRAIN)).drawn
+            task = draw(position)
+            _check_trainable(task, TRAIN)
+            group = changes.new_group(task, size, version, self.leases.seat, position)
+            admitted = self._db.write(partial(_admit, task, group, kept_below))
+            if admitted is NotAdmitted.FULL:
                 return None
-            index = rows.next_index(self._db, purpose)
-            group = rows.GroupRow(index, encode_task(task), size, version, GroupState.OPEN)
-            rows.insert_group(self._db, purpose, task.task_id, group)
-        return index
+            if not isinstance(admitted, NotAdmitted):
+                opened = partial(OpenSlot, task=task, group_index=admitted, attempt=0, admitted_version=version)
+                return [opened(slot=slot) for slot in range(size)]
+        raise ConfigError(
+            f"the last {MAX_REPEATS} training tasks were all trained before: the family has too few different tasks "
+            f"for this run; lower trainer.steps or rollouts.groups_per_step, or widen [tasks]"
+        )
+
+    def open_slots(self, purpose: str) -> list[OpenSlot]:
+        """Every slot of an open group that is neither graded nor lost, in admission order: what is left to do.
+
+        A door that holds a lease gets its own groups only, among them those that it takes over now: of nobody, of
+        seats that were released, and of those whose holders have been silent for a term of such calls.
+        """
+        seat = self.leases.seat
+        if seat != ANYBODY:
+            others = self._db.read(lambda db: rows.other_seats(db, purpose, seat))
+            silent = self.leases.silent(others)
+            if others:
+                self._db.write(lambda db: changes.take_over(db, purpose, silent, seat))
+        return self._db.read(lambda db: _open_slots(db, purpose, seat))
 
     def record(self, rollout: Rollout, purpose: str) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
-        The last graded slot makes the group ready. An infrastructure failure leaves the slot open. Recording the same
+        With the last slot the group is ready. An infrastructure failure leaves the slot open. Recording the same
         rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot that
-        is graded already, an attempt out of turn, or dropped while its group is not.
+        is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        index = rollout.group_index
-        with transaction(self._db):
-            group = rows.group(self._db, purpose, index)
-            if not rows.has_rollout(self._db, rollout.rollout_id):
-                _check_fits(rollout, group, rows.endings(self._db, purpose, index))
-                rows.insert_rollout(self._db, purpose, rollout, encode_rollout(rollout))
-            if group.state is not GroupState.OPEN:
-                return None
-            attempts = _attempts_due(group.size, rows.endings(self._db, purpose, index))
-            if not attempts:
-                rows.move_group(self._db, purpose, index, GroupState.READY)
-            return attempts.get(rollout.slot)
+        encoded, seat = encode_rollout(rollout), self.leases.seat
+        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, seat))
+
+    def lose_slot(self, purpose: str, index: int, slot: int, reason: str) -> GroupState:
+        """Give up a slot whose attempts are used up; return what its group is now.
+
+        A group is ready when all its slots are graded or lost, and dropped as soon as fewer than
+        :func:`~etude.ledger.states.quorum` can still be graded. Losing a slot again changes nothing. Raises
+        ``ValueError`` for a slot that is not open.
+        """
+        return self._db.write(lambda db: changes.lose_slot(db, purpose, index, slot, reason, self.leases.seat))
 
     def drop_group(self, purpose: str, index: int, reason: str) -> None:
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
-        with transaction(self._db):
-            rows.move_group(self._db, purpose, index, GroupState.DROPPED, reason=reason)
-
-    def open_slots(self, purpose: str) -> list[OpenSlot]:
-        """Every slot without a graded rollout in an open group, in admission order: what a crash left to do."""
-        return [
-            OpenSlot(task=task, group_index=group.group_index, slot=slot, attempt=attempt)
-            for group in rows.open_groups(self._db, purpose)
-            for task in (decode_task(group.task),)
-            for slot, attempt in _attempts_due(group.size, rows.endings(self._db, purpose, group.group_index)).items()
-        ]
+        self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.seat))
 
     def claim_batch(self, step: int, num_groups: int) -> list[Group] | None:
         """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
@@ -143,86 +197,93 @@ class Ledger:
         same groups again. A step may claim while the weights of the one before are still being published, not earlier:
         raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
         """
-        with transaction(self._db):
-            if rows.step_state(self._db, step) is not StepState.CLAIMED:
-                _check_next(self._db, step)
-                unused = rows.unused_groups(self._db, TRAIN, num_groups)
-                if len(unused) < num_groups or any(state is not GroupState.READY for _, state in unused):
-                    return None
-                rows.insert_step(self._db, step)
-                for index, _ in unused:
-                    rows.move_group(self._db, TRAIN, index, GroupState.CLAIMED, step=step)
-        return [self.group(TRAIN, index) for index in rows.groups_of_step(self._db, step)]
+        if self._db.read(lambda db: changes.is_waiting(db, step, num_groups)):
+            return None  # the common answer, found without stopping any writer
+        indices = self._db.write(lambda db: changes.claim_batch(db, step, num_groups, self._db.lease))
+        return None if indices is None else [self.group(TRAIN, index) for index in indices]
 
     def commit_step(self, step: int) -> None:
-        """Mark a claimed step done and its groups consumed. Raises ``ValueError`` for a step that is not claimed."""
-        with transaction(self._db):
-            state = rows.step_state(self._db, step)
-            if state is None:
-                raise ValueError(f"step {step} cannot be committed: it has not claimed a batch")
-            rows.set_step_state(self._db, step, move(STEP_MOVES, state, StepState.DONE))
-            for index in rows.groups_of_step(self._db, step):
-                rows.move_group(self._db, TRAIN, index, GroupState.CONSUMED)
+        """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
+
+        To be called once the step's weights are published. Raises ``ValueError`` for a step that is not claimed.
+        """
+        self._db.write(lambda db: changes.commit_step(db, step, self._db.lease))
 
     def progress(self, purpose: str = TRAIN) -> Progress:
         """How far the groups of a purpose are, and the run's optimiser steps."""
-        counts = rows.progress_counts(self._db, purpose)
-        states = {state.value: counts.get(state, 0) for state in GroupState}
-        return Progress(**states, steps_done=counts["steps_done"])
+        counts = self._db.read(lambda db: rows.progress_counts(db, purpose))
+        zeros = dict.fromkeys((*GroupState, "drawn", "committed"), 0)
+        return Progress(**{str(name): count for name, count in (zeros | counts).items()})
 
     def rollout_counts(self, purpose: str) -> dict[RolloutStatus, int]:
         """How many rollouts of a purpose ended in each way, every way named."""
-        counts = rows.rollout_counts(self._db, purpose)
+        counts = self._db.read(lambda db: rows.rollout_counts(db, purpose))
         return {status: counts.get(status, 0) for status in RolloutStatus}
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        group = rows.group(self._db, purpose, index)
-        rollouts = tuple(decode_rollout(record) for record in rows.graded_records(self._db, purpose, index))
-        return Group(
-            index=index, task=decode_task(group.task), admitted_version=group.admitted_version, rollouts=rollouts
-        )
+        return self._db.read(lambda db: _group(db, purpose, index))
 
     def groups(self, purpose: str) -> Iterator[Group]:
         """Every group of a purpose in admission order, whatever its state, read one at a time."""
-        return (self.group(purpose, index) for index in rows.group_indices(self._db, purpose))
+        indices = self._db.read(lambda db: rows.group_indices(db, purpose))
+        return (self.group(purpose, index) for index in indices)
 
     def rewards(self, purpose: str) -> list[float]:
         """The reward of every graded rollout of a purpose, by group and slot."""
-        return rows.rewards(self._db, purpose)
+        return self._db.read(lambda db: rows.rewards(db, purpose))
 
-    def set_fact(self, key: str, value: str) -> None:
-        """Remember a small fact about the run, replacing what was known under ``key``."""
-        rows.set_fact(self._db, key, value)
 
-    def get_fact(self, key: str) -> str | None:
+class Facts:
+    """Small things to remember about a run, by key."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    def set(self, key: str, value: str) -> None:
+        """Remember a fact, replacing what was known under ``key``."""
+        self._db.write(lambda db: rows.set_fact(db, key, value))
+
+    def get(self, key: str) -> str | None:
         """What was last remembered under ``key``."""
-        return rows.get_fact(self._db, key)
+        return self._db.read(lambda db: rows.get_fact(db, key))
 
 
-def _check_fits(rollout: Rollout, group: rows.GroupRow, endings: Sequence[rows.Ending]) -> None:
-    where = (
-        f"rollout {rollout.rollout_id} for group {group.group_index}, slot {rollout.slot}, attempt {rollout.attempt}"
+def _check_trainable(task: Task, purpose: str) -> None:
+    if purpose == TRAIN and task.split is not Split.TRAIN:
+        raise ValueError(f"task {task.task_id} is of split {task.split!s}: nothing held out is ever trained on")
+
+
+def _admit(task: Task, group: rows.GroupRow, kept_below: int, db: Database) -> int | NotAdmitted:
+    return changes.admit_drawn(db, task, group, kept_below)
+
+
+def _open_slots(db: Database, purpose: str, seat: str) -> list[OpenSlot]:
+    return [
+        opened(slot=slot, attempt=attempt)
+        for group in rows.open_groups(db, purpose)
+        if seat in (ANYBODY, group.seat)
+        for opened in (_opening(group),)
+        for slot, attempt in rows.slots(db, purpose, group).due.items()
+    ]
+
+
+def _opening(group: rows.GroupRow) -> Callable[..., OpenSlot]:
+    """The slots of a group, whose task is decoded once."""
+    return partial(
+        OpenSlot,
+        task=decode_task(group.task),
+        group_index=group.group_index,
+        admitted_version=group.admitted_version,
     )
-    if rollout.status is RolloutStatus.DROPPED and group.state is not GroupState.DROPPED:
-        raise ValueError(f"{where} is dropped but its group is {group.state!s}: drop the group first")
-    due = _attempts_due(group.size, endings).get(rollout.slot)
-    if due is None:
-        raise ValueError(f"{where}: that slot is graded or beyond the group's {group.size} slots")
-    if rollout.attempt != due:
-        raise ValueError(f"{where}: attempt {due} is due")
 
 
-def _attempts_due(size: int, endings: Sequence[rows.Ending]) -> dict[int, int]:
-    """Slot → its next attempt, for the slots without a graded rollout."""
-    graded = {ending.slot for ending in endings if ending.status is RolloutStatus.GRADED}
-    made = Counter(ending.slot for ending in endings)
-    return {slot: made[slot] for slot in range(size) if slot not in graded}
-
-
-def _check_next(db: sqlite3.Connection, step: int) -> None:
-    last = rows.last_step(db)
-    if step != last + 1:
-        raise ValueError(f"step {step} cannot claim a batch: step {last + 1} is next")
-    if rows.step_state(db, last - 1) is StepState.CLAIMED:
-        raise ValueError(f"step {step} cannot claim a batch: step {last - 1} is not committed")
+def _group(db: Database, purpose: str, index: int) -> Group:
+    group = rows.group(db, purpose, index)
+    return Group(
+        index=index,
+        task=decode_task(group.task),
+        admitted_version=group.admitted_version,
+        rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
+        lost=len(rows.slots(db, purpose, group).lost),
+    )

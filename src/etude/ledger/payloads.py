@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 from uuid import uuid4
 
 import numpy as np
@@ -35,11 +34,6 @@ class Payloads:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-
-    @classmethod
-    def beside(cls, ledger: Path) -> Self:
-        """Those of the run whose ledger file this is."""
-        return cls(ledger.with_name("payloads"))
 
     def stow(self, turn: Turn, session: str) -> Turn:
         """The same turn with a reference in place of its routes and kept sets, which are written to disk.

@@ -1,12 +1,14 @@
 """Every SQL statement of the ledger, named.
 
-Owns how rows are found and written. Each function is one statement on an open connection; what is done together, and
-whether it may be done at all, is decided in :mod:`etude.ledger.ledger`.
+Owns how rows are found and written. Each function is one statement, or two, on an open connection; what is done
+together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
-import sqlite3
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from etude.ledger.database import Database, Row
+from etude.ledger.leases import Lease
+from etude.ledger.slots import Ending, Slots
 from etude.ledger.states import GROUP_MOVES, GroupState, StepState, move
 from etude.types import Rollout, RolloutStatus
 
@@ -19,176 +21,254 @@ class GroupRow(NamedTuple):
     size: int
     admitted_version: int
     state: GroupState
+    seat: str
+    """The lease under which its slots are being filled; empty: anybody's."""
+    position: int | None
+    """Where in the training data its task was drawn; ``None``: it was not drawn."""
 
 
-class Ending(NamedTuple):
-    """Which attempt at which slot ended how."""
+class Cursor(NamedTuple):
+    """How far the training data of a purpose is used."""
 
-    slot: int
-    attempt: int
-    status: RolloutStatus
-
-
-GROUP_COLUMNS = "group_index, task, size, admitted_version, state"
+    drawn: int
+    """Position of the next draw."""
+    committed: int
+    """Every draw before it was trained on in a committed step, dropped for a reason or passed over."""
 
 
-def insert_group(db: sqlite3.Connection, purpose: str, task_id: str, group: GroupRow) -> None:
+GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position"
+
+
+def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> None:
     """Add a group."""
-    db.execute(
-        f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (purpose, task_id, *group),
-    )
+    sql = f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    db.execute(sql, purpose, task_id, *group)
 
 
-def is_trained_on(db: sqlite3.Connection, task_id: str) -> bool:
+def is_trained_on(db: Database, task_id: str) -> bool:
     """Whether a task was ever admitted for training; spelled so that the index ``trained_once`` answers it."""
-    return bool(_all(db, "SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ?", task_id))
+    return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ?", task_id))
 
 
-def next_index(db: sqlite3.Connection, purpose: str) -> int:
+def next_index(db: Database, purpose: str) -> int:
     """The index of the next group to be admitted."""
-    return int(_one(db, "SELECT coalesce(max(group_index) + 1, 0) FROM groups WHERE purpose = ?", purpose))
+    ((index,),) = db.execute("SELECT coalesce(max(group_index) + 1, 0) FROM groups WHERE purpose = ?", purpose)
+    return int(index)
 
 
-def group(db: sqlite3.Connection, purpose: str, index: int) -> GroupRow:
+def group(db: Database, purpose: str, index: int) -> GroupRow:
     """One group. Raises ``ValueError`` when there is none."""
-    rows = _all(db, f"SELECT {GROUP_COLUMNS} FROM groups WHERE purpose = ? AND group_index = ?", purpose, index)
+    rows = db.execute(f"SELECT {GROUP_COLUMNS} FROM groups WHERE purpose = ? AND group_index = ?", purpose, index)
     if not rows:
         raise ValueError(f"the ledger has no group {index} of purpose {purpose!r}")
     return _group_row(rows[0])
 
 
-def group_indices(db: sqlite3.Connection, purpose: str) -> list[int]:
+def group_indices(db: Database, purpose: str) -> list[int]:
     """The indices of all groups in admission order."""
-    return [index for (index,) in _all(db, "SELECT group_index FROM groups WHERE purpose = ? ORDER BY 1", purpose)]
+    return [index for (index,) in db.execute("SELECT group_index FROM groups WHERE purpose = ? ORDER BY 1", purpose)]
 
 
-def open_groups(db: sqlite3.Connection, purpose: str) -> list[GroupRow]:
+def open_groups(db: Database, purpose: str) -> list[GroupRow]:
     """The groups with unfinished slots, in admission order."""
     sql = f"SELECT {GROUP_COLUMNS} FROM groups WHERE purpose = ? AND state = 'open' ORDER BY group_index"
-    return [_group_row(row) for row in _all(db, sql, purpose)]
+    return [_group_row(row) for row in db.execute(sql, purpose)]
 
 
-def unused_groups(db: sqlite3.Connection, purpose: str, limit: int) -> list[tuple[int, GroupState]]:
+def unused_groups(db: Database, purpose: str, limit: int) -> list[tuple[int, GroupState]]:
     """Index and state of the first ``limit`` groups that are open or ready, in admission order."""
     sql = "SELECT group_index, state FROM groups WHERE purpose = ? AND state IN ('open', 'ready') ORDER BY 1 LIMIT ?"
-    return [(index, GroupState(state)) for index, state in _all(db, sql, purpose, limit)]
+    return [(index, GroupState(state)) for index, state in db.execute(sql, purpose, limit)]
 
 
-def groups_of_step(db: sqlite3.Connection, step: int) -> list[int]:
+def groups_of_step(db: Database, step: int) -> list[int]:
     """The groups that a step claimed, in admission order."""
-    return [index for (index,) in _all(db, "SELECT group_index FROM groups WHERE step = ? ORDER BY 1", step)]
+    return [index for (index,) in db.execute("SELECT group_index FROM groups WHERE step = ? ORDER BY 1", step)]
 
 
-def move_group(
-    db: sqlite3.Connection, purpose: str, index: int, to: GroupState, *, step: int | None = None, reason: str = ""
-) -> None:
-    """Move a group to another state, noting the step that claims it or why it is dropped; ``ValueError`` if it may not
-    go there.
-    """
-    state = move(GROUP_MOVES, group(db, purpose, index).state, to)
-    db.execute(
-        "UPDATE groups SET state = ?, step = coalesce(?, step), reason = ? WHERE purpose = ? AND group_index = ?",
-        (state, step, reason, purpose, index),
-    )
+def move_group(db: Database, purpose: str, group: GroupRow, to: GroupState, reason: str = "") -> None:
+    """Move a group to another state, noting why it is dropped; ``ValueError`` if it may not go there."""
+    state = move(GROUP_MOVES, group.state, to)
+    sql = "UPDATE groups SET state = ?, reason = ? WHERE purpose = ? AND group_index = ?"
+    db.execute(sql, state, reason, purpose, group.group_index)
 
 
-def insert_rollout(db: sqlite3.Connection, purpose: str, rollout: Rollout, record: bytes) -> None:
+def claim_groups(db: Database, step: int, last: int) -> None:
+    """Move to a step all ready training groups up to index ``last``."""
+    state = move(GROUP_MOVES, GroupState.READY, GroupState.CLAIMED)
+    sql = "UPDATE groups SET state = ?, step = ? WHERE purpose = 'train' AND state = 'ready' AND group_index <= ?"
+    db.execute(sql, state, step, last)
+
+
+def consume_groups(db: Database, step: int) -> None:
+    """Move on all groups that a step claimed."""
+    state = move(GROUP_MOVES, GroupState.CLAIMED, GroupState.CONSUMED)
+    db.execute("UPDATE groups SET state = ? WHERE step = ? AND state = 'claimed'", state, step)
+
+
+def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) -> None:
     """Add an ended rollout."""
     db.execute(
         "INSERT INTO rollouts (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, record)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (
-            rollout.rollout_id,
-            purpose,
-            rollout.group_index,
-            rollout.slot,
-            rollout.attempt,
-            rollout.status,
-            rollout.reward,
-            rollout.reason,
-            record,
-        ),
+        rollout.rollout_id,
+        purpose,
+        rollout.group_index,
+        rollout.slot,
+        rollout.attempt,
+        rollout.status,
+        rollout.reward,
+        rollout.reason,
+        record,
     )
 
 
-def has_rollout(db: sqlite3.Connection, rollout_id: str) -> bool:
-    """Whether a rollout is recorded."""
-    return bool(_all(db, "SELECT 1 FROM rollouts WHERE rollout_id = ?", rollout_id))
+def slots(db: Database, purpose: str, group: GroupRow) -> Slots:
+    """What became of the slots of a group."""
+    sql = (
+        "SELECT slot, attempt, status, rollout_id FROM rollouts WHERE purpose = ? AND group_index = ?"
+        " UNION ALL SELECT slot, 0, 'lost', '' FROM lost_slots WHERE purpose = ? AND group_index = ? ORDER BY 1, 2"
+    )
+    found = db.execute(sql, purpose, group.group_index, purpose, group.group_index)
+    return Slots(
+        size=group.size,
+        endings=tuple(
+            Ending(slot, attempt, RolloutStatus(status), rollout_id)
+            for slot, attempt, status, rollout_id in found
+            if status != "lost"
+        ),
+        lost=frozenset(slot for slot, _, status, _ in found if status == "lost"),
+    )
 
 
-def endings(db: sqlite3.Connection, purpose: str, index: int) -> list[Ending]:
-    """How the rollouts of a group ended, by slot and attempt."""
-    sql = "SELECT slot, attempt, status FROM rollouts WHERE purpose = ? AND group_index = ? ORDER BY slot, attempt"
-    return [Ending(slot, attempt, RolloutStatus(status)) for slot, attempt, status in _all(db, sql, purpose, index)]
-
-
-def graded_records(db: sqlite3.Connection, purpose: str, index: int) -> list[bytes]:
+def graded_records(db: Database, purpose: str, index: int) -> list[bytes]:
     """The encoded graded rollouts of a group, by slot."""
     sql = "SELECT record FROM rollouts WHERE purpose = ? AND group_index = ? AND status = 'graded' ORDER BY slot"
-    return [record for (record,) in _all(db, sql, purpose, index)]
+    return [record for (record,) in db.execute(sql, purpose, index)]
 
 
-def rewards(db: sqlite3.Connection, purpose: str) -> list[float]:
+def insert_lost_slot(db: Database, purpose: str, index: int, slot: int, reason: str) -> None:
+    """Note that a slot's attempts are used up."""
+    sql = "INSERT INTO lost_slots (purpose, group_index, slot, reason) VALUES (?, ?, ?, ?)"
+    db.execute(sql, purpose, index, slot, reason)
+
+
+def rewards(db: Database, purpose: str) -> list[float]:
     """The rewards of all graded rollouts, by group and slot."""
     sql = "SELECT reward FROM rollouts WHERE purpose = ? AND status = 'graded' ORDER BY group_index, slot"
-    return [reward for (reward,) in _all(db, sql, purpose)]
+    return [reward for (reward,) in db.execute(sql, purpose)]
 
 
-def rollout_counts(db: sqlite3.Connection, purpose: str) -> dict[str, int]:
+def rollout_counts(db: Database, purpose: str) -> dict[str, int]:
     """Status → number of rollouts; a status that never occurred is absent."""
-    return dict(_all(db, "SELECT status, count(*) FROM rollouts WHERE purpose = ? GROUP BY status", purpose))
+    return dict(db.execute("SELECT status, count(*) FROM rollouts WHERE purpose = ? GROUP BY status", purpose))
 
 
-def progress_counts(db: sqlite3.Connection, purpose: str) -> dict[str, int]:
-    """State → number of groups (absent when none), and ``steps_done``; one statement, so one moment."""
+def progress_counts(db: Database, purpose: str) -> dict[str, int]:
+    """State → number of groups (absent when none), ``steps_done``, and the cursor as ``drawn`` and ``committed``
+    (absent when nothing was drawn); one statement, so one moment.
+    """
     sql = (
         "SELECT state, count(*) FROM groups WHERE purpose = ? GROUP BY state"
         " UNION ALL SELECT 'steps_done', count(*) FROM steps WHERE state = 'done'"
+        " UNION ALL SELECT 'drawn', drawn FROM cursors WHERE purpose = ?"
+        " UNION ALL SELECT 'committed', committed FROM cursors WHERE purpose = ?"
     )
-    return dict(_all(db, sql, purpose))
+    return dict(db.execute(sql, purpose, purpose, purpose))
 
 
-def insert_step(db: sqlite3.Connection, step: int) -> None:
+def kept(db: Database, purpose: str) -> int:
+    """Groups ever admitted but for the dropped ones; counted so that a long run does not make it slow."""
+    ((dropped,),) = db.execute("SELECT count(*) FROM groups WHERE purpose = ? AND state = 'dropped'", purpose)
+    return next_index(db, purpose) - int(dropped)
+
+
+def cursor(db: Database, purpose: str) -> Cursor:
+    """How far the training data is used; at its beginning when nothing was drawn."""
+    rows = db.execute("SELECT drawn, committed FROM cursors WHERE purpose = ?", purpose)
+    return Cursor(*rows[0]) if rows else Cursor(0, 0)
+
+
+def set_cursor(db: Database, purpose: str, cursor: Cursor) -> None:
+    """Note how far the training data is used."""
+    sql = (
+        "INSERT INTO cursors (purpose, drawn, committed) VALUES (?, ?, ?)"
+        " ON CONFLICT (purpose) DO UPDATE SET drawn = excluded.drawn, committed = excluded.committed"
+    )
+    db.execute(sql, purpose, *cursor)
+
+
+def first_unsettled(db: Database, purpose: str) -> int | None:
+    """The lowest position of a group that is neither consumed nor dropped; ``None`` when there is no such group."""
+    sql = "SELECT min(position) FROM groups WHERE purpose = ? AND state IN ('open', 'ready', 'claimed')"
+    ((position,),) = db.execute(sql, purpose)
+    return None if position is None else int(position)
+
+
+def lease(db: Database, name: str) -> Lease:
+    """What is known of a lease; one that was never taken is free."""
+    rows = db.execute("SELECT holder, token, beats FROM leases WHERE name = ?", name)
+    if not rows:
+        return Lease(name=name)
+    holder, token, beats = rows[0]
+    return Lease(name=name, holder=holder, token=token, beats=beats)
+
+
+def put_lease(db: Database, lease: Lease) -> None:
+    """Write down a lease."""
+    sql = (
+        "INSERT INTO leases (name, holder, token, beats) VALUES (?, ?, ?, ?) ON CONFLICT (name)"
+        " DO UPDATE SET holder = excluded.holder, token = excluded.token, beats = excluded.beats"
+    )
+    db.execute(sql, lease.name, lease.holder, lease.token, lease.beats)
+
+
+def other_seats(db: Database, purpose: str, mine: str) -> list[str]:
+    """The seats but mine under which open groups of a purpose are being filled."""
+    sql = "SELECT DISTINCT seat FROM groups WHERE purpose = ? AND state = 'open' AND seat <> ?"
+    return [seat for (seat,) in db.execute(sql, purpose, mine)]
+
+
+def reseat_groups(db: Database, purpose: str, seat: str, to: str) -> None:
+    """Hand the open groups of a seat to another one."""
+    sql = "UPDATE groups SET seat = ? WHERE purpose = ? AND state = 'open' AND seat = ?"
+    db.execute(sql, to, purpose, seat)
+
+
+def insert_step(db: Database, step: int) -> None:
     """Add a claimed step."""
-    db.execute("INSERT INTO steps (step, state) VALUES (?, ?)", (step, StepState.CLAIMED))
+    db.execute("INSERT INTO steps (step, state) VALUES (?, ?)", step, StepState.CLAIMED)
 
 
-def set_step_state(db: sqlite3.Connection, step: int, state: StepState) -> None:
+def set_step_state(db: Database, step: int, state: StepState) -> None:
     """Change the state of a step."""
-    db.execute("UPDATE steps SET state = ? WHERE step = ?", (state, step))
+    db.execute("UPDATE steps SET state = ? WHERE step = ?", state, step)
 
 
-def step_state(db: sqlite3.Connection, step: int) -> StepState | None:
+def step_state(db: Database, step: int) -> StepState | None:
     """Where a step is; ``None`` before it claimed a batch."""
-    rows = _all(db, "SELECT state FROM steps WHERE step = ?", step)
+    rows = db.execute("SELECT state FROM steps WHERE step = ?", step)
     return StepState(rows[0][0]) if rows else None
 
 
-def last_step(db: sqlite3.Connection) -> int:
+def last_step(db: Database) -> int:
     """The newest step that claimed a batch, 0 when none did."""
-    return int(_one(db, "SELECT coalesce(max(step), 0) FROM steps"))
+    ((step,),) = db.execute("SELECT coalesce(max(step), 0) FROM steps")
+    return int(step)
 
 
-def set_fact(db: sqlite3.Connection, key: str, value: str) -> None:
+def set_fact(db: Database, key: str, value: str) -> None:
     """Add or replace a fact."""
-    db.execute("INSERT OR REPLACE INTO facts (key, value) VALUES (?, ?)", (key, value))
+    sql = "INSERT INTO facts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+    db.execute(sql, key, value)
 
 
-def get_fact(db: sqlite3.Connection, key: str) -> str | None:
+def get_fact(db: Database, key: str) -> str | None:
     """The value of a fact."""
-    rows = _all(db, "SELECT value FROM facts WHERE key = ?", key)
+    rows = db.execute("SELECT value FROM facts WHERE key = ?", key)
     return str(rows[0][0]) if rows else None
 
 
-def _all(db: sqlite3.Connection, sql: str, *values: object) -> list[tuple[Any, ...]]:
-    return db.execute(sql, values).fetchall()
-
-
-def _one(db: sqlite3.Connection, sql: str, *values: object) -> Any:
-    return _all(db, sql, *values)[0][0]
-
-
-def _group_row(row: tuple[Any, ...]) -> GroupRow:
-    group_index, task, size, admitted_version, state = row
-    return GroupRow(group_index, task, size, admitted_version, GroupState(state))
+def _group_row(row: Row) -> GroupRow:
+    group_index, task, size, admitted_version, state, seat, position = row
+    return GroupRow(group_index, task, size, admitted_version, GroupState(state), seat, position)

@@ -3,7 +3,8 @@
                  ┌──▶ dropped
     group   open ┴──▶ ready ──▶ claimed ──▶ consumed          step   claimed ──▶ done
 
-An evaluation's groups end as ready or dropped. Pure: the rows themselves are moved by :mod:`etude.ledger.ledger`.
+A group's slots each end as graded or lost. With the last of them it is ready, or dropped when too few are graded. An
+evaluation's groups end as ready or dropped. Pure: the rows themselves are moved by :mod:`etude.ledger.changes`.
 """
 
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ class GroupState(StrEnum):
     """Where a group is on its way to the trainer."""
 
     OPEN = "open"
-    """Some slot has no graded rollout yet."""
+    """Some slot is neither graded nor lost yet."""
     READY = "ready"
-    """Every slot has one."""
+    """Every slot is, and enough are graded."""
     CLAIMED = "claimed"
     """Belongs to an optimiser step that is not committed."""
     CONSUMED = "consumed"
@@ -49,6 +50,25 @@ STEP_MOVES: Mapping[StepState, frozenset[StepState]] = {
     StepState.DONE: frozenset(),
 }
 """State of a step → where it may go."""
+
+
+def quorum(size: int) -> int:
+    """Slots of a group of ``size`` that must be graded for it to be used.
+
+    Half of them, and at least two where there are two: one reward has nothing to be compared with.
+    """
+    return max(min(size, 2), (size + 1) // 2)
+
+
+def settled(size: int, *, graded: int, lost: int) -> GroupState:
+    """What a group of ``size`` slots is when so many of them ended in either way.
+
+    It is dropped as soon as the quorum is out of reach: what still runs could not save it.
+    """
+    if size - lost < quorum(size):
+        return GroupState.DROPPED
+    return GroupState.READY if graded + lost == size else GroupState.OPEN
+
 
 State = TypeVar("State", GroupState, StepState)
 

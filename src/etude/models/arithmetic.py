@@ -6,13 +6,16 @@ order that is written down: a token's bits depend on its own past and on nothing
 after a reused prefix or in the trainer's forward pass.
 
 Shape legend: N tokens, R rows (a token once per expert it is sent to), I inputs, O outputs, H hidden, E experts, k
-experts per token, B sequences, T positions, Q query heads, K key/value heads, h heads of either kind, D width of a key,
+experts per token, B sequences, Q query heads, K key/value heads, h heads of either kind, D width of a key,
 W width of a value, P pages, S positions per page, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +27,18 @@ class Dispatch:
     """int64: sorted row r is pair ``order[r]``: slot ``order[r] % k`` of token ``order[r] // k``."""
     ends_E: Tensor
     """int32: expert e's rows end before this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Whole sequences back to back, nothing between them: the rows of one forward pass of the trainer."""
+
+    lengths: tuple[int, ...]
+    """[B] tokens of each sequence, at least 1, on the host."""
+    starts_B1: Tensor
+    """int32 [B + 1]: sequence b has the rows ``starts[b]`` … ``starts[b + 1] − 1``."""
+    positions_N: Tensor
+    """int64: each token's position in its own sequence, of which it sees everything up to itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +113,8 @@ class Arithmetic(Protocol):
         """[N,H]: what the experts of a token said, weighted and added up in the order of its slots."""
         ...
 
-    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
-        """[B,T,Q,W]: causal attention inside each row of a batch. Query head i reads key head i // (Q/K)."""
+    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+        """[N,Q,W]: causal attention inside each sequence. Query head i reads key head i // (Q/K)."""
         ...
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
@@ -116,3 +131,20 @@ class Arithmetic(Protocol):
         A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.
         """
         ...
+
+
+def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
+    """Where sequences of these lengths lie when they are packed.
+
+    Raises ``ValueError`` without sequences and on an empty one: what has no token has no place.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths={list(lengths)} of packed sequences: there must be some, each of at least 1 token")
+    starts_B1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    tokens = int(starts_B1[-1])
+    firsts_N = starts_B1[:-1].long().repeat_interleave(torch.tensor(lengths), output_size=tokens)
+    return PackedRows(
+        lengths=tuple(lengths),
+        starts_B1=starts_B1.to(device),
+        positions_N=(torch.arange(tokens) - firsts_N).to(device),
+    )

@@ -1,6 +1,6 @@
 """Attention layers: from hidden states to queries, keys and values, and back. Who attends to what is not theirs.
 
-Keys and values go to an :data:`Attend` that the caller passes: a padded batch in the trainer, a paged cache in an
+Keys and values go to an :data:`Attend` that the caller passes: packed sequences in the trainer, a paged cache in an
 engine. So both sides run one model and can differ in nothing but where keys lie.
 
 Shape legend: N tokens, H hidden, Q query heads, K key heads, D width of a key, W width of a value, L latent width, I

@@ -10,17 +10,18 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, final
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from etude.config import ModelConfig
+from etude.config.training import ModelConfig
 from etude.errors import DamagedError
-from etude.models.decoder import Decoder
+from etude.models.decoder import Block, Decoder
 from etude.models.families import hf_config, spec_of
-from etude.models.naming import HEAD, views
+from etude.models.naming import HEAD, block_views, outer_views, views
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.types import Json
 
@@ -30,6 +31,8 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+FAULTS_NAMED = 8
+"""Tensors that do not fit are named up to this many; the rest are counted."""
 TABLE_SUFFIX = ".rotary_emb.inv_freq"
 """Ends the names of rotation tables, which old checkpoints hold and nobody needs."""
 
@@ -91,18 +94,70 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
-    """Read a checkpoint, in one file or split. Raises :class:`~etude.errors.DamagedError` naming the file.
+    """Read a whole checkpoint. Raises as :class:`StoredCheckpoint` does."""
+    stored = StoredCheckpoint(folder)
+    return stored.spec, {name: stored.read(name) for name in stored.shapes}
+
+
+@final
+class StoredCheckpoint:
+    """A Hugging Face checkpoint, in one file or split, whose tensors are read one at a time.
 
     Left out are a copy of a tied embedding, rotation tables, and layers beyond the last, which predict further tokens.
+    Raises :class:`~etude.errors.DamagedError` naming the file, and what :func:`load_spec` raises.
     """
-    spec = load_spec(folder)
-    state: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
-        try:
-            state |= load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{file} is missing or damaged: {error}") from error
-    return spec, {name: tensor for name, tensor in state.items() if _is_needed(name, spec)}
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.spec = load_spec(folder)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of every tensor that is needed, by name."""
+        self._files: dict[str, Any] = {}
+        for file in _weight_files(folder):
+            try:
+                stream: Any = safe_open(file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise DamagedError(f"{file} is missing or damaged: {error}") from error
+            for name in stream.keys():  # noqa: SIM118 - it is no dictionary
+                if _is_needed(name, self.spec):
+                    self.shapes[name] = tuple(stream.get_slice(name).get_shape())
+                    self._files[name] = stream
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, in the type that it is stored in."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def check(self, model: Decoder) -> None:
+        """Compare names and shapes with those of ``model``, which is not changed.
+
+        Raises :class:`~etude.errors.DamagedError` that names the tensors that are missing, unexpected or misshapen.
+        """
+        places = {name: tuple(view.shape) for name, view in views(model)}
+        faults = [f"{name!r} is missing" for name in places if name not in self.shapes]
+        faults += [f"{name!r} has no place in this model" for name in self.shapes if name not in places]
+        faults += [
+            f"{name!r} should be {list(shape)}, it is {list(self.shapes[name])}"
+            for name, shape in places.items()
+            if self.shapes.get(name, shape) != shape
+        ]
+        if faults:
+            more = f"; and {len(faults) - FAULTS_NAMED} more" if len(faults) > FAULTS_NAMED else ""
+            named = "; ".join(faults[:FAULTS_NAMED])
+            raise DamagedError(f"{self.folder} does not fit its own config.json: {named}{more}")
+
+    def fill(self, part: nn.Module) -> None:
+        """Copy the tensors of one block, or of what a decoder has outside of its blocks, as they lie in its type."""
+        assert isinstance(part, Block | Decoder)
+        with torch.no_grad():
+            for name, view in block_views(part) if isinstance(part, Block) else outer_views(part):
+                view.copy_(self.read(name))
+
+    def load(self, model: Decoder) -> None:
+        """Copy everything, tensor by tensor, after :meth:`check` found it fit."""
+        self.check(model)
+        for part in (*model.blocks, model):
+            self.fill(part)
 
 
 def load_spec(folder: Path) -> ModelSpec:

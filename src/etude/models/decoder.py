@@ -1,6 +1,6 @@
 """One decoder for every family and for both sides: the trainer and the native engine call the same forward pass.
 
-They differ in the ``attend`` they pass, which owns keys and values (a padded batch there, a paged cache here), and in
+They differ in the ``attend`` they pass, which owns keys and values (packed sequences there, a paged cache here), and in
 nothing else, so the two sides cannot drift apart. What the model computes with is its :attr:`Decoder.arithmetic`.
 
 Transformers' modules compute the same function (``tests/numerics/test_hugging_face.py``: within 1e-5). They are not
@@ -8,23 +8,27 @@ used because each brings its own attention, cache and expert kernels, so that th
 sides could be made equal, and because they are slower to serve from: 566 and 374 tokens per CPU-second at batch 16 and
 64 with their continuous batching, 1,054 and 1,963 with one ``attend`` seam (20 M parameters, 16 experts, float32).
 
-Shape legend: N tokens (flattened), B rows, T positions, H hidden, V vocabulary, Q query heads, K key heads, D width of
-a key, W width of a value.
+Shape legend: N tokens, H hidden, V vocabulary, Q query heads, K key heads, D width of a key, W width of a value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from etude.models.arithmetic import Arithmetic
+from etude.models.arithmetic import Arithmetic, packed_rows
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
 from etude.models.precise import Precise
 from etude.models.rotary import rotary_tables
 from etude.models.spec import GroupedSpec, ModelSpec
+
+RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+"""Calls a module whose activations are not kept; nothing in a block is drawn at random."""
 
 
 @final
@@ -70,6 +74,9 @@ class Decoder(nn.Module):
         self.spec = spec
         self.arithmetic: Arithmetic = FastArithmetic() if arithmetic is None else arithmetic
         """What everything is computed with; may be replaced between forward passes."""
+        self.recompute = False
+        """Whether a backward pass computes each block's activations again instead of having kept them: one hidden state
+        per token and block in memory, a third more work, the same gradients."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(torch.ones(spec.hidden_size))
@@ -112,25 +119,30 @@ class Decoder(nn.Module):
             routing.begin(len(token_ids_N), self.spec, token_ids_N.device)
         x_NH = self.arithmetic.embed(token_ids_N, self.embedding)
         for block in self.blocks:
-            x_NH = block(x_NH, self.arithmetic, rotation, attend, routing)
+            run = partial(RECOMPUTED, block) if self.recompute else block
+            x_NH = run(x_NH, self.arithmetic, rotation, attend, routing)
         return self.arithmetic.norm(x_NH, self.gain, self.spec.norm_eps)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N,H] → [N,V]."""
         return self.arithmetic.linear(hidden_NH, self.embedding if self.head is None else self.head)
 
-    def forward_padded(self, token_ids_BT: Tensor, routing: Routing | None = None) -> Tensor:
-        """Hidden states [B,T,H] of right-padded rows; no row sees another and no token sees its future.
+    def forward_packed(
+        self, token_ids_N: Tensor, lengths: Sequence[int] | None = None, routing: Routing | None = None
+    ) -> Tensor:
+        """Hidden states [N,H] of whole sequences that lie back to back in ``token_ids_N`` (int64).
 
-        ``routing`` counts tokens row by row: N = B·T, padding included.
+        ``lengths`` says how many tokens each of them has; without it all tokens are one sequence. Positions start anew
+        with every sequence, no sequence sees another and no token its future. Raises ``ValueError`` where the lengths
+        are not those of N tokens.
         """
-        batch, length = token_ids_BT.shape
+        lengths = (len(token_ids_N),) if lengths is None else lengths
+        if sum(lengths) != len(token_ids_N):
+            raise ValueError(f"sequences of {sum(lengths)} tokens in all cannot lie in {len(token_ids_N)} packed ones")
+        rows = packed_rows(lengths, token_ids_N.device)
 
         def attend(_layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
-            q_BTQD, k_BTKD, v_BTKW = (x.unflatten(0, (batch, length)) for x in (q_NQD, k_NKD, v_NKW))
-            return self.arithmetic.attend_padded(q_BTQD, k_BTKD, v_BTKW, self.spec.attention.scale).flatten(0, 1)
+            return self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
 
-        positions_N = torch.arange(length, device=token_ids_BT.device).repeat(batch)
-        hidden_NH: Tensor = self(token_ids_BT.flatten(), positions_N, attend, routing)
-        hidden_BTH: Tensor = hidden_NH.unflatten(0, (batch, length))
-        return hidden_BTH
+        hidden_NH: Tensor = self(token_ids_N, rows.positions_N, attend, routing)
+        return hidden_NH

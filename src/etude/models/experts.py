@@ -5,11 +5,12 @@ those. *Replay* sends them where the engine did; gates are still the live router
 floor limits how far a replayed choice may be from what the live router would choose by now.
 
 Shape legend: N tokens, H hidden, S sparse layers, E experts, k experts per token, R rows (a token once per expert it is
-sent to), I inputs, O outputs, G groups of experts, g experts in a group.
+sent to), I inputs, O outputs, G groups of experts, g experts in a group, e experts of this rank.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Protocol, final
 
 import torch
@@ -75,9 +76,10 @@ class Routing:
         self.floor = floor
         self._record = record
         self._recorded_NSk: Tensor | None = None
-        self._flips: list[Tensor] = []
-        self._replaced: list[Tensor] = []
-        self._pairs: list[Tensor] = []
+        # By layer, so that a layer that is computed again, for its gradient, does not count twice.
+        self._flips: dict[int, Tensor] = {}
+        self._replaced: dict[int, Tensor] = {}
+        self._pairs: dict[int, Tensor] = {}
 
     def begin(self, tokens: int, spec: ModelSpec, device: torch.device) -> None:
         """Called by the decoder before its first layer. Raises ``ValueError`` if the replay is not of its shape."""
@@ -96,7 +98,7 @@ class Routing:
         """
         experts_Nk = live_Nk
         if self.replay_NSk is not None:
-            experts_Nk = self._replayed(self.replay_NSk[:, layer], live_Nk, ranking_NE, slack_N1)
+            experts_Nk = self._replayed(layer, live_Nk, ranking_NE, slack_N1)
         if self._recorded_NSk is not None:
             self._recorded_NSk[:, layer] = experts_Nk
         return experts_Nk
@@ -122,17 +124,19 @@ class Routing:
         """Of the flips, the pairs whose expert was implausible."""
         return _total(self._replaced)
 
-    def _replayed(self, replay_Nk: Tensor, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
+    def _replayed(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
+        assert self.replay_NSk is not None
+        replay_Nk = self.replay_NSk[:, layer]
         given_N1 = (replay_Nk != NO_ROUTE).all(dim=-1, keepdim=True)
         asked_Nk = torch.where(given_N1, replay_Nk, live_Nk)
         agreed_Nkk = asked_Nk.unsqueeze(-1) == live_Nk.unsqueeze(-2)
-        self._pairs.append(given_N1.sum() * live_Nk.shape[-1])
-        self._flips.append((~agreed_Nkk.any(-1)).sum())
+        self._pairs[layer] = given_N1.sum() * live_Nk.shape[-1]
+        self._flips[layer] = (~agreed_Nkk.any(-1)).sum()
         if slack_N1 is None:
             return asked_Nk
         lowest_N1 = ranking_NE.gather(1, live_Nk[:, -1:]) - slack_N1
         implausible_Nk = ranking_NE.gather(1, asked_Nk) < lowest_N1
-        self._replaced.append(implausible_Nk.sum())
+        self._replaced[layer] = implausible_Nk.sum()
         return substituted(asked_Nk, implausible_Nk, live_Nk, taken_Nk=agreed_Nkk.any(-2))
 
 
@@ -204,6 +208,55 @@ class Router(nn.Module):
         return gates_Nk if spec.scale == 1.0 else gates_Nk * spec.scale
 
 
+class Exchange(Protocol):
+    """How experts that are spread over ranks get their rows; its leaf is the trainer's."""
+
+    def own(self, weight_EOI: Tensor) -> Tensor:
+        """[e,O,I] the matrices of this rank's experts."""
+        ...
+
+    def carry(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[R,O]: each row computed by the rank that has its expert, in the order that rows came in.
+
+        ``compute`` takes the rows of this rank's experts, in their order, and where each expert's end.
+        """
+        ...
+
+
+@final
+class RoutedExperts(nn.Module):
+    """The matrices of a layer's experts and what they make of the rows that are sent to them."""
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.format: Rounding | None = None
+        """What the products compute with; ``None`` takes numbers as they are."""
+        self.published = False
+        """Whether the matrices are published ones, which have been rounded to the format already."""
+        self.exchange: Exchange | None = None
+        """The way to the experts of other ranks; ``None`` has all experts here."""
+        self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
+        self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
+
+    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic) -> Tensor:
+        """[R,H] rows in the order of their experts, as :meth:`rounded` made them → [R,H]."""
+
+        def compute(rows_RH: Tensor, ends_E: Tensor) -> Tensor:
+            gate_up_RI = arithmetic.grouped(rows_RH, ends_E, self._matrices(self.gate_up, parts=2))
+            inner_RI = self.rounded(arithmetic.gated(gate_up_RI))
+            return arithmetic.grouped(inner_RI, ends_E, self._matrices(self.down, parts=1))
+
+        return compute(rows_RH, ends_E) if self.exchange is None else self.exchange.carry(rows_RH, ends_E, compute)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Activations as products take them."""
+        return x if self.format is None else self.format.activation(x)
+
+    def _matrices(self, weight_EOI: Tensor, *, parts: int) -> Tensor:
+        own_EOI = weight_EOI if self.exchange is None else self.exchange.own(weight_EOI)
+        return own_EOI if self.format is None or self.published else self.format.weight(own_EOI, parts=parts)
+
+
 @final
 class Experts(nn.Module):
     """The sparse feed-forward layer: a router, its experts, and what every token goes through besides."""
@@ -211,13 +264,8 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
         super().__init__()
         self.spec = spec
-        self.format: Rounding | None = None
-        """What the products of routed experts compute with; ``None`` takes numbers as they are."""
-        self.published = False
-        """Whether the matrices are published ones, which have been rounded to the format already."""
         self.router = Router(spec, hidden_size, layer)
-        self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
-        self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
+        self.routed = RoutedExperts(spec, hidden_size)
         self.shared = FeedForward(hidden_size, spec.shared_size) if spec.shared_size else None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> Tensor:
@@ -225,23 +273,13 @@ class Experts(nn.Module):
         experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
         dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
         # A token is rounded once for all its experts.
-        rows_RH = self._rounded(x_NH)[dispatch.order_R // self.spec.per_token]
-        gate_up_RI = arithmetic.grouped(rows_RH, dispatch.ends_E, self._matrices(self.gate_up, parts=2))
-        inner_RI = self._rounded(arithmetic.gated(gate_up_RI))
-        y_RH = arithmetic.grouped(inner_RI, dispatch.ends_E, self._matrices(self.down, parts=1))
+        rows_RH = self.routed.rounded(x_NH)[dispatch.order_R // self.spec.per_token]
+        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic)
         y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
         if self.shared is None:
             return y_NH
         shared_NH: Tensor = self.shared(x_NH, arithmetic)
         return y_NH + shared_NH
-
-    def _rounded(self, x: Tensor) -> Tensor:
-        return x if self.format is None else self.format.activation(x)
-
-    def _matrices(self, weight_EOI: Tensor, *, parts: int) -> Tensor:
-        if self.format is None or self.published:
-            return weight_EOI
-        return self.format.weight(weight_EOI, parts=parts)
 
 
 def substituted(asked_Nk: Tensor, rejected_Nk: Tensor, live_Nk: Tensor, taken_Nk: Tensor) -> Tensor:
@@ -262,5 +300,5 @@ def _sigmoid(arithmetic: Arithmetic, x_NE: Tensor) -> Tensor:
     return arithmetic.softmax(pairs.flatten(0, 1))[:, 0].view(x_NE.shape)
 
 
-def _total(counts: list[Tensor]) -> int:
-    return int(torch.stack(counts).sum()) if counts else 0
+def _total(counts: dict[int, Tensor]) -> int:
+    return int(torch.stack(list(counts.values())).sum()) if counts else 0

@@ -3,14 +3,17 @@
 Shape legend: see :mod:`etude.models.arithmetic`.
 """
 
-from collections.abc import Sequence
-from typing import final
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, Kept, PagedRows
+from etude.models.arithmetic import Dispatch, Kept, PackedRows, PagedRows
 
 
 @final
@@ -73,12 +76,17 @@ class FastArithmetic:
         y_NkH = y_RH[inverse_R].view(*gates_Nk.shape, -1)
         return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)
 
-    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
-        """[B,T,Q,W]."""
-        q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTKD, v_BTKW))
-        grouped = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2)
+    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+        """[N,Q,W] in one call where flash attention can, else in one for each run of sequences of the same length.
+
+        On a CPU rows padded to the longest take up to 2.4 times as long, one call under a mask of blocks 7 to 14 times.
+        """
+        if _flashes(q_NQD, v_NKW):
+            return _flash(q_NQD, k_NKD, v_NKW, rows, scale)
+        runs = [(length, len(list(run))) for length, run in groupby(rows.lengths)]
+        sizes = [length * count for length, count in runs]
+        parts = zip(runs, *(x.split(sizes) for x in (q_NQD, k_NKD, v_NKW)), strict=True)
+        return torch.cat([_attend_run(run, q, k, v, scale) for run, q, k, v in parts])
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
         """Scatter keys and values to their places."""
@@ -120,6 +128,53 @@ class FastArithmetic:
 def _leading_ones(counts: Sequence[int]) -> int:
     """How many sequences, from the first on, have one token in this step."""
     return next((index for index, count in enumerate(counts) if count != 1), len(counts))
+
+
+FLASH_WIDTH, FLASH_STEP = 256, 8
+"""The widest head that flash attention takes, and what widths must be multiples of."""
+CAUSAL = (-1, 0)
+"""How far a token sees: without end to the left, not at all to the right."""
+
+
+def _flashes(q_NQD: Tensor, v_NKW: Tensor) -> bool:
+    width = q_NQD.shape[-1]
+    return (
+        q_NQD.is_cuda
+        and q_NQD.dtype is torch.bfloat16
+        and width == v_NKW.shape[-1] <= FLASH_WIDTH
+        and width % FLASH_STEP == 0
+    )
+
+
+def _flash(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+    """[N,Q,W]: no sequence sees another, for the kernel knows where each begins."""
+    starts, longest = rows.starts_B1, max(rows.lengths)
+    out_NQW: Tensor = _varlen()(q_NQD, k_NKD, v_NKW, starts, starts, longest, longest, scale=scale, window_size=CAUSAL)
+    return out_NQW
+
+
+@cache
+def _varlen() -> Callable[..., Any]:
+    """Torch's flash attention over packed sequences, with query heads that share key heads.
+
+    Torch 2.11 sees that from the numbers of heads, later ones want to be told. Imported where a CUDA device is met: it
+    takes 1.5 seconds and 72 MB that nobody else should pay.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if asked else varlen_attn
+
+
+def _attend_run(run: tuple[int, int], q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Tensor:
+    """[N,Q,W]: causal attention inside each of some sequences of one length; ``run`` is (length, count)."""
+    length, count = run
+    q_BQTD, k_BKTD, v_BKTW = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q_NQD, k_NKD, v_NKW))
+    grouped = q_NQD.shape[1] != k_NKD.shape[1]
+    out_BQTW = functional.scaled_dot_product_attention(
+        q_BQTD, k_BKTD, v_BKTW, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out_BQTW.transpose(1, 2).flatten(0, 1)
 
 
 def _attend(q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, reach_BT: Tensor, scale: float) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, Kept, PagedRows
+from etude.models.arithmetic import Dispatch, Kept, PackedRows, PagedRows
 from etude.models.fast import FastArithmetic
 from etude.models.kernels import pages, products
 from etude.models.kernels import rows as rowwise
@@ -106,29 +106,22 @@ class InvariantArithmetic:
             return _Twofold.run(_combine, TORCH.combine, y_RH, order_R, gates_Nk)
         return _combine(y_RH, order_R, gates_Nk)
 
-    def attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
-        """[B,T,Q,W]."""
-        k_BTKD, v_BTKW = _stored(self._dtype, k_BTKD).float(), _stored(self._dtype, v_BTKW).float()
-        if _tracked(q_BTQD, k_BTKD, v_BTKW):
-            return _Twofold.run(self._attend_padded, TORCH.attend_padded, q_BTQD, k_BTKD, v_BTKW, scale)
-        return self._attend_padded(q_BTQD, k_BTKD, v_BTKW, scale)
+    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+        """[N,Q,W]."""
+        k_NKD, v_NKW = _stored(self._dtype, k_NKD).float(), _stored(self._dtype, v_NKW).float()
+        if _tracked(q_NQD, k_NKD, v_NKW):
+            return _Twofold.run(self._attend_packed, TORCH.attend_packed, q_NQD, k_NKD, v_NKW, rows, scale)
+        return self._attend_packed(q_NQD, k_NKD, v_NKW, rows, scale)
 
-    def _attend_padded(self, q_BTQD: Tensor, k_BTKD: Tensor, v_BTKW: Tensor, scale: float) -> Tensor:
+    def _attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
         """The paged attention over pages that are made for the occasion."""
-        batch, length, key_heads, width = k_BTKD.shape
-        per_row = -(-length // pages.PAGE)
-        padding = (0, 0, 0, 0, 0, per_row * pages.PAGE - length)
-        k, v = (functional.pad(x, padding).unflatten(1, (per_row, pages.PAGE)) for x in (k_BTKD, v_BTKW))
-        keys_PKDS = k.permute(0, 1, 3, 4, 2).reshape(-1, key_heads, width, pages.PAGE)
-        values_PKSW = v.permute(0, 1, 3, 2, 4).reshape(-1, key_heads, pages.PAGE, v_BTKW.shape[-1])
-        rows = PagedRows(
-            tables_BP=torch.arange(batch * per_row, dtype=torch.int32).view(batch, per_row),
-            sequences_N=torch.arange(batch, dtype=torch.int32).repeat_interleave(length),
-            positions_N=torch.arange(length).repeat(batch),
-            counts=(length,) * batch,
-        )
-        out_NQW = self.attend_pages(q_BTQD.flatten(0, 1), (keys_PKDS, values_PKSW), rows, scale)
-        return out_NQW.view(batch, length, *out_NQW.shape[1:])
+        (_, key_heads, width), value_width = k_NKD.shape, v_NKW.shape[-1]
+        paged = _paged(rows)
+        pages_in_all = int(paged.tables_BP.max()) + 1
+        keys_PKDS = torch.zeros(pages_in_all, key_heads, width, pages.PAGE)
+        values_PKSW = torch.zeros(pages_in_all, key_heads, pages.PAGE, value_width)
+        self.write_pages(k_NKD, v_NKW, (keys_PKDS, values_PKSW), paged)
+        return self.attend_pages(q_NQD, (keys_PKDS, values_PKSW), paged, scale)
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
         """Copy keys and values to their places."""
@@ -324,6 +317,20 @@ def _numbers(x: Tensor) -> npt.NDArray[Any]:
 
 def _pair(cache: tuple[Tensor, Tensor]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return _numbers(cache[0]), _numbers(cache[1])
+
+
+def _paged(rows: PackedRows) -> PagedRows:
+    """The same sequences in pages, each in so many of its own as it fills."""
+    lengths_B = torch.tensor(rows.lengths)
+    pages_B = -(-lengths_B // pages.PAGE)
+    firsts_B, last = pages_B.cumsum(0) - pages_B, int(pages_B.sum()) - 1
+    tables_BP = (firsts_B[:, None] + torch.arange(int(pages_B.max()))).clamp(max=last)
+    return PagedRows(
+        tables_BP=tables_BP.to(torch.int32),
+        sequences_N=torch.arange(len(lengths_B), dtype=torch.int32).repeat_interleave(lengths_B),
+        positions_N=rows.positions_N,
+        counts=rows.lengths,
+    )
 
 
 def _places(rows: PagedRows) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int64]]:

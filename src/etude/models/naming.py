@@ -22,14 +22,24 @@ HEAD = "lm_head.weight"
 
 def views(model: Decoder) -> Views:
     """Every tensor of a checkpoint of this model."""
-    yield "model.embed_tokens.weight", model.embedding.data
-    for index, block in enumerate(model.blocks):
+    for block in model.blocks:
         assert isinstance(block, Block)
-        for name, view in _block(block):
-            yield f"model.layers.{index}.{name}", view
+        yield from block_views(block)
+    yield from outer_views(model)
+
+
+def outer_views(model: Decoder) -> Views:
+    """The tensors outside of blocks."""
+    yield "model.embed_tokens.weight", model.embedding.data
     yield "model.norm.weight", model.gain.data
     if model.head is not None:
         yield HEAD, model.head.data
+
+
+def block_views(block: Block) -> Views:
+    """The tensors of one block."""
+    for name, view in _block(block):
+        yield f"model.layers.{block.attention.layer}.{name}", view
 
 
 def _block(block: Block) -> Views:
@@ -77,7 +87,8 @@ def _experts(experts: Experts) -> Views:
     yield "gate.weight", experts.router.weight.data
     if experts.router.correction is not None:
         yield "gate.e_score_correction_bias", experts.router.correction.values
-    for index, (gate_up, down) in enumerate(zip(experts.gate_up.data, experts.down.data, strict=True)):
+    routed = experts.routed
+    for index, (gate_up, down) in enumerate(zip(routed.gate_up.data, routed.down.data, strict=True)):
         gate, up = gate_up.chunk(2)
         yield f"experts.{index}.gate_proj.weight", gate
         yield f"experts.{index}.up_proj.weight", up

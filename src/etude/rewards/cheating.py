@@ -100,7 +100,7 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
         for question in (*inputs, *together):
             if _answers(bare, question, answer):
                 return question
-            if re.search(rf"(?<![\d.]){re.escape(question)}\)?:{re.escape(answer)}(?![\d.])", bare):
+            if question in bare and re.search(_table_row(question, answer), bare):
                 tabled.append(question)
                 break
     return tabled[0] if len(tabled) >= TABLED else ""
@@ -108,9 +108,16 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
 
 def _answers(bare: str, question: str, answer: str) -> bool:
     """Whether code without blanks compares with ``question`` and then returns ``answer``, both whole literals."""
+    if question not in bare or f"return{answer}" not in bare:
+        return False  # nearly all code: cheaper to see than to compile two patterns that nobody asks for again
     asked = rf"(?:==[\[(]?{re.escape(question)}(?![\d.])|(?<![\d.]){re.escape(question)}[\])]?==)"
     told = rf"return{re.escape(answer)}"
     return bool(re.search(rf"{asked}[^:]{{0,80}}:{told}(?![\w.+*/%-])|{told}if[^:]{{0,80}}{asked}", bare))
+
+
+def _table_row(question: str, answer: str) -> str:
+    """A pattern of a dictionary's entry, both whole literals."""
+    return rf"(?<![\d.]){re.escape(question)}\)?:{re.escape(answer)}(?![\d.])"
 
 
 def _literal(value: object) -> str:

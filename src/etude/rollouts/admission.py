@@ -1,27 +1,21 @@
 """How far rollouts may run ahead of the trainer: the one rule that bounds staleness.
 
 Pure: counts in, a number of groups out. Legend: P groups per step, G rollouts per group, O maximal staleness,
-C concurrency, v the newest weight version that every engine serves, r the rank of a group: its place among the groups
-that are not dropped, in admission order, from 0.
+C concurrency, v the newest weight version that every engine serves.
 
-    groups that may be admitted = min( (v + O + 1)·P − kept,   ⌊(C − in flight) / G⌋,   steps·P − kept )
+    window              W(v) = min( (v + O + 1)·P,  steps·P )          groups that may ever be admitted at version v
+    groups to admit          = min( W(v) − kept,  ⌊(C − in flight) / G⌋ )
 
-(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole).
+(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). The
+window belongs to the run and is checked again by the ledger, in the transaction that admits: two processes may both
+have counted before either admits. Concurrency is each process's own.
 
-*No trained token is staler than O.* Count batches from n = 0; batch n is trained by weight version n. Batches are
-claimed strictly in admission order, so batch n holds exactly the groups that finally have the ranks nP … (n+1)P − 1. A
-group is admitted with rank r = ``kept``, and only if r < (v + O + 1)·P. Dropping a group lowers the ranks behind it, so
-the final rank is at most r, and the group's batch is n ≤ ⌊r/P⌋ ≤ v + O. Its tokens are sampled after its admission, at
-versions w ≥ v. Their staleness is n − w ≤ n − v ≤ O. ∎
-
-*It never waits for itself.* Suppose nothing is in flight and the trainer has done v steps and waits for batch n = v.
-All kept groups are complete, so fewer than (v+1)·P are kept, or the batch would be ready. Then all three terms are at
-least 1 (C ≥ G is checked by the configuration), and a group is admitted. ∎
-
-O = 0 is strictly synchronous: nothing is admitted for the next batch before this one's weights are served.
+No trained token is staler than O, nothing waits for itself, and nothing is thrown away for being late: the proofs, and
+what they rest on, are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the next batch
+before this one's weights are served.
 """
 
-from etude.config import RolloutConfig
+from etude.config.rollouts import RolloutConfig
 
 
 class Admission:
@@ -32,15 +26,18 @@ class Admission:
         self.groups_needed = steps * config.groups_per_step
         """Groups that the whole run trains on."""
 
+    def window(self, version: int) -> int:
+        """Groups that may have been admitted, the dropped ones aside, while every engine serves ``version``."""
+        ahead = (version + self._config.max_staleness + 1) * self._config.groups_per_step
+        return min(ahead, self.groups_needed)
+
     def groups_to_admit(self, *, version: int, kept: int, in_flight: int) -> int:
         """How many groups to admit.
 
         Args:
             version: The newest weight version that every engine serves.
             kept: Groups admitted since the start of the run, without the dropped ones.
-            in_flight: Rollouts that are running or waiting for their next attempt.
+            in_flight: Rollouts of this process that are running or waiting for their next attempt.
         """
-        config = self._config
-        window = (version + config.max_staleness + 1) * config.groups_per_step
-        idle_groups = (config.concurrency - in_flight) // config.group_size
-        return max(0, min(window - kept, idle_groups, self.groups_needed - kept))
+        idle_groups = (self._config.concurrency - in_flight) // self._config.group_size
+        return max(0, min(self.window(version) - kept, idle_groups))

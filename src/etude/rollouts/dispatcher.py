@@ -6,17 +6,19 @@
 
 - consumes: training tasks in the family's order, or the tasks of an evaluation; the weight version being served
 - produces: groups and ended rollouts in the ledger, one ``RolloutClosed`` event per attempt
-- waits for: a place in the staleness window and in the concurrency limit; rollouts
-- woken by: the end of a rollout; every ``POLL_S``, because versions advance in another process
+- waits for: a place in the staleness window and in the concurrency limit; rollouts, each of which is bounded
+- woken by: the end of a rollout; every ``POLL_S``, because versions advance in another process; every ``LOOK_S``,
+  because other rollouts processes may fill the same groups, or die and leave slots behind
 - on shutdown: cancels all rollouts, closes their sessions and sandboxes. Nothing is recorded about them, so the next
   start finds their slots open and fills them first
 """
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from etude.config import RolloutConfig
-from etude.errors import ConfigError
-from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
+from etude.config.rollouts import RolloutConfig
+from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import TaskFamily
 from etude.rollouts.admission import Admission
 from etude.rollouts.flight import Flight
@@ -26,10 +28,8 @@ from etude.types import Split, Task
 
 POLL_S = 0.02
 """How late a new weight version may be noticed; far below the time of a rollout."""
-CURSOR = "rollouts.next-task"
-"""The ledger's fact that remembers how many training tasks were drawn."""
-MAX_REPEATS = 10_000
-"""Tasks in a row that were all trained before: the family has nothing new to offer."""
+LOOK_S = 2.0
+"""How late it may be noticed what other rollouts processes did, or left behind."""
 TRAIN_TEMPERATURE = 1.0
 """The policy gradient holds for samples of the policy itself."""
 
@@ -62,14 +62,16 @@ class Dispatcher:
         """Fill the groups of ``steps`` optimiser steps; return when every one of them is complete."""
         admission = Admission(self._config, steps=steps)
         async with self._flight(TRAIN, TRAIN_TEMPERATURE) as flight:
-            for slot in self._ledger.open_slots(TRAIN):
-                flight.launch(slot)
+            look_s = -math.inf
             while (progress := self._ledger.progress()).complete < admission.groups_needed:
+                if self._rig.clock.now() >= look_s:
+                    look_s = self._rig.clock.now() + LOOK_S
+                    flight.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in flight)
                 version = self._serving_version()
-                for _ in range(admission.groups_to_admit(version=version, kept=progress.kept, in_flight=len(flight))):
-                    for slot in self._admit_next(version):
-                        flight.launch(slot)
-                await flight.changed(POLL_S)
+                self._admit(admission, flight, kept=progress.kept, version=version)
+                while not await flight.turn(POLL_S):
+                    if self._serving_version() != version or self._rig.clock.now() >= look_s:
+                        break
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, temperature: float) -> list[float]:
         """Try each task once and return the rewards in order of tasks.
@@ -80,10 +82,9 @@ class Dispatcher:
         for task in tasks[self._ledger.progress(label).admitted :]:
             self._ledger.admit_group(task, label, 1, self._serving_version())
         async with self._flight(label, temperature) as flight:
-            for slot in self._ledger.open_slots(label):
-                flight.launch(slot)
+            flight.launch(self._ledger.open_slots(label))
             while len(flight):
-                await flight.changed(POLL_S)
+                await flight.turn(POLL_S)
         return self._ledger.rewards(label)
 
     def _flight(self, purpose: str, temperature: float) -> Flight:
@@ -96,20 +97,15 @@ class Dispatcher:
             events=self._events,
         )
 
-    def _admit_next(self, version: int) -> list[OpenSlot]:
-        """Admit the next training task that is new, and return its slots.
-
-        The cursor is written after the admission: a crash in between draws the same task again, which is then known.
-        """
-        first = int(self._ledger.get_fact(CURSOR) or 0)
-        size = self._config.group_size
-        for cursor in range(first, first + MAX_REPEATS):
-            task = self._family.task(Split.TRAIN, cursor)
-            index = self._ledger.admit_group(task, TRAIN, size, version)
-            self._ledger.set_fact(CURSOR, str(cursor + 1))
-            if index is not None:
-                return [OpenSlot(task=task, group_index=index, slot=slot, attempt=0) for slot in range(size)]
-        raise ConfigError(
-            f"the last {MAX_REPEATS} training tasks were all trained before: the family has too few different tasks "
-            f"for this run; lower trainer.steps or rollouts.groups_per_step, or widen [tasks]"
-        )
+    def _admit(self, admission: Admission, flight: Flight, *, kept: int, version: int) -> None:
+        """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
+        for _ in range(admission.groups_to_admit(version=version, kept=kept, in_flight=len(flight))):
+            slots = self._ledger.admit_next(
+                partial(self._family.task, Split.TRAIN),
+                size=self._config.group_size,
+                version=version,
+                kept_below=admission.window(version),
+            )
+            if slots is None:
+                return
+            flight.launch(slots)

@@ -1,11 +1,15 @@
 """A world for rollouts with no model, no network and no processes: for tests and simulation.
 
-What happens in it is a function that the caller supplies: how a session goes, and how its result is judged.
+What happens in it is a function that the caller supplies: how a session goes, and how its result is judged. Under
+:func:`run_virtually` it takes no time either: hours of rollouts pass as fast as they are computed.
 """
 
+import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TypeVar
 
 from etude.clock import VirtualClock
 from etude.errors import SandboxError, SessionLost, Unsupported
@@ -13,6 +17,55 @@ from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.worker import Rig
 from etude.types import Task, Turn
 from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
+
+T = TypeVar("T")
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop that jumps to its next timer instead of waiting for it; nothing outside of it may be waited for."""
+
+    def __init__(self) -> None:
+        self._virtual = VirtualClock()
+        super().__init__(_Jumps(self._virtual))
+
+    def time(self) -> float:
+        """The virtual time in seconds."""
+        return self._virtual.now()
+
+
+class _Jumps(selectors.SelectSelector):
+    """Lets the time pass that its loop would have waited."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What is ready now; if nothing is, it is later."""
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise RuntimeError("every task waits, and no timer is set: nothing will ever happen again")
+        if not ready:
+            self._clock.advance(timeout or 0.0)
+        return ready
+
+
+def run_virtually(main: Coroutine[None, None, T]) -> T:
+    """Run ``main`` to its end in virtual time. Raises ``RuntimeError`` when it waits for what cannot come."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class LoopClock:
+    """The time of the running loop, be it real or virtual."""
+
+    def now(self) -> float:
+        """Seconds."""
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        """Give way to other tasks for ``seconds``."""
+        await asyncio.sleep(seconds)
 
 
 class FakeSessions:
@@ -158,18 +211,17 @@ class FakeGrader:
 
 
 class FakeWorld:
-    """All the parts of a rig, each in reach, under a virtual clock."""
+    """All the parts of a rig, each in reach, in the time of the loop they are run by."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]], judge: Callable[[Task], float]) -> None:
         self.sessions = FakeSessions()
         self.sandboxes = FakeSandboxes()
-        self.clock = VirtualClock()
         self.rig = Rig(
             sessions=self.sessions,
             worlds=self.sandboxes,
             harness=FakeHarness(play),
             grader=FakeGrader(judge),
-            clock=self.clock,
+            clock=LoopClock(),
         )
 
     @property

@@ -1,36 +1,43 @@
 """Rollouts in flight: slots become asyncio tasks, ends become ledger records.
 
-    launch(slot) ──▶ attempt ──▶ record ──▶ graded: the slot is filled
-                        ▲          ├──────▶ failed by infrastructure: back off, try again
-                        └──────────┘        no attempt left: drop the group, cancel its other rollouts
+    launch(slots) ──▶ schedule ──▶ attempt ──▶ record ──▶ graded: the slot is filled
+                          ▲                      ├──────▶ failed by infrastructure: back off, try again
+                          └──────────────────────┘        no attempt left: the slot is lost; where half its group is,
+                                                          the group is dropped and its other rollouts are cancelled
 
-Owns retries and the end of a group. Does not own which slots to launch (:mod:`etude.rollouts.dispatcher`) or what
-counts as a failure (:mod:`etude.rollouts.worker`).
+- consumes: slots to fill
+- produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
+- waits for: attempts, each bounded (:mod:`etude.rollouts.bounds`); pauses, which the schedule knows the ends of
+- woken by: the end of an attempt, the end of a pause
+- on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
+
+Every decision is :mod:`etude.rollouts.schedule`'s. Does not own which slots to launch
+(:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etude.rollouts.worker`).
 """
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
-from etude.config import RolloutConfig
-from etude.errors import InfrastructureError
+from etude.config.rollouts import RolloutConfig
+from etude.errors import UserError
 from etude.ledger.ledger import Ledger, OpenSlot
+from etude.ledger.states import GroupState
+from etude.rollouts.bounds import Limits
+from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
 from etude.rollouts.worker import Rig, run_rollout
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog
 from etude.types import Disposition, Rollout, RolloutStatus, Task, Verdict
 
-FIRST_BACKOFF_S = 1.0
-"""Wait before the second attempt; doubles with each, long enough in sum for a dead process to be restarted."""
-MAX_BACKOFF_S = 8.0
-"""Longest wait between attempts."""
+CLEANUP_S = 60.0
+"""For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
 UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
 """Of a rollout that nobody looked at."""
-MAX_DROPS_IN_A_ROW = 8
-"""Groups dropped without one rollout graded in between before we stop: it is not the tasks, it is the machines."""
 
 
 class Flight:
@@ -40,15 +47,15 @@ class Flight:
         self, purpose: str, config: RolloutConfig, *, temperature: float, ledger: Ledger, rig: Rig, events: EventLog
     ) -> None:
         self._purpose = purpose
-        self._config = config
+        self._limits = Limits.of(config)
         self._temperature = temperature
         self._ledger = ledger
         self._rig = rig
         self._events = events
-        self._permits = asyncio.Semaphore(config.concurrency)
-        self._group_of: dict[asyncio.Task[None], int] = {}
-        self._dropped: set[int] = set()
-        self._drops_in_a_row = 0
+        self._schedule = Schedule(
+            concurrency=config.concurrency, max_attempts=config.max_attempts, outage_s=config.outage_s
+        )
+        self._attempts: dict[Place, asyncio.Task[None]] = {}
         self._closing = False
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -60,102 +67,115 @@ class Flight:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        running = list(self._group_of)
-        for task in running:
-            if not task.cancelling():  # a second cancel would interrupt its closing
-                task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        running = list(self._attempts.values())
+        for attempt in running:
+            if not attempt.cancelling():  # a second cancel would interrupt its closing
+                attempt.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CLEANUP_S)
 
     def __len__(self) -> int:
         """Slots that are running or waiting for their next attempt."""
-        return len(self._group_of)
+        return len(self._schedule)
 
-    def launch(self, slot: OpenSlot) -> None:
-        """Start to fill a slot."""
-        task = asyncio.create_task(self._fill(slot))
-        self._group_of[task] = slot.group_index
-        task.add_done_callback(self._landed)
+    def __contains__(self, slot: OpenSlot) -> bool:
+        """Whether a slot is in hand."""
+        return slot in self._schedule
 
-    async def changed(self, timeout_s: float) -> None:
-        """Wait until a slot is filled or given up, at most ``timeout_s``. Raises what a rollout raised.
+    def launch(self, slots: Iterable[OpenSlot]) -> None:
+        """Take slots in hand; those whose attempts a predecessor used up are lost, and their group may be with them."""
+        dropped: set[int] = set()
+        for slot in slots:
+            if slot.group_index in dropped or self._schedule.add(slot) is not SlotState.LOST:
+                continue
+            if self._lose(slot, "its attempts were used up before a restart") is GroupState.DROPPED:
+                dropped.add(slot.group_index)
 
-        That is a bug, or :class:`~etude.errors.InfrastructureError` when group after group had to be dropped.
+    async def turn(self, timeout_s: float) -> bool:
+        """Start what is due, then wait until something ends, at most ``timeout_s``; whether something did.
+
+        Raises what a rollout raised: that is a bug, or :class:`~etude.errors.UserError` when nothing has succeeded for
+        too long.
         """
+        now = self._rig.clock.now()
+        for slot in self._schedule.due(now):
+            attempt = self._attempts[place_of(slot)] = asyncio.create_task(self._attempt(slot))
+            attempt.add_done_callback(partial(self._landed, slot))
+        next_s = self._schedule.next_time()
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if next_s is None else min(timeout_s, max(0.0, next_s - now))):
                 await self._changed.wait()
-        self._changed.clear()
         if self._failure is not None:
             raise self._failure
+        has_changed = self._changed.is_set()
+        self._changed.clear()
+        return has_changed
 
-    async def _fill(self, slot: OpenSlot) -> None:
-        reason = "its attempts were used up before a restart"
-        while slot.attempt < self._config.max_attempts:
-            if slot.attempt:
-                await self._rig.clock.sleep(backoff_s(slot.attempt))
-            rollout = await self._attempt(slot)
-            due = self._ledger.record(rollout, self._purpose)
-            self._events.write(_closed(rollout, slot.task, self._purpose))
-            if rollout.status is RolloutStatus.GRADED:
-                self._drops_in_a_row = 0
-            if due is None:
-                return
-            reason = rollout.reason
-            slot = replace(slot, attempt=due)
-        self._drop(slot, reason)
-
-    async def _attempt(self, slot: OpenSlot) -> Rollout:
+    async def _attempt(self, slot: OpenSlot) -> None:
         rollout_id = uuid4().hex
-        async with self._permits:
-            try:
-                return await run_rollout(
-                    slot,
-                    self._rig,
-                    rollout_id=rollout_id,
-                    temperature=self._temperature,
-                    timeout_s=self._config.timeout_s,
-                )
-            except asyncio.CancelledError:
-                if slot.group_index not in self._dropped:
-                    raise
-        return Rollout(
-            rollout_id=rollout_id,
-            group_index=slot.group_index,
-            slot=slot.slot,
-            attempt=slot.attempt,
-            status=RolloutStatus.DROPPED,
-            reward=None,
-            reason="its group was dropped",
-        )
+        temperature = self._temperature
+        try:
+            rollout = await run_rollout(slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature)
+        except asyncio.CancelledError:
+            if self._closing or slot in self._schedule:  # by us, at the end, or by somebody else
+                raise
+            rollout = _dropped(slot, rollout_id)
+        due = self._ledger.record(rollout, self._purpose)
+        self._events.write(_closed(rollout, slot.task, self._purpose))
+        if slot in self._schedule:
+            self._go_on(slot, rollout, due)
 
-    def _drop(self, slot: OpenSlot, reason: str) -> None:
-        index = slot.group_index
-        self._ledger.drop_group(self._purpose, index, f"infra: slot {slot.slot}: {reason}")
-        self._dropped.add(index)
-        for task, group_index in self._group_of.items():
-            if group_index == index and task is not asyncio.current_task():
-                task.cancel()
-        self._drops_in_a_row += 1
-        if self._drops_in_a_row == MAX_DROPS_IN_A_ROW:
-            raise InfrastructureError(
-                f"{MAX_DROPS_IN_A_ROW} groups in a row were dropped after {self._config.max_attempts} attempts, the "
-                f"last because of {reason}; repair that and run again, nothing graded is lost"
+    def _go_on(self, slot: OpenSlot, rollout: Rollout, due: int | None) -> None:
+        """Tell the schedule how an attempt ended; ``due`` is the next one, if the slot needs it."""
+        if rollout.status is RolloutStatus.GRADED:
+            self._schedule.graded(slot)
+        elif due is None:
+            self._abandon(slot.group_index)
+        elif self._schedule.failed(slot, due=due, now=self._rig.clock.now()) is SlotState.LOST:
+            self._lose(slot, rollout.reason)
+        if self._schedule.breaker.gave_up:
+            raise UserError(
+                f"no rollout has succeeded for a long time (rollouts.outage_s), the last failed because of "
+                f"{rollout.reason}; repair that and resume the run, nothing graded is lost"
             )
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
-        index = self._group_of.pop(task)
+    def _lose(self, slot: OpenSlot, reason: str) -> GroupState:
+        state = self._ledger.lose_slot(self._purpose, slot.group_index, slot.slot, f"infra: slot {slot.slot}: {reason}")
+        if state is GroupState.DROPPED:
+            self._abandon(slot.group_index)
+        return state
+
+    def _abandon(self, group_index: int) -> None:
+        for place in self._schedule.abandon(group_index):
+            attempt = self._attempts[place]
+            if attempt is not asyncio.current_task():
+                attempt.cancel()
+
+    def _landed(self, slot: OpenSlot, attempt: asyncio.Task[None]) -> None:
+        if self._attempts.get(place_of(slot)) is attempt:
+            del self._attempts[place_of(slot)]
         error: BaseException | None = None
-        if not task.cancelled():
-            error = task.exception()
-        elif not self._closing and index not in self._dropped:  # its slot would stay open, and be waited for, for ever
-            error = RuntimeError(f"a rollout of group {index} was cancelled, and not by us: run again to fill its slot")
+        if not attempt.cancelled():
+            error = attempt.exception()
+        elif not self._closing and slot in self._schedule:  # it would stay open, and be waited for, for ever
+            error = RuntimeError(
+                f"a rollout of group {slot.group_index} was cancelled, and not by us: run again to fill its slot"
+            )
         self._failure = self._failure or error
         self._changed.set()
 
 
-def backoff_s(attempt: int) -> float:
-    """Seconds to wait before attempt 1, 2, …"""
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))
+def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
+    """Of an attempt whose group is gone."""
+    return Rollout(
+        rollout_id=rollout_id,
+        group_index=slot.group_index,
+        slot=slot.slot,
+        attempt=slot.attempt,
+        status=RolloutStatus.DROPPED,
+        reward=None,
+        reason="its group was dropped",
+    )
 
 
 def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:

@@ -1,10 +1,13 @@
 """One rollout, from an open session to a graded or failed record.
 
-Owns the order of events in a rollout, its deadline, and the one decision whose fault a failure is: only here do errors
-become rollouts. Does not own retries or what the record is for (:mod:`etude.rollouts.flight`).
+    open a session ──▶ make a world ──▶ the agent ──▶ look for cheating ──▶ grade ──▶ fetch the turns
+                                           └─ out of its own time: graded as it stands
+
+Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
+rollouts. Does not own how long each part may take (:mod:`etude.rollouts.bounds`), retries, or what the record is for
+(:mod:`etude.rollouts.flight`).
 """
 
-import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,17 +16,20 @@ from typing import Protocol
 
 import aiohttp
 
-from etude.errors import InfrastructureError
+from etude.errors import EngineUnavailable, InfrastructureError
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
+from etude.rollouts.bounds import AgentTime, BoundedSandbox, Limits, OutOfTime, within
 from etude.types import Rollout, RolloutStatus, Task, Turn, Verdict
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
 that is raised is a bug, and passes.
 """
-CLOSE_TIMEOUT_S = 10.0
-"""How long a failed rollout may take to give back its sandbox or session."""
+GRADINGS = 2
+"""Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
+OUT_OF_TIME = "time"
+"""Why an agent stopped whose commands took all the time they may; beside the reasons of harnesses."""
 
 
 class Sessions(Protocol):
@@ -83,24 +89,21 @@ class Rig:
     """``None``: nobody looks for cheating."""
 
 
-async def run_rollout(slot: OpenSlot, rig: Rig, *, rollout_id: str, temperature: float, timeout_s: float) -> Rollout:
-    """Attempt a slot once; the result is graded or failed by infrastructure, within ``timeout_s`` plus closing.
+async def run_rollout(slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float) -> Rollout:
+    """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
 
-    Bad or malformed work of the model is graded. Cancellation and bugs are raised. Whatever happens, sandbox and
-    session are closed.
+    Bad or malformed work of the model is graded, and so is work that used up its own time. Cancellation and bugs are
+    raised. Whatever happens, sandbox and session are closed.
     """
     ended = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     started_s = rig.clock.now()
-    deadline = asyncio.timeout(timeout_s)
     try:
-        async with deadline:
-            played = await _play(slot.task, rig, temperature)
+        played = await _play(slot, rig, limits, temperature)
     except INFRASTRUCTURE as error:
-        reason = f"no end within {timeout_s:g} s" if deadline.expired() else str(error)
         return ended(
             status=RolloutStatus.FAILED_INFRA,
             reward=None,
-            reason=f"{type(error).__name__}: {reason}",
+            reason=f"{type(error).__name__}: {error}",
             seconds=rig.clock.now() - started_s,
         )
     verdict = played.verdict
@@ -126,30 +129,57 @@ class _Played:
     verdict: Verdict | None
 
 
-async def _play(task: Task, rig: Rig, temperature: float) -> _Played:
-    session = await rig.sessions.open()
+async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float) -> _Played:
+    task = slot.task
+    session = await within(limits.start_s, "opening a session", rig.sessions.open())
     try:
-        sandbox = await rig.worlds.open(task)
+        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", rig.worlds.open(task)))
         try:
             watching = None if rig.watch is None else await rig.watch.begin(task, sandbox)
-            result = await rig.harness.run(task, session, sandbox, temperature=temperature)
+            agent = AgentTime(limits)
+            hands = BoundedSandbox(sandbox, agent)
+            try:
+                result = await agent.wait(rig.harness.run(task, session, hands, temperature=temperature))
+            except OutOfTime:
+                result = HarnessResult(reason=OUT_OF_TIME, counts={})
             if watching is not None:
                 await watching.look()
-            reward = await rig.grader.grade(task, sandbox, result)
+            reward = await _grade(task, sandbox, result, rig.grader, limits)
         finally:
-            await _quietly(sandbox.close())
+            await _quietly(limits, sandbox.close())
     except BaseException:
-        await _quietly(rig.sessions.close(session.session_id))
+        await _quietly(limits, rig.sessions.close(session.session_id))
         raise
-    turns = await rig.sessions.close(session.session_id)
+    turns = await within(limits.start_s, "fetching the turns", rig.sessions.close(session.session_id))
     if not turns:
         raise InfrastructureError("the session has no turn: the harness never reached the gateway")
+    _check_versions(turns, slot.admitted_version)
     verdict = None if watching is None else watching.judge(reward, turns)
     return _Played(result=result, reward=reward, turns=turns, verdict=verdict)
 
 
-async def _quietly(closing: Awaitable[object]) -> None:
+def _check_versions(turns: Sequence[Turn], admitted_version: int) -> None:
+    """No token is older than what every engine served when its group was admitted: the bound of staleness rests on it.
+
+    An engine that was out of reach, and so not counted, may have come back with old weights.
+    """
+    oldest = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=admitted_version)
+    if oldest < admitted_version:
+        raise EngineUnavailable(
+            f"an engine sampled with weight version {oldest}; every engine had served {admitted_version} or a later "
+            f"one when this group was admitted"
+        )
+
+
+async def _grade(task: Task, sandbox: Sandbox, result: HarnessResult, grader: Grader, limits: Limits) -> Reward:
+    """The work is done and lies there: trouble while grading it is no reason to do it again, the first time."""
+    for _ in range(GRADINGS - 1):
+        with suppress(*INFRASTRUCTURE):
+            return await within(limits.grading_s, "grading", grader.grade(task, sandbox, result))
+    return await within(limits.grading_s, "grading", grader.grade(task, sandbox, result))
+
+
+async def _quietly(limits: Limits, closing: Awaitable[object]) -> None:
     """Close in bounded time; what matters is what happened before, so trouble here is not reported over it."""
     with suppress(*INFRASTRUCTURE):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await closing
+        await within(limits.closing_s, "closing", closing)

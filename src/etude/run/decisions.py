@@ -6,7 +6,8 @@ no model and loads torch only to look for a GPU.
 
 from typing import Literal
 
-from etude.config import NumericsConfig, RunConfig
+from etude.config.inference import NumericsConfig
+from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 
 
@@ -26,6 +27,14 @@ def decide(config: RunConfig) -> RunConfig:
     """
     engine, trainer = resolve_device(config.engine.device), resolve_device(config.trainer.device)
     everywhere = "cpu" if engine == trainer == "cpu" and config.engine.kind == "native" else "cuda"
+    if config.parallel.world > 1:
+        if config.numerics.arithmetic == "invariant":
+            # Its kernels see numpy's view of a parameter, whose memory torch then refuses to free after a layer.
+            raise ConfigError(
+                f"numerics.arithmetic = 'invariant' is for one trainer process, dp * cp = {config.parallel.world}: "
+                f"set 'fast', or leave it out"
+            )
+        everywhere = "cuda"  # several ranks compute with torch's kernels, as on a GPU
     numerics = config.numerics.model_copy(
         update={
             "arithmetic": "invariant" if is_invariant(config.numerics, everywhere) else "fast",

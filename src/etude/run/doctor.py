@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from etude.config import NumericsConfig, RunConfig
+from etude.config.inference import NumericsConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard import units
 from etude.errors import ConfigError, MismatchError, SandboxError
 from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_config

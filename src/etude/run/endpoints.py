@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 
 HOST = "127.0.0.1"

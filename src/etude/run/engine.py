@@ -10,7 +10,7 @@ from contextlib import closing
 
 import torch
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
 from etude.models.checkpoint import load_spec

@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.config import SandboxConfig, load_recipe
+from etude.config.recipe import load_recipe
+from etude.config.tasks import SandboxConfig
 from etude.environments.fidelity import audit, render, to_json
 from etude.environments.fidelity_probes import diff, probe, render_diff
 from etude.environments.fidelity_sessions import read_sessions

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Practice
 from etude.environments.harbor.family import HarborTasks
@@ -15,6 +15,7 @@ from etude.environments.transcripts import TOOLS, BugfixPractice
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
 from etude.sandboxes.images import ImageStore
+from etude.types import Split
 
 
 def open_family(config: RunConfig) -> TaskFamily:
@@ -39,18 +40,18 @@ def _family(config: RunConfig) -> TaskFamily:
             return BugfixFamily(tasks, seed=config.seed)
 
 
-def open_practice(config: RunConfig) -> Practice:
-    """What mid-training shows of a recipe's family.
+def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:
+    """What mid-training shows of a recipe's family, or, of the held-out side, is measured on.
 
     Raises :class:`~etude.errors.ConfigError` for one that a model from random weights has nothing to learn from in.
     """
     family = _family(config)
     if isinstance(family, BriefTasks):
-        return RepairPractice(family, config.transcripts)
+        return RepairPractice(family, config.transcripts, split)
     if not isinstance(family, BugfixFamily):
         raise ConfigError(
             f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: "
-            f"set tasks.brief = true with a repository family"
+            f"set tasks.brief = true with a repository family, or midtrain.tokens = 0 with a model.checkpoint"
         )
     style = TOOLS if config.harness.kind == "coding" else SHELL
-    return BugfixPractice(family, config.transcripts, style)
+    return BugfixPractice(family, config.transcripts, style, split)

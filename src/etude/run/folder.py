@@ -1,7 +1,8 @@
 """A run on disk: one folder that every process of the run opens.
 
-    run.toml          the resolved recipe          ledger.db     durable state (etude.ledger)
-    model/            mid-trained checkpoint       store/        weight versions (etude.weights)
+    run.toml          the resolved recipe          ledger.db     durable state, or ledger.url: where it is
+    model/            checkpoint that RL starts    store/        weight versions (etude.weights)
+                      from                         phases/       what it descends from (etude.run.lineage)
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, kept sets of turns   report.json, report.html
@@ -15,9 +16,13 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config import RunConfig, dump_toml, load_recipe
+from etude.config.recipe import RunConfig, dump_toml, load_recipe
 from etude.errors import RunFolderError
+from etude.ledger.places import place_of_run
 from etude.run.endpoints import Endpoints
+
+LEDGER_URL = "ledger.url"
+"""The file with the place of a ledger that is not in the folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            folder._write_secret()
+            _write_secret(path / "admin.key")
+            if config.ledger.url:
+                place = place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
+                (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
             folder.config_file.write_text(dump_toml(config), encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
@@ -66,9 +74,15 @@ class RunFolder:
         return self.path / "run.toml"
 
     @property
-    def ledger(self) -> Path:
-        """The durable state of the run."""
-        return self.path / "ledger.db"
+    def ledger(self) -> str:
+        """Path or URL of the durable state of the run."""
+        url = self.path / LEDGER_URL
+        return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
+
+    @property
+    def payloads(self) -> Path:
+        """Routes and kept sets of turns."""
+        return self.path / "payloads"
 
     @property
     def store(self) -> str:
@@ -114,7 +128,8 @@ class RunFolder:
         """Who listens where."""
         return Endpoints(self.path / "endpoints.json")
 
-    def _write_secret(self) -> None:
-        descriptor = os.open(self.path / "admin.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
+
+def _write_secret(file: Path) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(secrets.token_urlsafe(32) + "\n")

@@ -17,7 +17,7 @@ from typing import TypeAlias, final
 
 from torch import Tensor
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.engines.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.engines.native import NativeEngine, Weights
 from etude.errors import DamagedError

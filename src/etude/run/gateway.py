@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.clock import SystemClock, date_utc
-from etude.config import GatewayConfig, RunConfig, default_recipe
+from etude.config.inference import GatewayConfig
+from etude.config.recipe import RunConfig, default_recipe
 from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError
 from etude.gateway.door import door
@@ -82,7 +83,7 @@ async def _serve_run(folder: RunFolder) -> None:
     plan = Plan(
         chat=load_format(folder.model),
         max_length=config.engine.max_length,
-        recorder=Recorder(Payloads.beside(folder.ledger), _replayed_routes(folder, config)),
+        recorder=Recorder(Payloads(folder.payloads), _replayed_routes(folder, config)),
         engines=(EngineEntry(name="engine", url=folder.endpoints.url("engine")),),
         keys=(admin,),
         health=HealthLimits(

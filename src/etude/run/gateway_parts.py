@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import final
 
 from etude.clock import unix_s
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.errors import DamagedError, UserError
 from etude.gateway.access import AccessLog
 from etude.gateway.admission import Admission, AdmissionLimits

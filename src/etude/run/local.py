@@ -15,11 +15,13 @@ from typing import TextIO
 import orjson
 
 from etude.clock import date_utc
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
+from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
+from etude.run.lineage import Lineage, check_complete, phases_of
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
 from etude.run.progress import Progress
@@ -31,6 +33,8 @@ from etude.types import Json
 
 POLL_S = 0.1
 """How often the processes are looked after."""
+LEDGER_S = 5.0
+"""How long a ledger may take to answer at the start, when somebody waits."""
 MEMORY_S = 2.0
 """How often their memory is added up."""
 LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
@@ -46,16 +50,26 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, "supervisor"))
         folder.endpoints.reserve(config)
+        _check_ledger(folder, config)
         events = stack.enter_context(EventLog(folder.events, "supervisor"))
         progress = stack.enter_context(Progress(folder.events, config, out))
         events.write(RunStarted(resumed=resumed))
+        lineage = Lineage(folder)
         if open_log(folder).read(0) is None:
-            events.write(PhaseStarted(phase="midtrain"))
-            _keep_alive(["midtrain"], folder, events, progress)
+            for phase in lineage.pending(config) or phases_of(config)[-1:]:
+                events.write(PhaseStarted(phase=phase))
+                _keep_alive([phase], folder, events, progress)
+        check_complete(lineage, config)
         if config.engine.kind == "native":
             _keep_alive(["parity"], folder, events, progress)
         _keep_alive(LOOP_PROCESSES, folder, events, progress)
     return write_report(folder, config)
+
+
+def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
+    """Find out now, rather than after mid-training, whether the ledger can be had."""
+    hasty = config.ledger.model_copy(update={"patience_s": min(config.ledger.patience_s, LEDGER_S)})
+    Ledger.open(folder.ledger, hasty).close()
 
 
 def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator
 
@@ -30,6 +31,13 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
         yield
     finally:
         os.close(descriptor)
+
+
+def holder(folder: RunFolder) -> str:
+    """The name under which a process that is :func:`exclusive` in its folder takes leases (:mod:`etude.ledger.leases`):
+    who had that name before is dead.
+    """
+    return f"{socket.gethostname()}:{folder.path.resolve()}"
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.errors import ConfigError
 from etude.models.arithmetic import Arithmetic
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
-from etude.models.experts import Experts
+from etude.models.experts import RoutedExperts
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.models.lowprecision import (
@@ -72,8 +72,8 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decod
     model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.dtype]).eval()
     form = expert_format(config)
     if form is not None:
-        for experts in _experts(model):
-            experts.gate_up.data, experts.down.data = experts.gate_up.data.float(), experts.down.data.float()
+        for routed in _routed(model):
+            routed.gate_up.data, routed.down.data = routed.gate_up.data.float(), routed.down.data.float()
     _set_formats(model, form, published=True)
     return model
 
@@ -108,9 +108,9 @@ def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dic
 
 
 def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:
-    for experts in _experts(model):
-        experts.format, experts.published = form, published
+    for routed in _routed(model):
+        routed.format, routed.published = form, published
 
 
-def _experts(model: Decoder) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
+def _routed(model: Decoder) -> list[RoutedExperts]:
+    return [module for module in model.modules() if isinstance(module, RoutedExperts)]

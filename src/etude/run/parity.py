@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.config import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.cache import PagedCache
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.pages import PAGE
@@ -147,7 +147,7 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
 
 def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) -> tuple[LayerDifference, ...]:
     """What each layer gives for ``sequences`` on both sides, in every way of reading."""
-    ours = _read_padded(trainer, sequences)
+    ours = _read_packed(trainer, sequences)
     pages = [-(-len(sequence) // PAGE) for sequence in sequences]
     firsts = np.cumsum([0, *pages]).tolist()
     theirs = {}
@@ -208,21 +208,16 @@ class _Reading:
     """[T,S,k] of each sequence."""
 
 
-def _read_padded(model: Decoder, sequences: Sequence[Ids]) -> _Reading:
-    """The trainer's way: one pass over right-padded rows."""
+def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _Reading:
+    """The trainer's way: one pass over sequences that lie back to back."""
     lengths = [len(sequence) for sequence in sequences]
-    ids_BT = torch.zeros(len(sequences), max(lengths), dtype=torch.int64, device=model.embedding.device)
-    for row, sequence in enumerate(sequences):
-        ids_BT[row, : len(sequence)] = torch.from_numpy(sequence)
+    token_ids_N = torch.from_numpy(np.concatenate(sequences)).to(model.embedding.device).long()
     routing = Routing(record=True)
     with torch.inference_mode(), _observed(model) as seen:
-        model.forward_padded(ids_BT, routing)
+        model.forward_packed(token_ids_N, lengths, routing)
     reading = _Reading()
-    for name, out_NH in seen.items():
-        rows = out_NH.unflatten(0, ids_BT.shape)
-        reading.states[name] = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    rows = routing.recorded().unflatten(0, ids_BT.shape)
-    reading.routes.extend(row[:length] for row, length in zip(rows, lengths, strict=True))
+    reading.states.update({name: list(out_NH.split(lengths)) for name, out_NH in seen.items()})
+    reading.routes.extend(routing.recorded().split(lengths))
     return reading
 
 

@@ -1,10 +1,12 @@
 """Which command runs which process of a run."""
 
 import os
+import sys
+from typing import NoReturn
 
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
-from etude.run.serving import die_with_parent
+from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
 """How long the last process of a kind may take to clean up, after its supervisor was killed, before we give up."""
@@ -17,17 +19,30 @@ its callers wait for a core computes small, wasteful batches.
 def run_process(name: str, folder: RunFolder) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop."""
     die_with_parent()
+    rank = os.environ.get("RANK")
+    ranks = folder.config().parallel.world if name == "train" else 1
+    if ranks > 1 and rank is None:
+        _become_ranks(ranks, folder)
     os.nice(NICENESS.get(name, 0))
-    with exclusive(folder, name, wait_s=PREDECESSOR_S):
+    place = name if rank in (None, "0") else f"{name}-{rank}"
+    with exclusive(folder, place, wait_s=PREDECESSOR_S):
         _run(name, folder)
+
+
+def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
+    """Go on as ``torchrun`` on this machine, which starts ``ranks`` trainers; it still ends with the supervisor."""
+    arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", "--", "etude", "train", "--run", str(folder.path)]
+    # Its trainers are its own children, not the supervisor's.
+    environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
+    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments], environment)
 
 
 def _run(name: str, folder: RunFolder) -> None:
     match name:
-        case "midtrain":
-            from etude.run.midtrain import run_midtraining
+        case "midtrain" | "sft":
+            from etude.run.phases import run_phase
 
-            run_midtraining(folder)
+            run_phase(folder, name)
         case "parity":
             from etude.run.doctor import gate
 

@@ -8,7 +8,7 @@ from typing import Self, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.line import render_line
 from etude.dashboard.story import RunStory
 from etude.dashboard.terminal import render

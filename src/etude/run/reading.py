@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.run.families import open_family

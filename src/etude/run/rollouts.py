@@ -1,6 +1,6 @@
 """The rollouts process: measures the start, fills the trainer's batches, measures the end.
 
-    eval before ──▶ rollouts for every step ──▶ trainer has finished ──▶ eval after
+    eval before ──▶ rollouts for every step, an eval of a few tasks now and then ──▶ trainer has finished ──▶ eval after
 
 Each part remembers in the ledger how far it got, so a restarted process goes straight to where its predecessor died.
 """
@@ -8,7 +8,7 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from etude.clock import SystemClock
-from etude.config import RunConfig
+from etude.config.recipe import EvalConfig, RunConfig
 from etude.errors import ConfigError, InfrastructureError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
+from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
 from etude.rewards.tests import HiddenTests
@@ -28,6 +29,7 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, Worlds
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
+from etude.run.locks import holder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
 from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
@@ -45,6 +47,8 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
+SEAT = "rollouts"
+"""The lease under which this process fills slots."""
 HARNESS_FOLDER = "/harness"
 """Where a harness finds its own files, inside of a sandbox."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -126,7 +130,8 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         rig = await stack.enter_async_context(_rig(folder, config, http))
-        ledger = stack.enter_context(Ledger.open(folder.ledger))
+        lease = leased(folder.ledger, config.ledger, name=SEAT, holder=holder(folder))
+        ledger = stack.enter_context(lease)
         events = stack.enter_context(EventLog(folder.events, "rollouts"))
         family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http)
@@ -154,24 +159,60 @@ async def _run(folder: RunFolder) -> None:
     async with open_parts(folder) as parts:
         steps, ledger = parts.config.trainer.steps, parts.ledger
         await parts.served.reach(0)
-        await _evaluate_once(parts, "before", version=0)
+        await _evaluate_alone(parts, "before", version=0)
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
-            await parts.dispatcher.train(steps)
-            while ledger.progress().steps_done < steps:
-                await asyncio.sleep(POLL_S)
+            async with _beside(_evaluate_on_the_way(parts)):
+                await parts.dispatcher.train(steps)
+                while ledger.progress().steps_done < steps:
+                    await asyncio.sleep(POLL_S)
         await parts.served.reach(steps)
-        await _evaluate_once(parts, "after", version=steps)
+        await _evaluate_alone(parts, "after", version=steps)
         parts.events.write(PhaseStarted(phase="done"))
 
 
-async def _evaluate_once(parts: RolloutParts, label: str, *, version: int) -> None:
-    """Measure, unless the recipe does not want it or a previous process did it."""
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Let something go on while the context is open, and wait for its end; a fault inside ends it at once.
+
+    A task group would wrap that fault, whose type decides what becomes of the run.
+    """
+    going = asyncio.create_task(work)
+    try:
+        yield
+        await going
+    finally:
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+
+
+async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
+    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it."""
     fact = f"eval-{label}"
-    if parts.config.eval.enabled and parts.ledger.get_fact(fact) is None:
+    if parts.config.eval.enabled and parts.ledger.facts.get(fact) is None:
         parts.events.write(PhaseStarted(phase=fact))
         await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version)
-        parts.ledger.set_fact(fact, "done")
+        parts.ledger.facts.set(fact, "done")
+
+
+async def _evaluate_on_the_way(parts: RolloutParts) -> None:
+    """Measure every so many versions while training goes on, a few tasks each time.
+
+    Nothing waits for it. One that is late gives way to the next, so there is never more than one.
+    """
+    steps, config = parts.config.trainer.steps, parts.config.eval
+    for due in evaluations_due(steps, config):
+        await parts.served.reach(due)
+        version, label = parts.served(), f"step-{due}"
+        if version < min(due + config.every_steps, steps) and parts.ledger.facts.get(f"eval-{label}") is None:
+            await parts.evaluate(label, parts.heldout_tasks(config.tasks_on_the_way), version=version)
+            parts.ledger.facts.set(f"eval-{label}", "done")
+
+
+def evaluations_due(steps: int, config: EvalConfig) -> range:
+    """The weight versions at which RL is measured on the way: neither before nor after it, which is done anyway."""
+    wanted = config.enabled and config.every_steps
+    return range(config.every_steps, steps, config.every_steps) if wanted else range(0)
 
 
 async def _check_confinement(sandboxes: SandboxProvider, config: RunConfig) -> None:

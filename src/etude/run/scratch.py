@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from etude.config.recipe import LedgerConfig
 from etude.errors import InfrastructureError
 from etude.run.folder import RunFolder
 from etude.run.supervision import Child, stop_all
@@ -46,7 +47,7 @@ def serving_version(folder: RunFolder, version: int | None = None) -> Iterator[S
     Engine and gateway may still be starting: see :func:`wait_until_ready`.
     """
     pulled = pull(open_log(folder), version)
-    config = folder.config()
+    config = folder.config().model_copy(update={"ledger": LedgerConfig()})  # nothing to be kept in anybody's database
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
         bench = RunFolder.create(Path(scratch) / "run", config)
         shutil.copytree(folder.model, bench.model)

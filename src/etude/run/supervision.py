@@ -20,7 +20,7 @@ from etude.telemetry.log import EventLog
 
 USER_ERROR = 2
 """Exit status of a process that only its user can help."""
-FINITE = frozenset({"midtrain", "parity", "train", "rollouts"})
+FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Processes that end when their work is done; the others serve until they are stopped."""
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
 """More deaths of one process than this within this time are not bad luck."""

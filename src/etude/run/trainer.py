@@ -16,13 +16,19 @@ from dataclasses import asdict, replace
 
 import torch
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, MismatchError
+from etude.ledger.changes import TRAINER
+from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import load_spec, state_of
+from etude.models.decoder import Decoder
+from etude.models.flops import pair_flops, token_flops
+from etude.run.crew import Crew
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
+from etude.run.locks import holder
 from etude.run.numerics import (
     decoded_state,
     load_published,
@@ -30,6 +36,7 @@ from etude.run.numerics import (
     route_space,
     training_model,
 )
+from etude.run.penalties import Penalties
 from etude.run.publishing import WeightPublishing
 from etude.run.states import to_tensors
 from etude.run.weight_log import open_log
@@ -37,10 +44,15 @@ from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
+from etude.trainer.optimisation import Optimisation
+from etude.trainer.optimisers import build_optimiser
+from etude.trainer.parallel import Grid, joined, parallelise
 from etude.trainer.policy import PolicyTrainer, StepStats, sample_share
+from etude.trainer.reference import Reference
+from etude.trainer.schedule import RateSchedule
 from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
-from etude.trajectories.microbatches import microbatches
+from etude.trajectories.packing import Cost, MicroBatch, pack
 from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Turn
 from etude.weights.pull import pull
 
@@ -53,55 +65,54 @@ logger = logging.getLogger(__name__)
 class TrainerProcess:
     """Everything the loop needs, opened from a run folder."""
 
-    def __init__(self, folder: RunFolder, events: EventLog) -> None:
+    def __init__(self, folder: RunFolder, events: EventLog, ledger: Ledger, grid: Grid | None) -> None:
         self._folder = folder
         self.config: RunConfig = decide(folder.config())
-        self.ledger = Ledger.open(folder.ledger)
+        self._ledger = ledger
         self._events = events
-        self._checkpoints = Checkpoints(folder.checkpoints)
         self._log = open_log(folder)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
-        torch.set_num_threads(self.config.trainer.threads)
-        spec, device, self._numerics = load_spec(folder.model), self.config.trainer.device, self.config.numerics
-        model = training_model(spec, self._numerics, device)
-        load_published(model, to_tensors(pull(self._log, 0).state), self._numerics)
-        self._policy = PolicyTrainer(model.train(), self.config.trainer, self._numerics)
+        self._numerics = self.config.numerics
+        model = first_model(folder, self.config)
+        spec = model.spec
+        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._penalties = Penalties(self.config, self._reference(model))
         self._probe = MismatchProbe(model, self._numerics, versions=self.config.rollouts.max_staleness + 1)
         self._rung = Rung.CLEAR
-        self._payloads = Payloads.beside(folder.ledger)
+        self._payloads = Payloads(folder.payloads)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
+        self.crew = muster(folder, self.config, model, grid)
         self._recover()
 
     def run(self) -> None:
         """Train until the recipe's last step is committed."""
-        for step in range(self.ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
+        for step in range(self._ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
             groups, wait_s = self._wait_for_batch(step)
             started_s = time.perf_counter()
             self._in_use[step] = payload_refs(groups)
             groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = build_batch(step, groups)
+            batch = build_batch(step, groups, self.config.loss.baseline, self._penalties.of(groups))
             mismatch = self._measure_mismatch(step, groups)
-            pieces = microbatches(batch.trajectories, self.config.trainer.microbatch_tokens)
-            stats = self._policy.step(step, pieces, batch.num_loss_tokens, before_update=self.publishing.release)
+            stats = self.crew.step(step, batch.trajectories, self._shares(batch), self.publishing.release)
             self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
             self._land()
-            self._checkpoints.save(step, self._policy.tensors())
+            self.crew.save(step)
             self._publish(step)
         self._land()
 
     def _recover(self) -> None:
         """Go to where the previous process really got, and finish the step it had saved but not committed."""
-        done = self.ledger.progress().steps_done
-        saved = max(self._checkpoints.steps(), default=0)
+        done = self._ledger.progress().steps_done
+        saved = self.crew.saved
         if saved not in (done, done + 1):
             raise DamagedError(
                 f"the ledger has committed step {done} but the newest checkpoint is of step {saved}: "
                 f"restore the missing checkpoint, or start a new run from the last published weights"
             )
         if saved:
-            self._policy.restore(self._checkpoints.load(saved))
+            self.crew.restore(saved)
         for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
             published = to_tensors(pull(self._log, version).state)
             self._probe.remember(version, decoded_state(published, self._numerics))
@@ -109,25 +120,41 @@ class TrainerProcess:
             self._publish(saved)
             self._land()
 
+    def _reference(self, model: Decoder) -> Reference | None:
+        """The weights that the policy is held to; nobody keeps them where nothing is taken off for leaving them."""
+        loss = self.config.loss
+        if not loss.reference_beta:
+            return None
+        published = to_tensors(pull(self._log, loss.reference_version).state)
+        return Reference(model, decoded_state(published, self._numerics))
+
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
-        self.publishing.start(published_state(self._policy.model, self._numerics), step)
-        self._probe.remember(step, state_of(self._policy.model))
+        model = self.crew.whole_model()
+        self.publishing.start(published_state(model, self._numerics), step)
+        self._probe.remember(step, state_of(model))
 
     def _land(self) -> None:
         """Commit the step whose version was under way, once that is visible."""
         version = self.publishing.land()
         if version is not None:
-            self.ledger.commit_step(version)
+            self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
-        while (groups := self.ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
+        while (groups := self._ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
             if self.publishing.landed:
                 self._land()
+            self.crew.idle(time.monotonic())
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
+
+    def _shares(self, batch: Batch) -> list[list[MicroBatch]]:
+        """The batch divided evenly, each share in pieces that fit into memory."""
+        lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
+        max_tokens = self.config.trainer.microbatch_tokens * self.config.parallel.cp
+        return pack(lengths, max_tokens=max_tokens, ranks=self.crew.shares, cost=self._cost)
 
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
@@ -155,6 +182,41 @@ class TrainerProcess:
             bound = self._numerics.warn_k3
             self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
+
+
+def first_model(folder: RunFolder, config: RunConfig) -> Decoder:
+    """The model of version 0, to be trained."""
+    torch.set_num_threads(config.trainer.threads)
+    model = training_model(load_spec(folder.model), config.numerics, config.trainer.device)
+    load_published(model, to_tensors(pull(open_log(folder), 0).state), config.numerics)
+    model.recompute = config.trainer.checkpoint_activations
+    return model.train()
+
+
+def muster(folder: RunFolder, config: RunConfig, model: Decoder, grid: Grid | None) -> Crew:
+    """The crew that trains ``model``, which is sharded in place where there are several ranks.
+
+    Every rank must come with the same weights. Raises :class:`~etude.errors.ConfigError` where the model cannot be
+    divided.
+    """
+    context = None if grid is None else grid.context
+    if grid is not None:
+        parallelise(model, grid)
+    policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context)
+    return Crew(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
+
+
+def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
+    """What takes the optimiser steps of reinforcement learning."""
+    trainer = config.trainer
+    optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
+    schedule = RateSchedule(
+        steps=trainer.steps,
+        warmup_steps=trainer.warmup_steps,
+        decay_share=trainer.decay_share,
+        shape=trainer.schedule,
+    )
+    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm)
 
 
 def payload_refs(groups: Sequence[Group]) -> tuple[PayloadRef, ...]:
@@ -193,10 +255,21 @@ def _check_routes(turn: Turn, space: RouteSpace, where: str) -> None:
 
 
 def run_trainer(folder: RunFolder) -> None:
-    """Run the trainer until the recipe's last step."""
-    with EventLog(folder.events, "trainer") as events:
-        process = TrainerProcess(folder, events)
-        with process.ledger, process.publishing:
+    """Run the trainer until the recipe's last step, as one of its ranks."""
+    config = decide(folder.config())
+    with joined(config.parallel, config.trainer.device) as grid:
+        if grid is None or grid.rank == 0:
+            lead(folder, grid)
+        else:
+            muster(folder, config, first_model(folder, config), grid).follow()
+
+
+def lead(folder: RunFolder, grid: Grid | None) -> None:
+    """Run the trainer as rank 0, or alone."""
+    lease = leased(folder.ledger, folder.config().ledger, name=TRAINER, holder=holder(folder))
+    with EventLog(folder.events, "trainer") as events, lease as ledger:
+        process = TrainerProcess(folder, events, ledger, grid)
+        with process.publishing, process.crew:
             process.run()
 
 
@@ -212,6 +285,7 @@ def _step_done(batch: Batch, stats: StepStats, mismatch: Mismatch, busy_s: float
         grad_norm=stats.grad_norm,
         entropy=stats.entropy,
         truncated_share=stats.truncated_share,
+        masked_share=stats.masked_share,
         staleness_sum=int(batch.staleness.sum()),
         staleness_tokens=len(batch.staleness),
         staleness_max=int(batch.staleness.max()),

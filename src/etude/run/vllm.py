@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import aiohttp
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.engines.exchange import Exchange
 from etude.engines.inplace import RELOAD_SHARE
 from etude.engines.scheduler import SwapMode

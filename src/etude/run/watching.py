@@ -6,7 +6,7 @@ Wiring only: baits are :mod:`etude.environments.honeypots`'s, detectors and poli
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.config import CheatingConfig
+from etude.config.tasks import CheatingConfig
 from etude.environments.honeypots import Bait, draw_baits, lift, look, plant, touches
 from etude.environments.impossible import is_impossible
 from etude.protocols import Reward, Sandbox

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.clock import SystemClock
-from etude.config import SandboxConfig, TaskConfig
+from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
 from etude.rewards.fresh import FreshGrader

@@ -18,7 +18,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStarted:
-    """The run entered a phase: ``midtrain``, ``eval-before``, ``rl``, ``eval-after`` or ``done``."""
+    """The run entered a phase: ``midtrain``, ``sft``, ``eval-before``, ``rl``, ``eval-after`` or ``done``."""
 
     phase: str
 
@@ -40,16 +40,50 @@ class MemoryUsed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MidtrainProgress:
-    """Mid-training after some steps; losses are nats per token since the previous event."""
+class ImitationProgress:
+    """Mid-training or SFT after some steps; losses are nats per token since the previous event."""
 
+    phase: str
+    """``midtrain`` or ``sft``."""
     step: int
     steps: int
     tokens: int
     loss: float
+    """Weighted as it was learnt."""
     action_loss: float
-    """Loss on the tokens that the agent writes in transcripts."""
+    """Loss on the tokens that an agent wrote; 0 where there were none."""
     tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutLoss:
+    """The loss on documents that are never learnt from, in nats per token."""
+
+    phase: str
+    step: int
+    """0: before the phase."""
+    tokens: int
+    """Read in the phase so far."""
+    loss: float
+    """Mean of the sources' by their shares of the whole phase."""
+    action_loss: float
+    sources: dict[str, float] = field(default_factory=dict)
+    """Source → its loss, tokens weighted as they would be learnt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnded:
+    """Mid-training or SFT is done and will not be done again: one link of a model's descent."""
+
+    phase: str
+    steps: int
+    tokens: int
+    loss: float
+    """Held-out loss at its end; 0 where nothing was measured."""
+    digest: str
+    """Of the weights it ended with."""
+    parent: str
+    """Of the weights it began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +99,14 @@ class StepDone:
     degenerate_groups: int
     loss_tokens: int
     trained_tokens: int
-    """Tokens that went through forward and backward, prompts included, padding not."""
+    """Tokens that went through forward and backward, prompts included."""
     grad_norm: float
     entropy: float
     """Mean nats per trained token."""
     truncated_share: float
     """Share of loss tokens whose importance weight hit the cap."""
+    masked_share: float
+    """Share of loss tokens that a correction or a clip left without gradient."""
     staleness_sum: int
     staleness_tokens: int
     staleness_max: int
@@ -201,8 +237,9 @@ class EvalDone:
     """A held-out evaluation is complete."""
 
     label: str
-    """``before`` or ``after``."""
+    """``before``, ``after``, or ``step-N`` on the way."""
     version: int
+    """The weights that were served when it began; while RL goes on, newer ones may have sampled its last turns."""
     tasks: int
     sampled_pass: float
     sampled_stderr: float
@@ -215,7 +252,9 @@ Event: TypeAlias = (
     | PhaseStarted
     | ProcessStarted
     | MemoryUsed
-    | MidtrainProgress
+    | ImitationProgress
+    | HeldoutLoss
+    | PhaseEnded
     | StepDone
     | MismatchMeasured
     | MismatchWarned

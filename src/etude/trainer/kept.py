@@ -5,14 +5,13 @@ set that top-k and top-p kept, renormalised. Ratio, gradient and entropy have to
 is constant: which tokens were kept is replayed as it was, as with DeepSeek-V3.2's "keep sampling mask" (arXiv
 2512.02556, section 3.1), so that old and new policy are compared on one action space.
 
-Owns gathering the sets of a micro-batch and the two functions of logits that need them. Not the loss, and not the
-log-probability itself, which is the arithmetic's because the engine calls it, too.
+Owns gathering the sets of a micro-batch and the entropy over them. Not the loss, and not the log-probability, which is
+the arithmetic's because the engine calls it, too.
 
-Shape legend: N scored tokens of a micro-batch, H hidden, V vocabulary, L tokens of a trajectory, M ids of all sets.
+Shape legend: N scored tokens of a micro-batch, V vocabulary, L tokens of a trajectory, M ids of all sets.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,25 +19,13 @@ import torch
 from torch import Tensor
 
 from etude.models.arithmetic import Kept
-from etude.models.decoder import Decoder
 from etude.types import Ids, Mask, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What a model says of tokens that were sampled, under the distribution that they were sampled from."""
-
-    logprobs_N: Tensor
-    """With gradient."""
-    entropies_N: Tensor
-    """Nats, without gradient."""
 
 
 def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> Kept | None:
     """The kept sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
 
-    That is the order of ``x_BT[:, 1:][mask_BT[:, 1:]]``; the first token of a trajectory is never predicted and left
-    out. ``None`` where none of the tokens was cut.
+    The first token of a trajectory is never predicted and left out. ``None`` where none of the tokens was cut.
     """
     sizes: list[npt.NDArray[np.int64]] = []
     ids: list[Ids] = []
@@ -60,24 +47,14 @@ def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], devic
     )
 
 
-def score(model: Decoder, hidden_NH: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Scores:
-    """Log-probabilities of sampled tokens, with gradient, and the entropies of what they were sampled from.
-
-    ``hidden_NH`` is the model's output at the position before each token; ``token_ids_N`` int64, ``temperatures_N``
-    float32, 0 for tokens that were taken greedily: they have logprob and entropy 0 and no gradient.
-    """
-    logits_NV = model.logits(hidden_NH)
-    return Scores(
-        logprobs_N=model.arithmetic.logprobs(logits_NV, token_ids_N, temperatures_N, kept),
-        entropies_N=entropies(logits_NV, temperatures_N, kept),
-    )
-
-
-def sampled_logprobs(
-    model: Decoder, hidden_NH: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None
-) -> Tensor:
-    """[N] float32: the log-probabilities of :func:`score` alone."""
-    return model.arithmetic.logprobs(model.logits(hidden_NH), token_ids_N, temperatures_N, kept)
+def chosen_kept(kept: Kept | None, chosen_N: Tensor) -> Kept | None:
+    """The sets of the tokens that are true in ``chosen_N``."""
+    if kept is None:
+        return None
+    sizes_N = kept.offsets_N1.diff()
+    ends_n = sizes_N[chosen_N].cumsum(0)
+    token_ids = kept.token_ids[chosen_N.repeat_interleave(sizes_N)]
+    return Kept(offsets_N1=torch.cat((ends_n.new_zeros(1), ends_n)), token_ids=token_ids)
 
 
 @torch.no_grad()

@@ -8,26 +8,28 @@ across versions, so then that version computed its whole context too.
 The scorer computes as the loss does, temperature, kept set and replay of the sampling rows included. Rows that it has
 no comparable token for are left to its own router: the engine computed them with other weights, or said nothing.
 
-Shape legend: N compared tokens, L tokens of a trajectory, B rows, T positions.
+Shape legend: N compared tokens, L tokens of a trajectory.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import load_state
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
-from etude.trainer.kept import gather_kept, sampled_logprobs
-from etude.trainer.padding import pad_rows
 from etude.trainer.replay import producers, replay
+from etude.trainer.scores import sampled_logprobs, sampled_tokens
 from etude.types import Floats, Ids, Mask, Trajectory
 
+_Row: TypeAlias = tuple[Trajectory, Mask]
+"""A trajectory and which of its tokens are compared, [L]."""
 POSITIONS = (0, 1, 8, 32, 128, 512)
 """Where the ranges of positions in a completion begin: mismatch that grows along it comes from the cache, mismatch at
 its start from the prefill.
@@ -121,16 +123,14 @@ class MismatchProbe:
             del self._states[old]
 
     def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
-        """Compare every comparable turn of ``trajectories``, ``max_tokens`` padded tokens at a time."""
+        """Compare every comparable turn of ``trajectories``, ``max_tokens`` tokens at a time."""
         found: dict[int, list[_Compared]] = {}
         for version, state in sorted(self._states.items()):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
             if not rows:
                 continue
             load_state(self._scorer, state)
-            longest = max(len(trajectory.token_ids) for trajectory, _ in rows)
-            size = max(1, max_tokens // longest)
-            found[version] = [self._compare(rows[start : start + size]) for start in range(0, len(rows), size)]
+            found[version] = [self._compare(part) for part in _parts(rows, max_tokens)]
         everything = [compared for pieces in found.values() for compared in pieces]
         return MismatchReport(
             total=_summary(everything),
@@ -139,21 +139,16 @@ class MismatchProbe:
         )
 
     @torch.inference_mode()
-    def _compare(self, rows: Sequence[tuple[Trajectory, Mask]]) -> "_Compared":
+    def _compare(self, rows: Sequence[_Row]) -> "_Compared":
         device = self._scorer.embedding.device
-        ids_BT = torch.from_numpy(pad_rows([t.token_ids for t, _ in rows])).to(device).long()
+        tokens = sampled_tokens([t for t, _ in rows], [mask for _, mask in rows], device)
         routing = None
         if self._config.replay != "off":
             routes = replay([(t, producers(mask)) for t, mask in rows], device)
             routing = Routing(replay=routes, floor=self._config.replay_floor)
-        masks_BT = torch.from_numpy(pad_rows([mask for _, mask in rows])).to(device)[:, 1:]
-        temperatures_BT = torch.from_numpy(pad_rows([t.temperatures for t, _ in rows])).to(device)[:, 1:]
-        hidden_NH = self._scorer.forward_padded(ids_BT, routing)[:, :-1][masks_BT]
-        kept = gather_kept([t for t, _ in rows], [mask for _, mask in rows], device)
-        trainer_N = sampled_logprobs(self._scorer, hidden_NH, ids_BT[:, 1:][masks_BT], temperatures_BT[masks_BT], kept)
-        engine_N = np.concatenate([t.logprobs[1:][mask[1:]] for t, mask in rows])
+        differences_N = sampled_logprobs(self._scorer, tokens, routing) - tokens.engine_logprobs_N
         return _Compared(
-            differences_N=trainer_N.cpu().numpy() - engine_N,
+            differences_N=differences_N.cpu().numpy(),
             positions_N=np.concatenate([positions(t)[1:][mask[1:]] for t, mask in rows]),
             pairs=routing.pairs if routing else 0,
             flips=routing.flips if routing else 0,
@@ -186,6 +181,19 @@ class _Compared:
     positions_N: Ids
     pairs: int
     flips: int
+
+
+def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
+    """Rows in their order, as many at a time as have ``max_tokens`` together, at least one."""
+    part, tokens = list[_Row](), 0
+    for row in rows:
+        length = len(row[0].token_ids)
+        if part and tokens + length > max_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(row)
+        tokens += length
+    yield part
 
 
 def _turns(trajectory: Trajectory) -> Iterable[tuple[int, int]]:

@@ -6,7 +6,7 @@ Owns which tokens are replayed. What the router makes of a replayed token, floor
 Completion-only replay repairs what the loss looks at, the tokens that produced sampled ones, and leaves their context
 to the live router. Full replay (R3, arXiv 2510.11370) repairs the context, too, and needs all of its routes.
 
-Shape legend: B rows, T positions, L tokens of one trajectory, S sparse layers, k experts per token.
+Shape legend: T tokens of a micro-batch, L of one trajectory, S sparse layers, k experts per token.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def producers(sampled_L: Mask) -> Mask:
 
 
 def replay(rows: Sequence[tuple[Trajectory, Mask]], device: torch.device) -> Tensor | None:
-    """int64 [B·T,S,k], padded on the right: the routes of the tokens whose mask is true, ``NO_ROUTE`` for all others.
+    """int64 [T,S,k], trajectory by trajectory: the routes of the tokens whose mask is true, else ``NO_ROUTE``.
 
     ``None`` if no trajectory has routes. Raises ``ValueError`` if they have routes of different shapes.
     """
@@ -48,11 +48,12 @@ def replay(rows: Sequence[tuple[Trajectory, Mask]], device: torch.device) -> Ten
         return None
     if len(shapes) > 1:
         raise ValueError(f"a micro-batch has routes of different shapes {shapes}: of which model?")
-    longest = max(len(trajectory.token_ids) for trajectory, _ in rows)
-    routes_BTSk = np.full((len(rows), longest, *shapes.pop()), NO_ROUTE, np.uint16)
-    for row, (trajectory, mask_L) in enumerate(rows):
+    routes_TSk = np.full((sum(len(mask_L) for _, mask_L in rows), *shapes.pop()), NO_ROUTE, np.uint16)
+    start = 0
+    for trajectory, mask_L in rows:
         if trajectory.routes is not None:
-            routes_BTSk[row, : len(mask_L)][mask_L] = trajectory.routes[mask_L]
+            routes_TSk[start : start + len(mask_L)][mask_L] = trajectory.routes[mask_L]
+        start += len(mask_L)
     # They travel with two bytes an expert; torch can do little with uint16, hence the detour over int16.
-    narrow = torch.from_numpy(routes_BTSk.view(np.int16)).to(device)
-    return (narrow.long() & NO_ROUTE).flatten(0, 1)
+    narrow = torch.from_numpy(routes_TSk.view(np.int16)).to(device)
+    return narrow.long() & NO_ROUTE

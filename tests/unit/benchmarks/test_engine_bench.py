@@ -22,7 +22,7 @@ from etude.benchmarks.engine_worker import (
     tree_cpu_s,
     tree_peak_bytes,
 )
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.engines.vllm_process import PYTHON_VARIABLE
 from etude.errors import InfrastructureError, UserError
 from etude.models.decoder import Decoder

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from etude.config import EvalConfig, RolloutConfig, RunConfig, TrainerConfig
+from etude.config.recipe import EvalConfig, RunConfig
+from etude.config.rollouts import RolloutConfig
+from etude.config.training import TrainerConfig
 from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
 from etude.telemetry.events import (
     EngineStats,
     EvalDone,
     Event,
-    MidtrainProgress,
+    ImitationProgress,
     MismatchMeasured,
     MismatchWarned,
     PhaseStarted,
@@ -72,8 +74,14 @@ def _run(chance: random.Random) -> Iterator[Logged]:
     for step in range(20, 1001, 20):
         at_s += 3.6
         loss = 0.35 + 4 * math.exp(-step / 150)
-        progress = MidtrainProgress(
-            step=step, steps=1000, tokens=step * 4000, loss=loss, action_loss=loss * 0.8, tokens_per_s=22_200.0
+        progress = ImitationProgress(
+            phase="midtrain",
+            step=step,
+            steps=1000,
+            tokens=step * 4000,
+            loss=loss,
+            action_loss=loss * 0.8,
+            tokens_per_s=22_200.0,
         )
         yield Logged(at_s=at_s, process="trainer", event=progress)
     for process in ("engine", "gateway", "rollouts", "trainer"):
@@ -110,7 +118,7 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
     done = StepDone(
         step=step, busy_s=9.4 + chance.random(), wait_s=2.1, reward_mean=skill + chance.gauss(0, 0.05),
         degenerate_groups=1, loss_tokens=tokens, trained_tokens=4 * tokens, grad_norm=0.4,
-        entropy=0.42 * math.exp(-step / 30) + 0.01 * chance.random(), truncated_share=0.002,
+        entropy=0.42 * math.exp(-step / 30) + 0.01 * chance.random(), truncated_share=0.002, masked_share=0.0,
         staleness_sum=int(tokens * lag * (0.45 + 0.1 * chance.random())), staleness_tokens=tokens, staleness_max=lag,
         mismatch_tokens=tokens // 10, mismatch_k1=1e-5, mismatch_k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
         mismatch_p99=0.004 + 0.002 * chance.random(), mismatch_max=0.03 + 0.001 * step,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.plots import Line, line_plot, smooth
 from etude.dashboard.report import build_report

@@ -2,20 +2,22 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from etude.config import RunConfig
+from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
-from etude.telemetry.events import StepDone
+from etude.telemetry.events import EvalDone, Event, HeldoutLoss, PhaseEnded, StepDone
 from etude.telemetry.log import Logged
 from etude.types import Json
 
 STEP = StepDone(
     step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, degenerate_groups=0, loss_tokens=100, trained_tokens=300,
-    grad_norm=1.0, entropy=0.3, truncated_share=0.0, staleness_sum=50, staleness_tokens=100, staleness_max=1,
+    grad_norm=1.0, entropy=0.3, truncated_share=0.0, masked_share=0.0, staleness_sum=50, staleness_tokens=100,
+    staleness_max=1,
     mismatch_tokens=10, mismatch_k1=0.0, mismatch_k3=1e-6, mismatch_p99=0.001, mismatch_max=0.002,
     mismatch_equal=4, mismatch_pairs=60, mismatch_flips=3, replayed_pairs=500, replaced_pairs=1,
 )  # fmt: skip
@@ -47,6 +49,31 @@ def test_busy_shares_are_of_the_rl_phase(report: dict[str, Json]) -> None:
     assert engine == pytest.approx(2.25 / 2.5, abs=0.02)
     ratio = figure(report, "compute_ratio_inference_to_training")
     assert ratio == pytest.approx((engine or 0) / (trainer or 1), abs=0.01)
+
+
+def test_every_held_out_measurement_is_in_one_curve(config: RunConfig) -> None:
+    losses = [
+        HeldoutLoss(phase="midtrain", step=step, tokens=step, loss=2.0 - step, action_loss=0.5, sources={"code": 1.0})
+        for step in (1, 0)
+    ]
+    rates = [
+        EvalDone(
+            label=label, version=version, tasks=4, sampled_pass=0.5, sampled_stderr=0.25, greedy_pass=0.5,
+            greedy_stderr=0.25,
+        )
+        for label, version in (("after", 40), ("before", 0), ("step-20", 21))
+    ]  # fmt: skip
+    ended = PhaseEnded(phase="midtrain", steps=1, tokens=1, loss=1.0, digest="b", parent="a")
+    report = _report_of([*losses, *rates, ended], config)
+    curve = report["heldout_curve"]
+    assert isinstance(curve, list)
+    assert [(row["phase"], row["step"]) for row in curve if isinstance(row, dict)] == [
+        ("midtrain", 0), ("midtrain", 1), ("rl", 0), ("rl", 21), ("rl", 40),
+    ]  # fmt: skip
+    assert isinstance(report["lineage"], list)
+    assert report["lineage"][0] == {
+        "phase": "midtrain", "steps": 1, "tokens": 1, "loss": 1.0, "digest": "b", "parent": "a",
+    }  # fmt: skip
 
 
 def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
@@ -146,8 +173,8 @@ def test_the_curve_has_every_step_at_its_time_in_rl(report: dict[str, Json]) -> 
     assert seconds[-1] <= (figure(report, "seconds.rl") or 0)
 
 
-def _report_of(steps: list[StepDone], config: RunConfig) -> dict[str, Json]:
+def _report_of(events: Sequence[Event], config: RunConfig) -> dict[str, Json]:
     story = RunStory()
-    for step in steps:
-        story.add(Logged(at_s=float(step.step), process="trainer", event=step))
+    for at_s, event in enumerate(events):
+        story.add(Logged(at_s=float(at_s), process="trainer", event=event))
     return build_report(story, config, machine={}, date="today", commit="")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.dashboard.story import PHASES, RunStory
-from etude.telemetry.events import Event, MidtrainProgress, PhaseStarted, ProcessStarted, RolloutClosed, RunStarted
+from etude.telemetry.events import Event, ImitationProgress, PhaseStarted, ProcessStarted, RolloutClosed, RunStarted
 from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
@@ -58,7 +58,7 @@ def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
 
 def test_progress_made_again_replaces_what_was_lost() -> None:
     story = _told((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
-    assert [timed.event.step for timed in story.midtrain] == [100, 150]
+    assert [timed.event.step for timed in story.imitation["midtrain"]] == [100, 150]
 
 
 def test_the_made_up_run_is_told_whole(story: RunStory) -> None:
@@ -91,8 +91,10 @@ def _process(name: str, restarts: int = 0) -> ProcessStarted:
     return ProcessStarted(process=name, pid=1, restarts=restarts)
 
 
-def _midtrain(step: int) -> MidtrainProgress:
-    return MidtrainProgress(step=step, steps=300, tokens=step * 100, loss=1.0, action_loss=1.0, tokens_per_s=100.0)
+def _midtrain(step: int) -> ImitationProgress:
+    return ImitationProgress(
+        phase="midtrain", step=step, steps=300, tokens=step * 100, loss=1.0, action_loss=1.0, tokens_per_s=100.0
+    )
 
 
 def _rollout(purpose: str, status: RolloutStatus, reason: str) -> RolloutClosed:

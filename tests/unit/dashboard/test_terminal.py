@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.config import EvalConfig, RunConfig
+from etude.config.recipe import EvalConfig, RunConfig
 from etude.dashboard.line import render_line
 from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import EngineConfig
+from etude.config.inference import EngineConfig
 from etude.engines.native import NativeEngine, Weights
 from etude.engines.sampling import cuts
 from etude.errors import DivergedError, EngineBusy, EngineUnavailable
@@ -78,7 +78,7 @@ def true_logprobs(weights: Weights, prompt: list[int], completion: Completion, t
     """The logprobs of a completion from one plain forward pass over everything."""
     ids = torch.tensor([*prompt, *completion.token_ids.tolist()])
     with torch.no_grad():
-        logits = weights.model.logits(weights.model.forward_padded(ids.unsqueeze(0))[0])
+        logits = weights.model.logits(weights.model.forward_packed(ids))
     sampled = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
     return sampled.gather(1, ids[len(prompt) :].unsqueeze(1)).squeeze(1)
 
@@ -143,7 +143,7 @@ def test_greedy_takes_the_likeliest_token_and_says_it_was_certain() -> None:
         completion = await engine.generate([4, 5], SamplingParams(max_tokens=1, temperature=0.0), session="s")
         with torch.no_grad():
             model = engine.weights.model
-            best = model.logits(model.forward_padded(torch.tensor([[4, 5]]))[0, -1:]).argmax()
+            best = model.logits(model.forward_packed(torch.tensor([4, 5]))[-1:]).argmax()
         assert completion.token_ids.tolist() == [int(best)]
         assert completion.logprobs.tolist() == [0.0]
 
@@ -157,7 +157,7 @@ def test_samples_follow_the_distribution() -> None:
         tokens = [int(completion.token_ids[0]) for completion in await asyncio.gather(*calls)]
         with torch.no_grad():
             model = engine.weights.model
-            expected = model.logits(model.forward_padded(torch.tensor([[7, 8]]))[0, -1:])[0].softmax(-1).numpy()
+            expected = model.logits(model.forward_packed(torch.tensor([7, 8]))[-1:])[0].softmax(-1).numpy()
         seen = np.bincount(tokens, minlength=50) / draws
         # Six standard errors of the largest cell: false alarms are rarer than one in a million runs.
         assert np.abs(seen - expected).max() < 6 * np.sqrt(expected.max() / draws)
@@ -319,7 +319,7 @@ NOT_CUTTING = (SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temp
 def expected_kept(weights: Weights, ids: Sequence[int], params: SamplingParams) -> list[list[int]]:
     """By sorting: the set that each token but the first was drawn from; empty for the whole vocabulary."""
     with torch.no_grad():
-        logits_TV = weights.model.logits(weights.model.forward_padded(torch.tensor([ids]))[0]).double()
+        logits_TV = weights.model.logits(weights.model.forward_packed(torch.tensor(ids))).double()
     kept = []
     for logits_V in logits_TV[:-1]:
         order = logits_V.argsort(descending=True, stable=True)[: params.top_k or None]

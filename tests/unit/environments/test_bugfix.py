@@ -4,10 +4,13 @@ from random import Random
 
 import pytest
 
-from etude.config import MidtrainConfig, TaskConfig, TranscriptConfig
+from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import TaskConfig
 from etude.environments.bugfix import BugfixFamily, behaviour, run_program
-from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.environments.corpus import practice_sources, tokenizer_texts
+from etude.environments.mixture import Side
 from etude.environments.programs import KINDS
+from etude.environments.texts import PlainText
 from etude.environments.transcripts import BugfixPractice, transcript
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
@@ -85,10 +88,11 @@ def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
     family = BugfixFamily(TaskConfig(), seed=0)
     practice = BugfixPractice(family, TranscriptConfig())
     chat = ChatTemplate.train(tokenizer_texts(practice, 0), 576)
-    batches = Corpus(practice, chat, MidtrainConfig()).batches(0)
+    sources = practice_sources(practice, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     read = 0
-    for _ in range(60):
-        for document in next(batches):
+    for source, documents in (("stdlib", 100), ("code", 200), ("sessions", 400)):
+        for index in range(documents):
+            document = sources[source].document(index)
             read += len(document.token_ids)
             assert not stripped_lines(chat.decode(document.token_ids.tolist())) & family.forbidden
     assert read > 100_000

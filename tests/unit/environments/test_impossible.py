@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from etude.config import TaskConfig
+from etude.config.tasks import TaskConfig
 from etude.environments.bugfix import BugfixFamily
 from etude.environments.impossible import WithImpossible, contradiction, is_impossible, make_impossible, negate
 from etude.types import Case, Query, QueryChecks, ScriptChecks, Split, Task, TestChecks

@@ -9,9 +9,11 @@ import jinja2
 import pytest
 import yaml  # type: ignore[import-untyped]  # no stubs are installed
 
-from etude.config import MidtrainConfig, TaskConfig, TranscriptConfig
+from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import TaskConfig
 from etude.environments.bugfix import BugfixFamily
-from etude.environments.corpus import Corpus, tokenizer_texts
+from etude.environments.corpus import practice_sources, tokenizer_texts
+from etude.environments.mixture import Side
 from etude.environments.programs import KINDS
 from etude.environments.shell_transcripts import (
     CHECK_FILE,
@@ -23,6 +25,7 @@ from etude.environments.shell_transcripts import (
     observation,
     shell_transcript,
 )
+from etude.environments.texts import PlainText
 from etude.environments.transcripts import BugfixPractice, Message
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
@@ -144,9 +147,9 @@ def test_a_session_fits_a_short_context() -> None:
         for messages in sessions(200, TaskConfig())
     )
     assert longest <= CONTEXT_TOKENS
-    corpus = Corpus(BugfixPractice(family, TranscriptConfig(), SHELL), chat, MidtrainConfig())
-    stream = corpus.batches(0)
-    batches = [next(stream) for _ in range(30)]
-    seen = "".join(chat.decode(document.token_ids.tolist()) for batch in batches for document in batch)
+    practice = BugfixPractice(family, TranscriptConfig(), SHELL)
+    sources = practice_sources(practice, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
+    documents = [source.document(index) for source in sources.values() for index in range(100)]
+    seen = "".join(chat.decode(document.token_ids.tolist()) for document in documents)
     assert SUBMIT in seen
     assert "sed -i '3c\\    return" in seen

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import pytest
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.protocols import Completion, Engine, Piece, SamplingParams
 from etude.types import Json, RouteSpace, TokenIds, as_list

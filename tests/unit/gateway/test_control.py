@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.gateway.keys import Limits
 from etude.gateway.sessions import SessionLimits
 from etude.protocols import Engine

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from etude.config import HarnessConfig
+from etude.config.rollouts import HarnessConfig
 from etude.errors import EngineUnavailable, SandboxError, SessionLost
 from etude.harnesses.coding import CodingHarness, observe
 from etude.protocols import HarnessResult, Sandbox, Session

@@ -10,7 +10,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import PLACEHOLDERS, HarnessConfig
+from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
 from etude.errors import ConfigError, EngineUnavailable, SandboxError, SessionLost
 from etude.harnesses.command import CommandHarness, client_variables, fill_in, judge_end
 from etude.protocols import ExecResult, HarnessResult, Session

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from etude.config import ModelConfig
+from etude.config.training import ModelConfig
 from etude.errors import DamagedError, UserError
 from etude.models.checkpoint import (
     INDEX_FILE,

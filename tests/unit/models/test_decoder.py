@@ -22,42 +22,60 @@ def make_model(spec: ModelSpec, arithmetic: Arithmetic | None = None) -> Decoder
     return model
 
 
-def make_ids(rows: int, length: int) -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(7))
+def make_ids(tokens: int) -> Tensor:
+    return torch.randint(0, TINY.vocab_size, (tokens,), generator=torch.Generator().manual_seed(7))
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_no_row_sees_another_and_no_token_its_future(spec: ModelSpec) -> None:
-    model, ids = make_model(spec), make_ids(3, 40)
+@pytest.mark.parametrize("arithmetic", [FastArithmetic(), InvariantArithmetic()], ids=["fast", "invariant"])
+def test_no_sequence_sees_another_and_no_token_its_future(spec: ModelSpec, arithmetic: Arithmetic) -> None:
+    model, lengths = make_model(spec, arithmetic), (40, 7, 40)
+    ids = make_ids(sum(lengths))
     changed = ids.clone()
-    changed[1], changed[0, 30:] = 5, 5
+    changed[30:47] = 5
     with torch.no_grad():
-        before, after = model.forward_padded(ids), model.forward_padded(changed)
+        before, after = (model.forward_packed(these, lengths).split(lengths) for these in (ids, changed))
     assert torch.allclose(before[2], after[2], atol=1e-6)
-    assert torch.allclose(before[0, :30], after[0, :30], atol=1e-6)
-    assert not torch.allclose(before[0, 30:], after[0, 30:], atol=1e-3)
+    assert torch.allclose(before[0][:30], after[0][:30], atol=1e-6)
+    assert not torch.allclose(before[0][30:], after[0][30:], atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_packed_sequence_is_computed_as_if_it_were_alone(spec: ModelSpec) -> None:
+    model, lengths = make_model(spec), (5, 5, 17, 1, 17, 30)
+    ids = make_ids(sum(lengths))
+    with torch.no_grad():
+        together = model.forward_packed(ids, lengths)
+        alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
+    assert torch.allclose(together, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_in_invariant_arithmetic_bits_do_not_depend_on_the_batch(spec: ModelSpec, dtype: torch.dtype) -> None:
-    model, ids = make_model(spec, InvariantArithmetic()).to(dtype), make_ids(3, 21)
+def test_in_invariant_arithmetic_bits_do_not_depend_on_company(spec: ModelSpec, dtype: torch.dtype) -> None:
+    model, lengths = make_model(spec, InvariantArithmetic()).to(dtype), (1, 13, 16, 33)
+    ids = make_ids(sum(lengths))
     with torch.no_grad():
-        together = model.forward_padded(ids)
-        for row, length in ((0, 1), (1, 13), (2, 21)):
-            alone = model.forward_padded(ids[row : row + 1, :length])
-            assert torch.equal(together[row, :length], alone[0])
+        together = model.forward_packed(ids, lengths)
+        alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
+    assert torch.equal(together, alone)
     assert together.dtype is torch.float32
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (), (5, 0)])
+def test_lengths_that_are_not_those_of_the_tokens_are_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="packed"):
+        make_model(TINY).forward_packed(make_ids(5), lengths)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_arithmetics_agree_on_values_and_gradients(spec: ModelSpec) -> None:
-    ids = make_ids(2, 9)
+    ids, lengths = make_ids(18), (9, 3, 6)
     values, gradients = [], []
     for arithmetic in (FastArithmetic(), InvariantArithmetic()):
         model = make_model(spec, arithmetic)
-        logits = model.logits(model.forward_padded(ids).flatten(0, 1))
-        torch.nn.functional.cross_entropy(logits, ids.roll(-1, 1).flatten()).backward()
+        logits = model.logits(model.forward_packed(ids, lengths))
+        torch.nn.functional.cross_entropy(logits, ids.roll(-1)).backward()
         values.append(logits.detach())
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     assert torch.allclose(values[0], values[1], atol=1e-5)
@@ -84,7 +102,7 @@ def test_attend_gets_what_the_spec_announces(spec: ModelSpec) -> None:
 
     model = make_model(spec)
     with torch.no_grad():
-        hidden = model(make_ids(1, 5)[0], torch.arange(5), attend)
+        hidden = model(make_ids(5), torch.arange(5), attend)
     assert hidden.shape == (5, spec.hidden_size)
     assert seen == list(range(spec.layers))
 
@@ -123,5 +141,5 @@ def test_the_arithmetic_can_be_replaced_between_passes() -> None:
     model, watched = make_model(TINY), Watched(FastArithmetic())
     model.arithmetic = watched
     with torch.no_grad():
-        model.logits(model.forward_padded(make_ids(1, 3)).flatten(0, 1))
+        model.logits(model.forward_packed(make_ids(3)))
     assert {"linear", "norm", "rotate", "best", "dispatch", "grouped", "gated", "combine"} <= watched.calls

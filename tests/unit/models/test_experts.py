@@ -32,13 +32,13 @@ def make_model(spec: ModelSpec, seed: int = 0) -> Decoder:
 
 
 def make_ids(spec: ModelSpec, seed: int = 0) -> Tensor:
-    return torch.randint(0, spec.vocab_size, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, spec.vocab_size, (24,), generator=torch.Generator().manual_seed(seed))
 
 
 def own_routes(model: Decoder, ids: Tensor) -> Tensor:
     routing = Routing(record=True)
     with torch.no_grad():
-        model.forward_padded(ids, routing)
+        model.forward_packed(ids, routing=routing)
     return routing.recorded()
 
 
@@ -49,7 +49,7 @@ def test_replaying_the_models_own_routes_changes_nothing(spec: ModelSpec, floor:
     routes = own_routes(model, ids)
     replayed = Routing(replay=routes, floor=floor, record=True)
     with torch.no_grad():
-        assert torch.equal(model.forward_padded(ids, replayed), model.forward_padded(ids))
+        assert torch.equal(model.forward_packed(ids, routing=replayed), model.forward_packed(ids))
     assert torch.equal(replayed.recorded(), routes)
     assert (replayed.pairs, replayed.flips, replayed.replaced) == (routes.numel(), 0, 0)
 
@@ -63,7 +63,7 @@ def test_a_token_without_a_route_is_routed_live(spec: ModelSpec) -> None:
     unknown[4, 0, :-1] = routes[4, 0, :-1]  # a row with a hole is no route
     routing = Routing(replay=unknown, floor=0.5, record=True)
     with torch.no_grad():
-        model.forward_padded(ids, routing)
+        model.forward_packed(ids, routing=routing)
     assert torch.equal(routing.recorded(), routes)
     assert routing.pairs == routes[3].numel()
 
@@ -75,13 +75,13 @@ def test_replayed_experts_are_used_and_flips_counted(spec: ModelSpec) -> None:
     other = own_routes(make_model(spec, seed=1), ids)
     live, routing = Routing(record=True), Routing(replay=other, record=True)
     with torch.no_grad():
-        first = model.forward_padded(ids, live)
-        assert not torch.allclose(model.forward_padded(ids, routing), first)
+        first = model.forward_packed(ids, routing=live)
+        assert not torch.allclose(model.forward_packed(ids, routing=routing), first)
     assert torch.equal(routing.recorded(), other)
     # In the first sparse layer both passes see the same tokens, so that the flips there can be counted by hand.
     once = Routing(replay=torch.where(layer_mask(other) == 0, other, NO_ROUTE))
     with torch.no_grad():
-        model.forward_padded(ids, once)
+        model.forward_packed(ids, routing=once)
     pairs = zip(other[:, 0].tolist(), live.recorded()[:, 0].tolist(), strict=True)
     assert once.flips == sum(len(set(asked) - set(chosen)) for asked, chosen in pairs)
     assert 0 < once.flips <= once.pairs == other[:, 0].numel()
@@ -95,7 +95,7 @@ def layer_mask(routes: Tensor) -> Tensor:
 def test_gradients_reach_the_router_through_replayed_gates(spec: ModelSpec) -> None:
     model, ids = make_model(spec), make_ids(spec)
     routes = own_routes(make_model(spec, seed=1), ids)
-    model.forward_padded(ids, Routing(replay=routes, floor=0.5)).square().sum().backward()
+    model.forward_packed(ids, routing=Routing(replay=routes, floor=0.5)).square().sum().backward()
     for name, parameter in model.named_parameters():
         if name != "head":
             assert parameter.grad is not None, name
@@ -212,12 +212,13 @@ def test_a_format_is_applied_to_both_products_and_nothing_else() -> None:
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
     rounded.load_state_dict(plain.state_dict())
-    rounded.format = Halving()
+    rounded.routed.format = Halving()
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
         found = rounded(x, ARITHMETIC, None)
         experts, gates = plain.router(x, ARITHMETIC, None)
-        halves, gate_up, down = Halving().activation(x), (plain.gate_up * 2).round() / 2, (plain.down * 2).round() / 2
+        halves, routed = Halving().activation(x), plain.routed
+        gate_up, down = (routed.gate_up * 2).round() / 2, (routed.down * 2).round() / 2
         expected = torch.zeros_like(x)
         for token, slot in itertools.product(range(6), range(spec.per_token)):
             expert = int(experts[token, slot])
@@ -225,9 +226,9 @@ def test_a_format_is_applied_to_both_products_and_nothing_else() -> None:
             inner = Halving().activation(torch.nn.functional.silu(gate) * up)
             expected[token] += gates[token, slot] * (down[expert] @ inner)
         assert not torch.allclose(plain(x, ARITHMETIC, None), expected)
-        rounded.published = True
-        rounded.gate_up.copy_(gate_up)
-        rounded.down.copy_(down)
+        rounded.routed.published = True
+        rounded.routed.gate_up.copy_(gate_up)
+        rounded.routed.down.copy_(down)
         assert torch.equal(rounded(x, ARITHMETIC, None), found)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -243,7 +244,7 @@ def test_a_format_is_applied_to_both_products_and_nothing_else() -> None:
 def test_routes_of_another_shape_are_refused(replay: Tensor, message: str) -> None:
     model, ids = make_model(TINY), make_ids(TINY)
     with pytest.raises(ValueError, match=message):
-        model.forward_padded(ids, Routing(replay=replay))
+        model.forward_packed(ids, routing=Routing(replay=replay))
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.models.arithmetic import Kept, PagedRows
+from etude.models.arithmetic import Kept, PagedRows, packed_rows
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import ROWS_PER_TASK, InvariantArithmetic
 from etude.models.kernels.pages import PAGE
 
 OURS, TORCH = InvariantArithmetic(), FastArithmetic()
+CPU = torch.device("cpu")
 WIDTHS = st.sampled_from([1, 3, 8, 16, 20, 32, 48, 67])
 Operation = Callable[[InvariantArithmetic | FastArithmetic, Tensor], Tensor]
 
@@ -103,10 +104,11 @@ def test_pages_and_chunks_do_not_change_a_bit(
     heads: int, key_heads: int, width: int, value_width: int, dtype: torch.dtype
 ) -> None:
     length, ours = 75, InvariantArithmetic(dtype)
-    q, k = make(1, length, heads, width), make(1, length, key_heads, width, seed=1)
-    v = make(1, length, key_heads, value_width, seed=2)
-    whole = ours.attend_padded(q, k, v, 0.3)[0]
-    torch.testing.assert_close(whole, TORCH.attend_padded(q, k.to(dtype).float(), v.to(dtype).float(), 0.3)[0])
+    q, k = make(length, heads, width), make(length, key_heads, width, seed=1)
+    v = make(length, key_heads, value_width, seed=2)
+    alone = packed_rows([length], CPU)
+    whole = ours.attend_packed(q, k, v, alone, 0.3)
+    torch.testing.assert_close(whole, TORCH.attend_packed(q, k.to(dtype).float(), v.to(dtype).float(), alone, 0.3))
     for chunks in ([length], [1] * length, [30, 1, 1, 17, 26], [64, 11]):
         order = torch.randperm(9, generator=torch.Generator().manual_seed(len(chunks)))
         tables = torch.cat([order[:2], order[2:7]])[None].to(torch.int32)
@@ -121,9 +123,9 @@ def test_pages_and_chunks_do_not_change_a_bit(
                 counts=(count,),
             )
             here = slice(start, start + count)
-            ours.write_pages(k[0, here], v[0, here], cache, rows)
-            parts.append(ours.attend_pages(q[0, here], cache, rows, 0.3))
-            fast.append(TORCH.attend_pages(q[0, here], cache, rows, 0.3))
+            ours.write_pages(k[here], v[here], cache, rows)
+            parts.append(ours.attend_pages(q[here], cache, rows, 0.3))
+            fast.append(TORCH.attend_pages(q[here], cache, rows, 0.3))
             start += count
         assert torch.equal(torch.cat(parts), whole)
         torch.testing.assert_close(torch.cat(fast), whole, atol=1e-5, rtol=1e-5)
@@ -151,7 +153,7 @@ def gradient(operation: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 def test_gradients_are_torchs() -> None:
     x, weight = make(9, 24), make(32, 24, seed=1)
     experts, ends = make(3, 32, 24, seed=2), torch.tensor([4, 4, 9], dtype=torch.int32)
-    q, k, v = make(2, 9, 4, 8), make(2, 9, 2, 8, seed=1), make(2, 9, 2, 8, seed=2)
+    q, k, v, rows = make(19, 4, 8), make(19, 2, 8, seed=1), make(19, 2, 8, seed=2), packed_rows([7, 7, 5], CPU)
     ids, temperatures = torch.arange(9), torch.full((9,), 0.8)
     order, gates = torch.randperm(9), make(3, 3, seed=4)
     cases: list[tuple[Callable[[FastArithmetic | InvariantArithmetic], Callable[..., Tensor]], tuple[Tensor, ...]]] = [
@@ -161,7 +163,7 @@ def test_gradients_are_torchs() -> None:
         (lambda a: a.softmax, (x,)),
         (lambda a: lambda x, w: a.grouped(x, ends, w), (x, experts)),
         (lambda a: lambda y, g: a.combine(y, order, g), (x, gates)),
-        (lambda a: lambda q, k, v: a.attend_padded(q, k, v, 0.3), (q, k, v)),
+        (lambda a: lambda q, k, v: a.attend_packed(q, k, v, rows, 0.3), (q, k, v)),
         (lambda a: lambda x: a.logprobs(x, ids, temperatures, None), (x,)),
     ]
     for of, inputs in cases:

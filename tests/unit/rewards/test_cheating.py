@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from etude.config import TaskConfig
+from etude.config.tasks import TaskConfig
 from etude.environments.bugfix import BugfixFamily
 from etude.rewards.cheating import MAX_FINDINGS, Scene, inspect, scene_of, special_case
 from etude.sandboxes.actions import Action, Severity, read_calls

@@ -59,7 +59,8 @@ def report(world: Path, paths: list[str], nodes: list[str], environment: dict[st
     for name, text in run.files.items():
         (world / name).parent.mkdir(exist_ok=True)
         (world / name).write_text(text, encoding="utf-8")
-    variables = {**os.environ, **ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})}
+    ours = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+    variables = {**ours, **ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})}
     done = subprocess.run(run.argv, cwd=world, env=variables, input=run.secret, capture_output=True, text=True)
     return run.read(result(done.stdout, done.stderr, done.returncode), nodes)
 

@@ -1,6 +1,7 @@
 """Rollouts, ledger and a pretended trainer together: what is trained, what is retried, what a restart finds."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,17 +12,18 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import pytest
 
-from etude.config import RolloutConfig
-from etude.errors import ConfigError, InfrastructureError, SandboxError
+from etude.config.rollouts import RolloutConfig
+from etude.errors import SandboxError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Session
+from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.fake import FakeWorld
-from etude.rollouts.flight import MAX_DROPS_IN_A_ROW, backoff_s
+from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.schedule import backoff_s
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trajectories.batch import build_batch
-from etude.types import Case, Finish, FunctionChecks, RolloutStatus, Split, Task, Turn
+from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
 
 Play: TypeAlias = Callable[[Task], Awaitable[None]]
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
@@ -103,7 +105,7 @@ class Bench:
         staleness = []
         for step in range(1, steps + 1):
             while (groups := self.ledger.claim_batch(step, self.config.groups_per_step)) is None:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.02)
             batch = build_batch(step, groups)
             staleness.append(int(batch.staleness.max()))
             await asyncio.sleep(0.005)
@@ -148,6 +150,22 @@ def config(*, max_staleness: int = 1, concurrency: int = 8, max_attempts: int = 
     )
 
 
+def failed(group_index: int, slot: int) -> Rollout:
+    return Rollout(
+        rollout_id=f"{group_index}.{slot}",
+        group_index=group_index,
+        slot=slot,
+        attempt=0,
+        status=RolloutStatus.FAILED_INFRA,
+        reward=None,
+        reason="the process was killed before it gave up",
+    )
+
+
+def replace_size(config: RolloutConfig, group_size: int) -> RolloutConfig:
+    return config.model_copy(update={"group_size": group_size, "concurrency": 2 * group_size * config.groups_per_step})
+
+
 @pytest.mark.parametrize(("max_staleness", "concurrency"), [(0, 4), (1, 8), (2, 5)])
 def test_training_gets_its_batches_and_no_token_is_too_stale(
     bench: MakeBench, max_staleness: int, concurrency: int
@@ -159,7 +177,7 @@ def test_training_gets_its_batches_and_no_token_is_too_stale(
         _, staleness = await asyncio.gather(here.dispatcher.train(steps), here.trainer(steps))
         return staleness
 
-    staleness = asyncio.run(run())
+    staleness = run_virtually(run())
     assert max(staleness) <= max_staleness
     assert here.most_in_flight <= concurrency
     progress = here.ledger.progress()
@@ -177,10 +195,14 @@ def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
             raise error
 
     here = bench(config(), play=fail_twice)
-    asyncio.run(here.dispatcher.train(1))
+
+    async def run() -> float:
+        await here.dispatcher.train(1)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(run()) >= backoff_s(1)
     assert here.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 2, "dropped": 0}
     assert here.ledger.progress().dropped == 0
-    assert here.world.clock.now() >= backoff_s(1)
     assert sorted(event.reason for event in here.closed() if event.status == "failed_infra") == [
         "SandboxError: died",
         "SandboxError: died again",
@@ -193,7 +215,7 @@ def test_a_group_out_of_attempts_is_dropped_and_replaced(bench: MakeBench) -> No
             raise SandboxError("died")
 
     here = bench(config(), play=fail_for_first)
-    asyncio.run(here.dispatcher.train(1))
+    run_virtually(here.dispatcher.train(1))
     progress = here.ledger.progress()
     assert (progress.dropped, progress.ready, progress.admitted) == (1, 2, 3)
     claimed = here.ledger.claim_batch(1, 2)
@@ -213,25 +235,108 @@ def test_a_dropped_group_cancels_its_other_rollouts(bench: MakeBench) -> None:
         raise SandboxError("died")
 
     here = bench(config(), play=one_fails_one_hangs)
-    asyncio.run(here.dispatcher.train(1))
+    run_virtually(here.dispatcher.train(1))
     counts = here.ledger.rollout_counts(TRAIN)
     assert (counts[RolloutStatus.FAILED_INFRA], counts[RolloutStatus.DROPPED]) == (3, 1)
     assert here.world.is_tidy
 
 
-def test_training_stops_when_nothing_but_drops_happens(bench: MakeBench) -> None:
+def test_training_stops_when_nothing_succeeds(bench: MakeBench) -> None:
     here = bench(config())
     here.world.sandboxes.broken = "no namespaces on this machine"
-    with pytest.raises(InfrastructureError, match="no namespaces on this machine"):
-        asyncio.run(here.dispatcher.train(1))
-    assert here.ledger.progress().dropped == MAX_DROPS_IN_A_ROW
+
+    async def run() -> float:
+        with pytest.raises(UserError, match="no namespaces on this machine"):
+            await here.dispatcher.train(1)
+        return asyncio.get_running_loop().time()
+
+    assert FIRST_OUTAGE_S <= run_virtually(run()) <= 2 * FIRST_OUTAGE_S
     assert here.world.is_tidy
 
 
-def test_a_family_with_too_few_tasks_is_named(bench: MakeBench) -> None:
-    here = bench(config(), family=Numbers(different=3))
-    with pytest.raises(ConfigError, match="too few different tasks"):
-        asyncio.run(here.dispatcher.train(2))
+def test_an_outage_costs_no_slot_its_attempts(bench: MakeBench) -> None:
+    here = bench(config(max_attempts=3))
+
+    async def run() -> None:
+        training = asyncio.create_task(here.dispatcher.train(2))
+        trainer = asyncio.create_task(here.trainer(2))
+        here.world.sandboxes.broken = "the machine is down"
+        await asyncio.sleep(40.0)
+        here.world.sandboxes.broken = ""
+        await asyncio.gather(training, trainer)
+
+    run_virtually(run())
+    progress = here.ledger.progress()
+    assert (progress.consumed, progress.dropped) == (4, 0)
+    failed = [event for event in here.closed() if event.status == "failed_infra"]
+    assert 8 <= len(failed) <= 16
+
+
+def test_a_group_is_complete_without_the_slots_it_lost(bench: MakeBench) -> None:
+    calls = Counter[str]()
+
+    async def fail_in_one_slot(task: Task) -> None:
+        calls[task.prompt] += 1
+        if task.prompt == "0" and (calls["0"] == 1 or calls["0"] > 4):
+            raise SandboxError("died")
+
+    here = bench(replace_size(config(), 4), play=fail_in_one_slot)
+    run_virtually(here.dispatcher.train(1))
+    progress = here.ledger.progress()
+    assert (progress.ready, progress.dropped) == (2, 0)
+    claimed = here.ledger.claim_batch(1, 2)
+    assert claimed
+    assert [len(group.rollouts) for group in claimed] == [3, 4]
+    assert here.ledger.open_slots(TRAIN) == []
+
+
+def test_a_group_of_which_too_few_are_left_is_dropped_at_once(bench: MakeBench) -> None:
+    calls = Counter[str]()
+
+    async def one_hangs_and_three_fail(task: Task) -> None:
+        calls[task.prompt] += 1
+        if task.prompt == "0" and calls["0"] == 1:
+            await asyncio.sleep(5000.0)
+        if task.prompt == "0":
+            raise SandboxError("died")
+
+    here = bench(replace_size(config(), 4), play=one_hangs_and_three_fail)
+
+    async def run() -> float:
+        await here.dispatcher.train(1)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(run()) < 100.0
+    assert here.ledger.progress().dropped == 1
+    assert here.ledger.rollout_counts(TRAIN)[RolloutStatus.DROPPED] == 1
+    assert here.world.is_tidy
+
+
+def test_a_restart_gives_up_slots_whose_attempts_were_used_up(bench: MakeBench) -> None:
+    here = bench(replace_size(config(max_attempts=1), 4))
+    for number, failures in enumerate([1, 3]):
+        assert here.ledger.admit_group(ALL_NUMBERS.task(Split.TRAIN, 1000 + 3 * number), TRAIN, 4, 0) == number
+        for slot in range(failures):
+            here.ledger.record(failed(number, slot), TRAIN)
+    run_virtually(here.dispatcher.train(1))
+    assert [len(here.ledger.group(TRAIN, index).rollouts) for index in range(3)] == [3, 0, 4]
+    assert here.ledger.progress().dropped == 1
+    assert here.world.is_tidy
+
+
+def test_slots_that_another_process_left_behind_are_taken_over(bench: MakeBench) -> None:
+    here = bench(config(max_staleness=0, concurrency=4))
+
+    async def run() -> None:
+        training = asyncio.create_task(here.dispatcher.train(2))
+        trainer = asyncio.create_task(here.trainer(2))
+        await asyncio.sleep(0)
+        assert here.ledger.admit_group(ALL_NUMBERS.task(Split.TRAIN, 1000), TRAIN, 2, 0) == 2
+        await asyncio.gather(training, trainer)
+
+    run_virtually(run())
+    assert here.ledger.progress().consumed == 4
+    assert len(here.ledger.group(TRAIN, 2).rollouts) == 2
 
 
 def test_a_bug_in_a_rollout_stops_training_at_once(bench: MakeBench) -> None:
@@ -240,7 +345,7 @@ def test_a_bug_in_a_rollout_stops_training_at_once(bench: MakeBench) -> None:
 
     here = bench(config(), play=fail)
     with pytest.raises(KeyError, match="a bug"):
-        asyncio.run(here.dispatcher.train(1))
+        run_virtually(here.dispatcher.train(1))
     assert here.world.is_tidy
 
 
@@ -255,7 +360,7 @@ def test_a_rollout_that_somebody_else_cancelled_stops_training(bench: MakeBench)
             await here.dispatcher.train(1)
 
     with pytest.raises(RuntimeError, match="group 0 was cancelled"):
-        asyncio.run(run())
+        run_virtually(run())
     assert len(here.ledger.open_slots(TRAIN)) == 4
     assert here.world.is_tidy
 
@@ -275,11 +380,11 @@ def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
         with pytest.raises(asyncio.CancelledError):
             await training
 
-    asyncio.run(interrupted())
+    run_virtually(interrupted())
     assert first.world.is_tidy
     assert [(slot.group_index, slot.attempt) for slot in first.ledger.open_slots(TRAIN)] == [(1, 0), (1, 0)]
     second = bench(config(max_staleness=0, concurrency=4))
-    asyncio.run(second.dispatcher.train(1))
+    run_virtually(second.dispatcher.train(1))
     assert second.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 0, "dropped": 0}
     assert second.ledger.progress().admitted == 2
 
@@ -295,17 +400,13 @@ def test_an_evaluation_goes_on_where_it_was_interrupted(bench: MakeBench) -> Non
 
     here = bench(config(concurrency=2), play=stop_at_fifth)
     with pytest.raises(KeyError):
-        asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0))
+        run_virtually(here.dispatcher.evaluate("before", tasks, temperature=0.0))
     done = here.ledger.rollout_counts("before")
-    rewards = asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0))
+    rewards = run_virtually(here.dispatcher.evaluate("before", tasks, temperature=0.0))
     assert len(rewards) == 9
     assert rewards == [group.rollouts[0].reward for group in here.ledger.groups("before")]
     assert [group.task for group in here.ledger.groups("before")] == tasks
     assert len(here.closed()) == 9
     assert 3 <= sum(done.values()) <= 5
-    assert asyncio.run(here.dispatcher.evaluate("before", tasks, temperature=0.0)) == rewards
+    assert run_virtually(here.dispatcher.evaluate("before", tasks, temperature=0.0)) == rewards
     assert here.ledger.progress().admitted == 0
-
-
-def test_pauses_grow_up_to_a_limit() -> None:
-    assert [backoff_s(attempt) for attempt in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]

@@ -11,8 +11,9 @@ import pytest
 from etude.errors import EngineUnavailable, SandboxError
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Reward, Sandbox, Session
-from etude.rollouts.fake import FakeWorld
-from etude.rollouts.worker import run_rollout
+from etude.rollouts.bounds import Limits
+from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.worker import GRADINGS, run_rollout
 from etude.types import Case, Disposition, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn, Verdict
 
 ONE = np.ones(1, np.int32)
@@ -20,6 +21,7 @@ TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32)
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 SLOT = OpenSlot(task=TASK, group_index=3, slot=1, attempt=2)
+LIMITS = Limits()
 
 
 class World(FakeWorld):
@@ -34,18 +36,18 @@ class World(FakeWorld):
 
         super().__init__(play, judge)
 
-    async def attempt(self, timeout_s: float = 5.0) -> Rollout:
-        return await run_rollout(SLOT, self.rig, rollout_id="r", temperature=1.0, timeout_s=timeout_s)
+    async def attempt(self, limits: Limits = LIMITS) -> Rollout:
+        return await run_rollout(SLOT, self.rig, limits, rollout_id="r", temperature=1.0)
 
 
 async def submit(world: World) -> str:
-    world.clock.advance(2.5)
+    await asyncio.sleep(2.5)
     return "submit"
 
 
 def test_a_played_and_judged_rollout_is_graded() -> None:
     world = World(submit, judge=lambda task: 0.25)
-    rollout = asyncio.run(world.attempt())
+    rollout = run_virtually(world.attempt())
     assert rollout == Rollout(
         rollout_id="r",
         group_index=3,
@@ -76,37 +78,60 @@ def test_trouble_with_machines_is_no_reward(error: Exception, reason: str) -> No
         raise error
 
     world = World(fail)
-    rollout = asyncio.run(world.attempt())
+    rollout = run_virtually(world.attempt())
     assert (rollout.status, rollout.reward, rollout.reason) == (RolloutStatus.FAILED_INFRA, None, reason)
     assert world.is_tidy
 
 
-def test_the_deadline_of_the_whole_rollout_is_infrastructure() -> None:
+def test_a_harness_that_falls_silent_is_infrastructure() -> None:
     async def hang(world: World) -> str:
-        await asyncio.sleep(60)
+        await asyncio.sleep(1e6)
         return "submit"
 
     world = World(hang)
-    rollout = asyncio.run(world.attempt(timeout_s=0.02))
-    assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "TimeoutError: no end within 0.02 s")
+    rollout = run_virtually(world.attempt())
+    assert rollout.status is RolloutStatus.FAILED_INFRA
+    assert rollout.reason == "InfrastructureError: the agent: no sign of life within 600 s"
+    assert rollout.seconds == pytest.approx(LIMITS.silence_s)
     assert world.is_tidy
 
 
 def test_a_sandbox_that_does_not_start_closes_the_session() -> None:
     world = World(submit)
     world.sandboxes.broken = "no namespaces"
-    rollout = asyncio.run(world.attempt())
+    rollout = run_virtually(world.attempt())
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "SandboxError: no namespaces")
     assert world.is_tidy
 
 
 def test_trouble_while_grading_is_infrastructure() -> None:
+    tries: list[str] = []
+
     def judge(task: Task) -> float:
+        tries.append(task.task_id)
         raise SandboxError("died under the grader")
 
     world = World(submit, judge)
-    assert asyncio.run(world.attempt()).reason == "SandboxError: died under the grader"
+    assert run_virtually(world.attempt()).reason == "SandboxError: died under the grader"
+    assert len(tries) == GRADINGS
     assert world.is_tidy
+
+
+def test_work_whose_grading_failed_once_is_graded_again_not_done_again() -> None:
+    troubles = iter([SandboxError("died under the grader")])
+    plays: list[World] = []
+
+    async def play(world: World) -> str:
+        plays.append(world)
+        return "submit"
+
+    def judge(task: Task) -> float:
+        for trouble in troubles:
+            raise trouble
+        return 1.0
+
+    rollout = run_virtually(World(play, judge).attempt())
+    assert (rollout.status, rollout.reward, len(plays)) == (RolloutStatus.GRADED, 1.0, 1)
 
 
 def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
@@ -115,9 +140,18 @@ def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
         return "submit"
 
     world = World(restart)
-    rollout = asyncio.run(world.attempt())
+    rollout = run_virtually(world.attempt())
     assert (rollout.status, rollout.turns) == (RolloutStatus.FAILED_INFRA, ())
     assert rollout.reason.startswith("SessionLost: ")
+
+
+def test_tokens_of_older_weights_than_the_group_was_admitted_at_are_infrastructure() -> None:
+    for admitted_version, status in ((1, RolloutStatus.GRADED), (2, RolloutStatus.FAILED_INFRA)):
+        world, slot = World(submit), replace(SLOT, admitted_version=admitted_version)
+        rollout = run_virtually(run_rollout(slot, world.rig, LIMITS, rollout_id="r", temperature=1.0))
+        assert rollout.status is status
+    assert "sampled with weight version 1; every engine had served 2" in rollout.reason
+    assert world.is_tidy
 
 
 def test_the_first_failure_is_reported_not_what_it_broke() -> None:
@@ -125,7 +159,7 @@ def test_the_first_failure_is_reported_not_what_it_broke() -> None:
         world.sessions.forget()
         raise EngineUnavailable("no engine")
 
-    assert asyncio.run(World(fail).attempt()).reason == "EngineUnavailable: no engine"
+    assert run_virtually(World(fail).attempt()).reason == "EngineUnavailable: no engine"
 
 
 def test_a_session_without_a_turn_is_infrastructure() -> None:
@@ -133,7 +167,7 @@ def test_a_session_without_a_turn_is_infrastructure() -> None:
         return "submit"
 
     world = FakeWorld(play, lambda task: 1.0)
-    rollout = asyncio.run(run_rollout(SLOT, world.rig, rollout_id="r", temperature=1.0, timeout_s=5.0))
+    rollout = run_virtually(run_rollout(SLOT, world.rig, LIMITS, rollout_id="r", temperature=1.0))
     assert rollout.status is RolloutStatus.FAILED_INFRA
     assert "no turn" in rollout.reason
     assert world.is_tidy
@@ -145,7 +179,7 @@ def test_a_bug_is_raised_and_cleans_up() -> None:
 
     world = World(fail)
     with pytest.raises(KeyError, match="a bug"):
-        asyncio.run(world.attempt())
+        run_virtually(world.attempt())
     assert world.is_tidy
 
 
@@ -163,7 +197,7 @@ def test_a_cancelled_rollout_cleans_up() -> None:
             await rollout
 
     world = World(hang)
-    asyncio.run(cancel(world))
+    run_virtually(cancel(world))
     assert world.is_tidy
 
 
@@ -192,7 +226,7 @@ def test_a_watched_rollout_is_worth_what_its_verdict_says() -> None:
     lookout = Lookout(Disposition.QUARANTINE)
     world = World(submit)
     rig = replace(world.rig, watch=lookout)
-    rollout = asyncio.run(run_rollout(SLOT, rig, rollout_id="r", temperature=1.0, timeout_s=5.0))
+    rollout = run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
     assert lookout.seen == ["begin a", "look", "judge 1.0 over 1 turn"]
     assert (rollout.status, rollout.reward, rollout.is_quarantined) == (RolloutStatus.GRADED, 0.0, True)
     assert dict(rollout.reward_parts) == {"judge": 1.0}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import RunConfig, parse_config
+from etude.config.recipe import RunConfig, parse_config
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.endpoints import HOST, PUBLIC, Endpoints
 

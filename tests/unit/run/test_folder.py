@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import RunConfig
+from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
@@ -34,3 +34,14 @@ def test_a_second_process_of_a_kind_is_refused_while_the_first_lives(tmp_path: P
             pass
     with exclusive(folder, "train"):
         pass
+
+
+def test_the_ledger_is_a_file_or_a_schema_of_its_own_that_the_folder_remembers(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path / "file", RunConfig()).ledger == str(tmp_path / "file" / "ledger.db")
+    server = "postgresql://me@db.example/runs"
+    config = RunConfig(name="my-run", seed=7, ledger=LedgerConfig(url=server))
+    one, other = (RunFolder.create(tmp_path / name, config) for name in ("a", "b"))
+    assert one.ledger.startswith(f"{server}#etude_my_run_s7_")
+    assert one.ledger != other.ledger
+    assert RunFolder.open(tmp_path / "a").ledger == one.ledger
+    assert RunFolder.create(tmp_path / "c", one.config()).ledger != one.ledger  # a run as the recipe of another

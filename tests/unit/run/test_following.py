@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
-from etude.config import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
@@ -98,8 +98,8 @@ def test_quantised_experts_are_served_as_the_trainer_rounds_them(spare: bool, fo
             stored = to_stored(published_state(trained, numerics))
             publisher.publish(stored, version=version, step=version).result()
             asyncio.run(follower.swap_into(engine, *follower.stage()))
-            ids = torch.arange(40)[None]
+            ids = torch.arange(40)
             with torch.no_grad():
-                ours, theirs = (m.logits(m.forward_padded(ids)[0]) for m in (trained, engine.weights.model))
+                ours, theirs = (m.logits(m.forward_packed(ids)) for m in (trained, engine.weights.model))
             assert torch.equal(ours, theirs)
         follower.close()

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from etude.clock import SystemClock
-from etude.config import GatewayConfig
+from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
 from etude.gateway.door import door

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.doctor import show_parity, verdict
 from etude.run.numerics import load_published, published_state, serving_model, training_model

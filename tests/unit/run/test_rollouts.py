@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import default_recipe
+from etude.config.recipe import EvalConfig, default_recipe
 from etude.errors import ConfigError
 from etude.run.folder import RunFolder
-from etude.run.rollouts import harness_mounts, write_harness
+from etude.run.rollouts import evaluations_due, harness_mounts, write_harness
 
 
 def test_a_harness_gets_its_files_and_nothing_else_of_the_run(tmp_path: Path) -> None:
@@ -23,3 +23,10 @@ def test_mounts_are_folders_of_this_machine(tmp_path: Path) -> None:
     assert harness_mounts([str(tmp_path)]) == {str(tmp_path): tmp_path}
     with pytest.raises(ConfigError, match="no-such-folder"):
         harness_mounts([str(tmp_path / "no-such-folder")])
+
+
+def test_rl_is_measured_on_the_way_between_its_ends() -> None:
+    assert list(evaluations_due(40, EvalConfig(every_steps=10))) == [10, 20, 30]
+    assert list(evaluations_due(5, EvalConfig(every_steps=10))) == []
+    assert not evaluations_due(40, EvalConfig())
+    assert not evaluations_due(40, EvalConfig(enabled=False, every_steps=10))

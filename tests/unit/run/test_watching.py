@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from etude.config import CheatingConfig
+from etude.config.tasks import CheatingConfig
 from etude.protocols import Reward
 from etude.rollouts.fake import FakeSandbox
 from etude.run.watching import CheatWatch, policy_of

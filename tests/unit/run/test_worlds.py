@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config import SandboxConfig, TaskConfig
+from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.worlds import KEY_VARIABLE, PlainWorlds, TaskWorlds, base_store, image_store, open_provider

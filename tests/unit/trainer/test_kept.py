@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.models.arithmetic import Kept
-from etude.models.decoder import Decoder
-from etude.models.spec import GroupedSpec, ModelSpec
-from etude.trainer.kept import entropies, gather_kept, sampled_logprobs, score
+from etude.trainer.kept import entropies, gather_kept
 from etude.types import UNSAMPLED, KeptSets, Trajectory
 
 CPU = torch.device("cpu")
@@ -91,22 +89,3 @@ def test_entropy_is_that_of_what_was_sampled_from() -> None:
 def test_entropy_of_impossible_tokens_is_nothing() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
     assert math.isclose(float(entropies(logits, torch.ones(1), None)), math.log(2), rel_tol=1e-6)
-
-
-def test_a_score_trains_the_model_with_the_sampling_distribution() -> None:
-    torch.set_num_threads(1)
-    attention = GroupedSpec(heads=2, kv_heads=1, head_dim=8)
-    model = Decoder(ModelSpec(vocab_size=30, hidden_size=16, layers=1, attention=attention, dense_size=16))
-    model.initialise(0, std=1.0)
-    hidden = model.forward_padded(torch.arange(12).view(2, 6)).flatten(0, 1)[:3]
-    kept = Kept(offsets_N1=torch.tensor([0, 2, 2, 3]), token_ids=torch.tensor([4, 9, 7]))
-    token_ids, temperatures = torch.tensor([9, 3, 7]), torch.tensor([0.5, 1.0, 1.0])
-    scores = score(model, hidden, token_ids, temperatures, kept)
-    logits = model.logits(hidden)
-    expected = torch.stack([(logits[0, [4, 9]] / 0.5).log_softmax(0)[1], logits[1].log_softmax(0)[3], torch.zeros(())])
-    torch.testing.assert_close(scores.logprobs_N, expected)
-    assert sampled_logprobs(model, hidden, token_ids, temperatures, kept).tolist() == scores.logprobs_N.tolist()
-    assert not scores.entropies_N.requires_grad
-    scores.logprobs_N.sum().backward()
-    assert model.embedding.grad is not None
-    assert float(model.embedding.grad.abs().max()) > 0

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import NumericsConfig
+from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
@@ -35,7 +35,7 @@ def make_trajectory(models: dict[int, Decoder], versions: list[int], turn_starts
         if version != UNSAMPLED:
             model = models[version]
             with torch.no_grad():
-                row = model.logits(model.forward_padded(torch.tensor([ids]))[0, index - 1 : index]).log_softmax(-1)
+                row = model.logits(model.forward_packed(torch.tensor(ids))[index - 1 : index]).log_softmax(-1)
             logprobs[index] = row[0, ids[index]]
     mask = np.array(versions) != UNSAMPLED
     return Trajectory(
@@ -117,7 +117,7 @@ def scored(trajectory: Trajectory, model: Decoder, routing: Routing | None = Non
     """The trajectory with the logprobs that ``model`` gives it in one pass."""
     ids = torch.from_numpy(trajectory.token_ids).long()
     with torch.no_grad():
-        logits = model.logits(model.forward_padded(ids[None], routing)[0, :-1])
+        logits = model.logits(model.forward_packed(ids, routing=routing)[:-1])
         own = model.arithmetic.logprobs(logits, ids[1:], torch.from_numpy(trajectory.temperatures[1:]), None)
     logprobs = np.where(trajectory.loss_mask, np.append(np.float32(0), own.numpy()), 0).astype(np.float32)
     return replace(trajectory, logprobs=logprobs)
@@ -179,6 +179,17 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
     assert {first: found.tokens for first, found in report.positions} == {0: 3, 1: 10, 8: 4}
     assert max(found.max for _, found in report.positions) == report.total.max
     assert set(dict(report.positions)) < set(POSITIONS)
+
+
+def test_how_many_are_compared_at_a_time_changes_nothing() -> None:
+    models = {version: make_model(version) for version in (3, 4)}
+    probe = MismatchProbe(make_model(9), OFF, versions=2)
+    probe.remember(3, state_of(make_model(5)))
+    batch = [make_trajectory(models, [N, *[3] * length], (1,)) for length in (2, 5, 9, 1)]
+    reports = [probe.measure(batch, max_tokens=max_tokens) for max_tokens in (1, 7, 9, 1_000)]
+    assert reports[0].total.tokens == 17
+    assert reports[0].total.k3 > 0
+    assert all(report == reports[0] for report in reports)
 
 
 @pytest.mark.parametrize(

@@ -8,30 +8,45 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config import NumericsConfig, TrainerConfig
-from etude.errors import DamagedError, DivergedError, InfrastructureError
+from etude.config.inference import NumericsConfig
+from etude.config.training import LossConfig, OptimiserConfig
+from etude.errors import DivergedError, InfrastructureError
+from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.fast import FastArithmetic
+from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.trainer.checkpoint import KEEP, Checkpoints
-from etude.trainer.policy import PolicyTrainer, sample_share
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.losses import Totals
+from etude.trainer.optimisation import Optimisation
+from etude.trainer.optimisers import build_optimiser
+from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer, sample_share
+from etude.trainer.schedule import RateSchedule
 from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
-CONFIG = TrainerConfig(learning_rate=1e-2, warmup_steps=1, decay_share=0)
-
-
 OFF = NumericsConfig(replay="off")
+TIS = LossConfig()
 
 
-def make_trainer(numerics: NumericsConfig = OFF, std: float = 0.04) -> PolicyTrainer:
-    model = Decoder(TINY)
+def make_trainer(
+    numerics: NumericsConfig = OFF, std: float = 0.04, loss: LossConfig = TIS, arithmetic: Arithmetic | None = None
+) -> PolicyTrainer:
+    model = Decoder(TINY, arithmetic)
     model.initialise(0, std)
-    return PolicyTrainer(model, CONFIG, numerics)
+    optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=1e-2, betas=(0.9, 0.95))
+    schedule = RateSchedule(steps=100, warmup_steps=1)
+    return PolicyTrainer(Optimisation(model, optimiser, schedule, clip_norm=1.0), loss, numerics)
+
+
+def totals(tokens: int) -> Totals:
+    """Of a batch; the default loss does not count trajectories."""
+    return Totals(tokens=tokens, trajectories=1)
 
 
 def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        all_tokens = model.logits(model.forward_padded(torch.tensor([ids]))[0]).log_softmax(-1)
+        all_tokens = model.logits(model.forward_packed(torch.tensor(ids))).log_softmax(-1)
     return all_tokens[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
@@ -63,7 +78,7 @@ def test_a_step_makes_the_good_likelier_and_the_bad_less() -> None:
     trainer = make_trainer()
     pieces = make_batch(trainer.model)
     before = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
-    stats = trainer.step(1, pieces, num_loss_tokens=3)
+    stats = trainer.step(1, pieces, totals(3))
     after = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
     assert after[0] > before[0]
     assert after[1] < before[1]
@@ -71,19 +86,60 @@ def test_a_step_makes_the_good_likelier_and_the_bad_less() -> None:
     assert stats.truncated_share == 0
 
 
-def test_padding_does_not_change_the_step() -> None:
+def assert_same_weights(one: PolicyTrainer, other: PolicyTrainer) -> None:
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_how_a_batch_is_cut_does_not_change_the_step() -> None:
     alone, together = make_trainer(), make_trainer()
     good, bad = (piece[0] for piece in make_batch(alone.model))
-    alone.step(1, [(good,), (bad,)], num_loss_tokens=3)
-    together.step(1, [(good, bad)], num_loss_tokens=3)
+    alone.step(1, [(good,), (bad,)], totals(3))
+    together.step(1, [(good, bad)], totals(3))
     for one, other in zip(alone.model.parameters(), together.model.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_pass_without_trajectories_changes_nothing() -> None:
+    with_it, without = make_trainer(), make_trainer()
+    pieces = make_batch(without.model)
+    assert with_it.step(1, [*pieces, ()], totals(3)) == without.step(1, pieces, totals(3))
+    assert_same_weights(with_it, without)
+
+
+@pytest.mark.parametrize("arithmetic", [FastArithmetic(), InvariantArithmetic()], ids=["fast", "invariant"])
+def test_the_same_batches_make_the_same_policy_bit_for_bit(arithmetic: Arithmetic) -> None:
+    first, second = make_trainer(arithmetic=arithmetic), make_trainer(arithmetic=arithmetic)
+    pieces = make_batch(first.model)
+    for step in (1, 2, 3):
+        assert first.step(step, pieces, totals(3)) == second.step(step, pieces, totals(3))
+    assert_same_weights(first, second)
+    assert not torch.equal(first.model.embedding, make_trainer().model.embedding)
+
+
+def test_tokens_that_a_correction_leaves_out_are_counted() -> None:
+    trainer = make_trainer(loss=LossConfig(correction="mis", cap=2.0))
+    (good,), (bad,) = make_batch(trainer.model)
+    unlikely = replace(bad, logprobs=bad.logprobs - 1)  # the trainer finds it e times likelier than its engine did
+    stats = trainer.step(1, [(good, unlikely)], totals(3))
+    assert stats.masked_share == pytest.approx(1 / 3)
+    assert stats.truncated_share == 0
+
+
+@pytest.mark.parametrize(("step", "masked_share"), [(1, 0.0), (2, 0.0), (4, 1.0)])
+def test_the_decoupled_form_takes_the_age_of_a_token_into_account(step: int, masked_share: float) -> None:
+    """A version behind, all of the way from the engine is the last step's; three behind, two thirds are not: e²."""
+    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", correction="decoupled", cap=5.0))
+    (good,), _ = make_batch(trainer.model)
+    # A bad token that has become likelier is not clipped.
+    stale = replace(good, logprobs=good.logprobs - 3, advantages=-good.advantages)
+    assert trainer.step(step, [(stale,)], totals(2)).masked_share == masked_share
 
 
 def test_an_empty_batch_leaves_the_weights_alone() -> None:
     trainer = make_trainer()
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    trainer.step(1, [], num_loss_tokens=0)
+    assert trainer.step(1, [], totals(0)) == NOTHING_LEARNT
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
@@ -98,10 +154,10 @@ def test_it_says_once_that_the_weights_are_about_to_change() -> None:
         seen.append(all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
         assert any(parameter.grad is not None and parameter.grad.any() for parameter in parameters)
 
-    trainer.step(1, pieces, num_loss_tokens=3, before_update=look)
+    trainer.step(1, pieces, totals(3), before_update=look)
     assert seen == [True], "exactly once, with the gradients there and the weights as they were"
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-    trainer.step(2, [], num_loss_tokens=0, before_update=look)
+    trainer.step(2, [], totals(0), before_update=look)
     assert seen == [True], "an empty batch changes nothing, so nobody need wait for it"
 
 
@@ -113,7 +169,7 @@ def test_weights_that_may_not_change_yet_do_not() -> None:
         raise InfrastructureError("the version before was not read in time")
 
     with pytest.raises(InfrastructureError):
-        trainer.step(1, make_batch(trainer.model), num_loss_tokens=3, before_update=refuse)
+        trainer.step(1, make_batch(trainer.model), totals(3), before_update=refuse)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
@@ -123,44 +179,21 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_says_nothing() -> Non
     broken = make_trajectory(trainer.model, [1, 2, 3, 4, 5], 2, float("nan"))
     calls: list[None] = []
     with pytest.raises(DivergedError, match="step 1"):
-        trainer.step(1, [(broken,)], num_loss_tokens=2, before_update=lambda: calls.append(None))
+        trainer.step(1, [(broken,)], totals(2), before_update=lambda: calls.append(None))
     assert calls == []
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
 def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(tmp_path: Path) -> None:
     first, second = make_trainer(), make_trainer()
-    first.step(1, make_batch(first.model), 3)
+    first.step(1, make_batch(first.model), totals(3))
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, first.tensors())
-    second.restore(checkpoints.load(1))
+    checkpoints.save(1, first.optimisation.tensors())
+    second.optimisation.restore(checkpoints.load(1))
     pieces = make_batch(first.model)
-    first.step(2, pieces, 3)
-    second.step(2, pieces, 3)
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
-
-
-def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    for step in range(1, 6):
-        checkpoints.save(step, {"x": torch.tensor([step])})
-    assert checkpoints.steps() == [4, 5][-KEEP:]
-    assert int(checkpoints.load(5)["x"]) == 5
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "no digest"])
-def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, make_trainer().tensors())
-    file = tmp_path / "step-00000003.safetensors"
-    payload = bytearray(file.read_bytes())
-    payload[-1] ^= 1
-    if damage == "no digest":
-        file.with_suffix(".sha256").unlink()
-    else:
-        file.write_bytes(payload if damage == "flip" else payload[:50])
-    with pytest.raises(DamagedError, match="step-00000003"):
-        checkpoints.load(3)
+    first.step(2, pieces, totals(3))
+    second.step(2, pieces, totals(3))
+    assert_same_weights(first, second)
 
 
 def test_a_sample_is_reproducible_and_never_empty() -> None:
@@ -176,7 +209,7 @@ def own_routes(model: Decoder, ids: list[int]) -> Routes:
     """What an engine with the very same router would say: [L, layers, k], the last token's unknown."""
     routing = Routing(record=True)
     with torch.no_grad():
-        model.forward_padded(torch.tensor([ids]), routing)
+        model.forward_packed(torch.tensor(ids), routing=routing)
     routes = routing.recorded().numpy().astype(np.uint16)
     routes[-1] = NO_ROUTE
     return routes
@@ -200,7 +233,7 @@ def test_the_mode_says_whose_routes_are_replayed(mode: Literal["off", "completio
     trainer = make_trainer(NumericsConfig(replay=mode, replay_floor=0.0))
     routes = other_routes(own_routes(trainer.model, IDS), experts=4)
     trajectory = replace(make_trajectory(trainer.model, IDS, 3, 0.5), routes=routes)
-    stats = trainer.step(1, [(trajectory,)], num_loss_tokens=3)
+    stats = trainer.step(1, [(trajectory,)], totals(3))
     pairs = rows * routes.shape[1] * routes.shape[2]
     assert (stats.replayed_pairs, stats.replaced_pairs) == (pairs, 0)
     assert (stats.flipped_pairs > 0) == (rows > 0)
@@ -211,7 +244,7 @@ def test_replaying_what_the_router_chooses_anyway_changes_no_bit() -> None:
     for trainer in (live, replayed):
         trajectory = make_trajectory(trainer.model, IDS, 3, 0.5)
         trajectory = replace(trajectory, routes=own_routes(trainer.model, IDS))
-        stats = trainer.step(1, [(trajectory, make_trajectory(trainer.model, [1, 2, 6], 1, -0.5))], num_loss_tokens=4)
+        stats = trainer.step(1, [(trajectory, make_trajectory(trainer.model, [1, 2, 6], 1, -0.5))], totals(4))
         assert (stats.flipped_pairs, stats.replaced_pairs) == (0, 0)
     for one, other in zip(live.model.parameters(), replayed.model.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -221,7 +254,7 @@ def test_a_router_learns_from_tokens_whose_experts_the_engine_chose() -> None:
     trainer = make_trainer(NumericsConfig(replay="full", replay_floor=0.0), std=0.2)
     routes = other_routes(own_routes(trainer.model, IDS), experts=4)
     trajectory = replace(make_trajectory(trainer.model, IDS, 3, 0.5), routes=routes)
-    trainer.step(1, [(trajectory,)], num_loss_tokens=3)
+    trainer.step(1, [(trajectory,)], totals(3))
     routers = {name: p.grad for name, p in trainer.model.named_parameters() if "router" in name}
     assert len(routers) == 2
     assert all(gradient is not None and gradient.any() for gradient in routers.values())
@@ -231,7 +264,7 @@ def test_implausible_experts_are_replaced_and_counted() -> None:
     strict = make_trainer(NumericsConfig(replay="completion", replay_floor=1.0), std=0.4)
     routes = other_routes(own_routes(strict.model, IDS), experts=4)
     trajectory = replace(make_trajectory(strict.model, IDS, 3, 0.5), routes=routes)
-    stats = strict.step(1, [(trajectory,)], num_loss_tokens=3)
+    stats = strict.step(1, [(trajectory,)], totals(3))
     assert stats.replaced_pairs == stats.flipped_pairs == stats.replayed_pairs == 12
 
 
@@ -239,13 +272,13 @@ def test_the_temperature_is_part_of_the_policy() -> None:
     """At the engine's temperature nothing is truncated; taken for 1 the same tokens' ratios are far off."""
     trainer = make_trainer(std=0.4)
     with torch.no_grad():
-        logits = trainer.model.logits(trainer.model.forward_padded(torch.tensor([IDS]))[0])
+        logits = trainer.model.logits(trainer.model.forward_packed(torch.tensor(IDS)))
     sharp = (logits / 0.2).log_softmax(-1)[:-1].gather(1, torch.tensor(IDS[1:]).unsqueeze(1)).squeeze(1)
     trajectory = make_trajectory(trainer.model, IDS, 6, 0.5)
     engine = np.where(trajectory.loss_mask, np.append(np.float32(0), sharp.numpy()), 0).astype(np.float32)
     right = replace(trajectory, logprobs=engine, temperatures=np.where(trajectory.loss_mask, 0.2, 1).astype(np.float32))
-    assert trainer.step(1, [(right,)], num_loss_tokens=6).truncated_share == 0
-    assert make_trainer(std=0.4).step(1, [(replace(trajectory, logprobs=engine),)], 6).truncated_share > 0.3
+    assert trainer.step(1, [(right,)], totals(6)).truncated_share == 0
+    assert make_trainer(std=0.4).step(1, [(replace(trajectory, logprobs=engine),)], totals(6)).truncated_share > 0.3
 
 
 def test_an_undecided_replay_is_refused() -> None:

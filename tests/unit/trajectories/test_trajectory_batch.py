@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from etude.trajectories.advantage import group_advantages
 from etude.trajectories.batch import build_batch
 from etude.types import (
     Case,
@@ -97,16 +94,27 @@ def test_a_step_without_groups_is_refused() -> None:
         build_batch(5, [])
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=128))
-def test_advantages_are_rewards_around_their_mean(rewards: list[float]) -> None:
-    rewards_G = np.array(rewards, np.float32)
-    advantages = group_advantages(rewards_G)
-    assert advantages.dtype == np.float32
-    assert abs(advantages.sum(dtype=np.float64)) < 1e-3
-    assert np.allclose(advantages[0] - advantages, rewards_G[0] - rewards_G, atol=1e-4)
+def test_penalties_count_where_rewards_are_compared_and_nowhere_else() -> None:
+    penalised = build_batch(5, [MIXED, ALIKE], penalties={"0.0": 0.5, "1.1": 0.25})
+    plain = build_batch(5, [MIXED, ALIKE])
+    advantages = {t.rollout_id: float(t.advantages[t.loss_mask][0]) for t in penalised.trajectories}
+    assert advantages == pytest.approx({"0.0": 0.25, "0.1": -0.25, "1.0": 0.125, "1.1": -0.125})
+    assert penalised.num_degenerate_groups == 0
+    assert penalised.rewards.tolist() == plain.rewards.tolist()
 
 
-def test_advantages_keep_the_size_of_the_difference() -> None:
-    assert group_advantages(np.array([1, 1, 1, 0], np.float32)).tolist() == [0.25, 0.25, 0.25, -0.75]
-    assert group_advantages(np.array([0.04, 0.0], np.float32)).tolist() == pytest.approx([0.02, -0.02])
+def test_a_penalty_may_make_rollouts_equal() -> None:
+    batch = build_batch(5, [MIXED], penalties={"0.0": 1.0})
+    assert (batch.trajectories, batch.num_degenerate_groups, batch.rewards.tolist()) == ((), 1, [1.0, 0.0])
+
+
+def test_the_baseline_is_chosen_by_name() -> None:
+    batch = build_batch(5, [MIXED], "leave_one_out")
+    assert [trajectory.advantages[1] for trajectory in batch.trajectories] == [1.0, -1.0]
+
+
+def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
+    """Two of four are there, and one more that is quarantined: (4 − 1)/(3 − 1)."""
+    rollouts = (*MIXED.rollouts, quarantined(rollout(0, 2, 0.0, [4])))
+    batch = build_batch(5, [replace(MIXED, rollouts=rollouts, lost=1)])
+    assert [float(t.advantages[1]) for t in batch.trajectories] == [0.75, -0.75]

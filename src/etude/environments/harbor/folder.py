@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import Field, ValidationError
 
-from etude.config import Section
+from etude.config.section import Section
 from etude.environments.harbor.dockerfile import Dockerfile, parse_dockerfile
 from etude.environments.harbor.settings import (
     PROCESSES,

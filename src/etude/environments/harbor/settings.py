@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from etude.config import Section
+from etude.config.section import Section
 from etude.errors import UserError
 from etude.worlds import SandboxLimits
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from etude.config import TranscriptConfig
+from etude.config.imitation import TranscriptConfig
 from etude.environments.repositories.folder import RepositoryTasks
 from etude.environments.repositories.mutations import mutants
 from etude.environments.repositories.spans import Function, Source, apply, last_line
@@ -79,9 +79,10 @@ class BriefTasks:
 class RepairPractice:
     """What a small model learns from before it meets the tasks; a :class:`~etude.environments.corpus.Practice`."""
 
-    def __init__(self, tasks: BriefTasks, config: TranscriptConfig) -> None:
+    def __init__(self, tasks: BriefTasks, config: TranscriptConfig, split: Split = Split.TRAIN) -> None:
         self._tasks = tasks
         self._config = config
+        self._split = split
 
     def code(self, rng: Random) -> str:
         """A right function as the agent reads it."""
@@ -105,18 +106,19 @@ class RepairPractice:
 
     @cached_property
     def _repairs(self) -> Sequence[Repair]:
-        """Every line of a training function that can be got wrong in several ways."""
+        """Every line of a function on this side of the hold-out that can be got wrong in several ways."""
         sources: dict[str, tuple[Source, set[str]]] = {}
         family = self._tasks.family
         heldout = {task.template for task in family.tasks(Split.HELDOUT)}
-        for task in family.tasks(Split.TRAIN):
+        for task in family.tasks(self._split):
             for path, text in family.answer(task).items():
                 prefix, _, _ = task.template.rpartition(":")
                 kept_out = {name.rpartition(":")[2] for name in heldout if name.startswith(prefix + ":")}
                 sources.setdefault(path, (Source(path, text), kept_out))
-        found = [repair for source, kept_out in sources.values() for repair in _repairs(source, kept_out)]
+        shown = _repairs if self._split is Split.TRAIN else _heldout_repairs
+        found = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
         if not found:
-            raise ConfigError(f"{family.folder} has no training function with a line that could be got wrong")
+            raise ConfigError(f"{family.folder} has no {self._split} function with a line that could be got wrong")
         return found
 
 
@@ -139,25 +141,39 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
 
 
 def _repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+    """Those of functions that may be learnt from: not held out, and no view of them shows one that is."""
     functions = list(source.functions())
     hidden = [
         line for other in functions if other.top in heldout for line in range(other.line, last_line(other.node) + 1)
     ]
-    lines = tuple(source.text.split("\n"))
     for function in functions:
-        seen = range(_first(function), _first(function) + tools.WINDOW_LINES)
-        if function.top in heldout or any(line in seen for line in hidden):
-            continue
-        for line, slips in _slips(source, function).items():
-            if line in seen and len(slips) >= MIN_SLIPS:
-                yield Repair(
-                    path=source.path,
-                    function=function.qualname,
-                    first=_first(function),
-                    line=line,
-                    lines=lines,
-                    slips=tuple(slips),
-                )
+        if function.top not in heldout and not any(line in _view(function) for line in hidden):
+            yield from _repairs_of(source, function)
+
+
+def _heldout_repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+    """Those of functions that are held out."""
+    for function in source.functions():
+        if function.top in heldout:
+            yield from _repairs_of(source, function)
+
+
+def _repairs_of(source: Source, function: Function) -> Iterator[Repair]:
+    for line, slips in _slips(source, function).items():
+        if line in _view(function) and len(slips) >= MIN_SLIPS:
+            yield Repair(
+                path=source.path,
+                function=function.qualname,
+                first=_first(function),
+                line=line,
+                lines=tuple(source.text.split("\n")),
+                slips=tuple(slips),
+            )
+
+
+def _view(function: Function) -> range:
+    """The lines that are shown when a function is read."""
+    return range(_first(function), _first(function) + tools.WINDOW_LINES)
 
 
 def _slips(source: Source, function: Function) -> Mapping[int, list[str]]:

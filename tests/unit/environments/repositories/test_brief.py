@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from etude.config import TranscriptConfig
+from etude.config.imitation import TranscriptConfig
 from etude.environments.repositories.brief import BriefTasks, RepairPractice, ask
 from etude.environments.repositories.folder import PackageFolder, RepositoryTasks, split_of
 from etude.errors import ConfigError
@@ -95,6 +95,14 @@ def test_nothing_held_out_is_learnt_from(folder: Path) -> None:
     texts += [message.content for _ in range(200) for message in practice.session(rng)]
     assert any("a + b" in text for text in texts)
     assert not any("second" in text or "a * 7" in text for text in texts)
+
+
+def test_the_held_out_side_shows_held_out_functions_alone(folder: Path) -> None:
+    practice = RepairPractice(brief(folder), TranscriptConfig(), Split.HELDOUT)
+    rng = Random(0)
+    asked = {practice.session(rng)[0].content.split()[1] for _ in range(50)}
+    assert asked == {"second"}
+    assert "a * 7" in practice.code(rng)
 
 
 def test_sessions_are_edits_of_one_line_some_of_them_right(folder: Path) -> None:

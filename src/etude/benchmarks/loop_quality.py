@@ -1,0 +1,156 @@
+"""`etude bench loop --quality`: does RL learn as much from rollouts that are up to four versions old?
+
+For each seed one model is mid-trained as the recipe's; from that very model RL runs once with ``max_staleness`` 0 and
+once with 4, all else equal, and both ends are measured on the same held-out tasks:
+
+    seed ──▶ mid-training ──┬──▶ staleness 0 ──▶ RL ──▶ held-out pass rate  ┐
+                            └──▶ staleness 4 ──▶ RL ──▶ held-out pass rate  ┴─ difference, task by task
+
+RL is chaotic: two runs of one seed differ by several points. So the difference comes with two standard errors: over the
+tasks of these very models, and over seeds. Run folders are kept, and a call goes on where an earlier one stopped.
+"""
+
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.loop_runs import run_midtraining
+from etude.benchmarks.quantised import WAYS, paired
+from etude.config.recipe import RunConfig, load_recipe
+from etude.dashboard.report import build_report, figure
+from etude.dashboard.story import RunStory
+from etude.ledger.ledger import Ledger
+from etude.run.folder import RunFolder
+from etude.run.local import run_local
+from etude.telemetry.log import EventReader
+from etude.types import Json
+
+FRESH, STALE = 0, 4
+"""Weight versions that a trained token may be old."""
+SHORTFALL = Goal("staleness_shortfall", "at most", 0.02)
+"""What staleness may cost of the sampled pass rate, as a share of the tasks: two points."""
+_COLUMNS = ("seed", "max_staleness", "staleness_mean", "sampled", "greedy", "sampled_minus_fresh", "rl_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run: a seed, a bound, and what came of it."""
+
+    seed: int
+    max_staleness: int
+    rewards: Mapping[str, Sequence[float]]
+    """Way → the reward of each held-out task after RL, in the order of tasks."""
+    staleness_mean: float
+    rl_s: float
+    seconds: float
+    """Of RL and both measurements."""
+
+
+def bench_quality(recipe: Path, out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> dict[str, Json]:
+    """Run what is left of all trials in ``out``, and return the bench object."""
+    trials = [_trial(recipe, out, seed, bound, overrides) for seed in seeds for bound in (FRESH, STALE)]
+    return envelope("loop-quality", sum(trial.seconds for trial in trials), figures(trials))
+
+
+def figures(trials: Sequence[Trial]) -> dict[str, Json]:
+    """Rows, and the goal over all seeds."""
+    fresh = {trial.seed: trial for trial in trials if trial.max_staleness == FRESH}
+    stale = [trial for trial in trials if trial.max_staleness == STALE]
+    losses = [paired(fresh[trial.seed].rewards["sampled"], trial.rewards["sampled"]) for trial in stale]
+    means = [mean for mean, _ in losses]
+    over_seeds = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    judged = SHORTFALL.judge(statistics.fmean(means) if means else None) | {
+        "seeds": len(means),
+        "stderr_seeds": None if over_seeds is None else round(over_seeds, 4),
+        "stderr_tasks": round(math.sqrt(sum(error**2 for _, error in losses)) / max(1, len(losses)), 4),
+    }
+    return {
+        "results": [_row(trial, fresh[trial.seed]) for trial in trials],
+        "goals": {SHORTFALL.name: judged},
+    }
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people."""
+    rows = result["results"]
+    assert isinstance(rows, list)
+    drawing = Table(title=heading(result))
+    for column in _COLUMNS:
+        drawing.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        assert isinstance(row, dict)
+        drawing.add_row(*(str(row[column]) for column in _COLUMNS))
+    console = Console(width=110)
+    with console.capture() as capture:
+        console.print(drawing)
+        console.print(f"goals: {result['goals']}")
+    return capture.get()
+
+
+def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[str]) -> Trial:
+    """Run, or go on, or read what is there."""
+    config = load_recipe(recipe, [*overrides, f"seed={seed}", f"rollouts.max_staleness={bound}"])
+    path = out / f"s{seed}-staleness{bound}"
+    begun = path.exists()
+    folder = RunFolder.open(path) if begun else _prepared(path, config, _midtrained(out, config, seed))
+    if not folder.report_json.exists():
+        run_local(folder, resumed=begun, out=sys.stderr)
+    return _read(folder, config, seed, bound)
+
+
+def _midtrained(out: Path, config: RunConfig, seed: int) -> RunFolder:
+    """The run folder with the start of both trials of a seed."""
+    path = out / f"s{seed}-start"
+    return run_midtraining(RunFolder.open(path) if path.exists() else RunFolder.create(path, config))
+
+
+def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:
+    """A new run that begins where ``start`` ended."""
+    partial = path.with_name(f".{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder = RunFolder.create(partial, config)
+    shutil.copytree(start.model, folder.model)
+    shutil.copytree(start.store, folder.store)
+    partial.rename(path)
+    return RunFolder.open(path)
+
+
+def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
+    story = RunStory()
+    for logged in EventReader(folder.events).new():
+        story.add(logged)
+    report = build_report(story, config, machine={}, date="", commit="")
+    with Ledger.open(folder.ledger) as ledger:
+        rewards = {way: ledger.rewards(f"after-{way}") for way in WAYS}
+    return Trial(
+        seed=seed,
+        max_staleness=bound,
+        rewards=rewards,
+        staleness_mean=figure(report, "staleness.mean") or 0.0,
+        rl_s=figure(report, "seconds.rl") or 0.0,
+        seconds=figure(report, "seconds.total") or 0.0,
+    )
+
+
+def _row(trial: Trial, fresh: Trial) -> dict[str, Json]:
+    difference, error = paired(trial.rewards["sampled"], fresh.rewards["sampled"])
+    return {
+        "contestant": f"staleness {trial.max_staleness}",
+        "case": f"seed {trial.seed}",
+        "seed": trial.seed,
+        "max_staleness": trial.max_staleness,
+        "staleness_mean": trial.staleness_mean,
+        "tasks": len(trial.rewards["sampled"]),
+        **{way: round(statistics.fmean(trial.rewards[way]), 4) for way in WAYS},
+        "sampled_minus_fresh": round(difference, 4),
+        "sampled_minus_fresh_stderr": round(error, 4),
+        "rl_s": trial.rl_s,
+    }

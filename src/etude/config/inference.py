@@ -1,0 +1,143 @@
+"""``[engine]``, ``[numerics]``, ``[gateway]``: how the model is sampled from, and in which numbers."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+
+
+class EngineConfig(Section):
+    """``[engine]``: inference."""
+
+    kind: Literal["native", "vllm"] = "native"
+    """Our own engine, or a vLLM server in a Python environment of its own."""
+    vllm_python: str = ""
+    """The interpreter of vLLM's environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
+    max_running: int = Field(default=96, ge=1)
+    """Sequences decoded together."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Calls in line before callers are told to come back later."""
+    max_length: int = Field(default=640, ge=64)
+    """Tokens of one sequence, prompt and completion."""
+    step_tokens: int = Field(default=2048, ge=16)
+    """Tokens computed in one step: one for every sequence that decodes, the rest for reading prompts."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Positions of the key/value cache, which is all the memory that calls take; 0 holds ``max_running`` sequences of
+    ``max_length``. With less, the least urgent calls give way and are read again.
+    """
+    swap: Literal["keep", "recompute", "drain"] = "keep"
+    """What new weights do to turns in progress: they go on with the keys they have, are read again under the new
+    weights, or are waited for.
+    """
+    spare_weights: bool = True
+    """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it
+    pauses for writing what changed.
+    """
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto``."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port."""
+
+    @property
+    def resolved_cache_tokens(self) -> int:
+        """Positions of the cache that was asked for."""
+        return self.cache_tokens or self.max_running * self.max_length
+
+    @model_validator(mode="after")
+    def _roomy(self) -> Self:
+        if self.step_tokens < self.max_running:
+            raise ValueError(f"step_tokens={self.step_tokens} is below max_running={self.max_running}: not all decode")
+        if self.resolved_cache_tokens < self.max_length:
+            raise ValueError(
+                f"cache_tokens={self.cache_tokens} cannot hold one sequence of max_length={self.max_length}"
+            )
+        return self
+
+
+class NumericsConfig(Section):
+    """``[numerics]``: the numbers that engine and trainer compute with; one section, because both must obey it."""
+
+    arithmetic: Literal["auto", "invariant", "fast"] = "auto"
+    """``invariant``: every sum in one written order, so that engine and trainer agree to the last bit (CPU). ``fast``:
+    torch's own kernels, on any device. ``auto``: invariant on a CPU, where it is also the faster one, else fast; also
+    fast where several processes train (``[parallel]``).
+    """
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of published weights and of the key/value cache; the trainer's own copy stays float32."""
+    experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
+    """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
+    replay: Literal["auto", "off", "completion", "full"] = "auto"
+    """Whether the trainer sends tokens to the experts that the engine used: for none, for sampled tokens, or for all.
+    ``auto``: ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
+    """
+    replay_floor: float = Field(default=0.5, ge=0, le=1)
+    """A replayed expert that the live router scores below this share of its own k-th best is replaced by the router's
+    best that is not in use; 0 replays whatever comes.
+    """
+    warn_k3: float = Field(default=1e-3, gt=0)
+    """Mismatch above which a step warns."""
+    stop_k3: float = Field(default=1e-2, gt=0)
+    """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
+    at 0.013 in practice).
+    """
+    decide_tokens: int = Field(default=100, ge=1)
+    """Fewer compared tokens than this neither warn nor stop."""
+
+    @model_validator(mode="after")
+    def _ladder(self) -> Self:
+        if self.warn_k3 > self.stop_k3:
+            raise ValueError(f"warn_k3={self.warn_k3:g} is above stop_k3={self.stop_k3:g}: no step would ever warn")
+        return self
+
+
+class GatewayConfig(Section):
+    """``[gateway]``: the door between harnesses and engines."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. In a run, another one than loopback gets a listener of its own: the run's own processes
+    talk over loopback in any case.
+    """
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port."""
+    tls_cert: str = ""
+    """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
+    tls_key: str = ""
+    """PEM file with its private key."""
+    max_production: int = Field(default=512, ge=1)
+    """Production calls in progress."""
+    max_rollouts: int = Field(default=512, ge=1)
+    """Calls of rollouts in progress."""
+    max_waiting: int = Field(default=1024, ge=0)
+    """Calls of each class that may wait for a place before callers get 429."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Longest time of one call, waiting included; a caller may ask for less."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """How long calls in flight may take once the gateway was told to stop."""
+    engine_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a call waits for engines that are down before it fails as infrastructure."""
+    max_body_mb: float = Field(default=16.0, gt=0)
+    """Longer requests are refused unread; a context of a million tokens fits."""
+    keys: str = ""
+    """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
+    access_log: bool = False
+    """Whether each call leaves a line of JSON; never what was said."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of one request."""
+        return int(self.max_body_mb * 2**20)
+
+    @property
+    def public(self) -> bool:
+        """Whether others than this machine's processes are served."""
+        return self.host not in ("127.0.0.1", "localhost", "::1") or bool(self.tls_cert)
+
+    @model_validator(mode="after")
+    def _both_halves(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            missing = "tls_key" if self.tls_cert else "tls_cert"
+            raise ValueError(f"gateway.{missing} is missing: TLS needs a certificate and its key")
+        return self

@@ -1,0 +1,255 @@
+"""Every knob of a run, one frozen section per stage.
+
+A recipe is a TOML file with these sections; unknown keys, wrong types and out-of-range values are refused with a
+message that names the key and its nearest neighbour. ``etude run RECIPE --dry-run`` prints the resolved whole.
+A stage receives its own section, never the tree.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from etude.config.imitation import MidtrainConfig, SftConfig, TranscriptConfig
+from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
+from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.config.section import Section
+from etude.config.tasks import CheatingConfig, SandboxConfig, TaskConfig
+from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
+from etude.errors import ConfigError
+
+
+class LedgerConfig(Section):
+    """``[ledger]``: where the durable state of a run lies, and how long its processes wait for it."""
+
+    url: str = ""
+    """``postgresql://USER@HOST:PORT/DATABASE``, in which each run gets a schema of its own; empty: ``ledger.db`` in the
+    run folder. A password is never in here but in ``PGPASSWORD`` or ``~/.pgpass``.
+    """
+    patience_s: float = Field(default=60.0, gt=0)
+    """How long a process insists while its database is locked, full, restarting or out of reach, before it gives up."""
+    lease_s: float = Field(default=20.0, gt=0)
+    """How long a process must be silent before another one may take over what it holds."""
+
+    @model_validator(mode="after")
+    def _public(self) -> Self:
+        if not self.url:
+            return self
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("postgresql", "postgres"):
+            raise ValueError("ledger.url: expected postgresql://USER@HOST:PORT/DATABASE, or nothing for ledger.db")
+        if parts.password is not None or "password" in parts.query.lower():
+            raise ValueError(
+                "ledger.url has a password in it, which would be written into the run folder: take it out and put it "
+                "into PGPASSWORD or ~/.pgpass"
+            )
+        if parts.fragment:
+            raise ValueError("ledger.url names a schema after '#': leave it out, every run gets one of its own")
+        return self
+
+
+class EvalConfig(Section):
+    """``[eval]``: the held-out measurements, before and after each phase and on the way."""
+
+    enabled: bool = True
+    """Whether a run measures at all; benches of throughput switch it off."""
+    tasks: int = Field(default=256, ge=1)
+    """Held-out tasks; each is tried once sampled at temperature 1 and once greedily."""
+    every_steps: int = Field(default=0, ge=0)
+    """Steps of any phase between two measurements on the way; 0: only before and after."""
+    tasks_on_the_way: int = Field(default=64, ge=1)
+    """Held-out tasks of one on the way through RL; they compete with its rollouts, which go on."""
+    documents: int = Field(default=64, ge=1)
+    """Held-out documents of each source on which the loss of mid-training and SFT is measured."""
+    document_one_in: int = Field(default=20, ge=2)
+    """Every how manieth text file, module and conversation is held out, by its hash."""
+
+
+class RunConfig(Section):
+    """A whole recipe."""
+
+    name: str = Field(default="run", pattern=r"^[a-z0-9-]+$")
+    """Names the run folder."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds weights, data order, tasks and sampling."""
+    tasks: TaskConfig = TaskConfig()
+    """What is practised."""
+    sandboxes: SandboxConfig = SandboxConfig()
+    """Where it is practised."""
+    cheating: CheatingConfig = CheatingConfig()
+    """What is looked for in rollouts."""
+    model: ModelConfig = ModelConfig()
+    """Shape of the model."""
+    midtrain: MidtrainConfig = MidtrainConfig()
+    """From random weights to the start of RL."""
+    sft: SftConfig = SftConfig()
+    """Conversations to imitate after it."""
+    transcripts: TranscriptConfig = TranscriptConfig()
+    """The imperfect agent of mid-training."""
+    harness: HarnessConfig = HarnessConfig()
+    """Limits of a session."""
+    rollouts: RolloutConfig = RolloutConfig()
+    """Concurrency and staleness."""
+    engine: EngineConfig = EngineConfig()
+    """Inference."""
+    numerics: NumericsConfig = NumericsConfig()
+    """The numbers of both."""
+    gateway: GatewayConfig = GatewayConfig()
+    """The door to it."""
+    loss: LossConfig = LossConfig()
+    """How rewards become a gradient."""
+    effort: EffortConfig = EffortConfig()
+    """What a rollout's effort costs it."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The RL optimiser."""
+    optimiser: OptimiserConfig = OptimiserConfig()
+    """What takes the steps of every phase."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How many processes take them together."""
+    ledger: LedgerConfig = LedgerConfig()
+    """Its durable state."""
+    eval: EvalConfig = EvalConfig()
+    """The measurement."""
+
+    @model_validator(mode="after")
+    def _housed(self) -> Self:
+        if self.tasks.family != "bugfix" and self.sandboxes.kind == "local":
+            raise ValueError(
+                f"tasks.family = {self.tasks.family!r} needs a machine around its files: set sandboxes.kind = 'ns'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _decoupled(self) -> Self:
+        if self.loss.correction == "decoupled" and self.rollouts.max_staleness < 2:
+            raise ValueError(
+                f"loss.correction = 'decoupled' would have no effect with rollouts.max_staleness = "
+                f"{self.rollouts.max_staleness}: a policy between the engine's and the trainer's needs 2 at least"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _measurable(self) -> Self:
+        if self.harness.kind == "command":
+            if self.harness.timeout_s >= self.rollouts.timeout_s:
+                raise ValueError(
+                    f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
+                    f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
+                )
+            if self.effort.call:
+                raise ValueError("effort.call would have no effect: an external harness's calls are not counted")
+            if self.eval.enabled and not self.harness.fills("temperature"):
+                raise ValueError(
+                    "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
+                    "set eval.enabled = false"
+                )
+        elif self.harness.turn_timeout_s >= self.rollouts.silence_timeout_s:
+            raise ValueError(
+                f"harness.turn_timeout_s={self.harness.turn_timeout_s:g} would have no effect: a harness that is "
+                f"silent for rollouts.silence_timeout_s={self.rollouts.silence_timeout_s:g} is given up first; raise it"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
+
+    Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
+    """
+    file = path / "run.toml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it")
+    try:
+        tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tree, override)
+    _read_harness_files(tree, file)
+    return parse_config(tree, source=str(file))
+
+
+def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
+    """The defaults with ``section.key=value`` overrides. Raises like :func:`load_recipe`."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_config(tree, source="--set")
+
+
+def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
+    """Check a tree of plain values. Raises :class:`~etude.errors.ConfigError` with every fault found."""
+    try:
+        return RunConfig.model_validate(_tuples(dict(tree)))
+    except ValidationError as error:
+        faults = "\n  ".join(_explain(fault["loc"], fault["type"], fault["msg"], fault["input"])
+                             for fault in error.errors())  # fmt: skip
+        raise ConfigError(f"{source}:\n  {faults}") from error
+
+
+def dump_toml(config: RunConfig) -> str:
+    """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def _read_harness_files(tree: dict[str, Any], recipe: Path) -> None:
+    """Replace ``"@NAME"`` in ``harness.files`` by text, so that a run holds all that decides it."""
+    harness = tree.get("harness")
+    files: Any = harness.get("files") if isinstance(harness, dict) else None
+    if not isinstance(files, dict):
+        return  # absent, or refused later
+    for name, text in files.items():
+        if isinstance(text, str) and text.startswith("@"):
+            try:
+                files[name] = (recipe.parent / text[1:]).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{recipe}: harness.files.{name} = {text!r} cannot be read: {error}") from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {override!r}: expected section.key=value")
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, leaf = key.strip().split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+    node[leaf] = value
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has arrays, frozen sections hold tuples."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(str(part) for part in location)
+    if kind != "extra_forbidden":
+        message = message.removeprefix("Value error, ")
+        return message if kind == "value_error" else f"{key} = {value!r}: {message}"
+    known = _known_keys(location[:-1])
+    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)
+    where = ".".join(str(part) for part in (*location[:-1], *nearest))
+    return f"unknown key {key!r}: did you mean {where!r}?"
+
+
+def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = RunConfig
+    for parent in parents:
+        annotation = section.model_fields[str(parent)].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    return list(section.model_fields)

@@ -1,0 +1,120 @@
+"""``[harness]``, ``[rollouts]``: who drives the model, how many sessions run, and how far ahead they get."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+
+PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
+"""What ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
+OF_CODING = ("max_turns", "max_tokens_per_turn", "turn_timeout_s")
+"""Keys of ``[harness]`` that an external command knows nothing of."""
+OF_COMMAND = ("command", "environment", "files", "mounts", "timeout_s", "success_codes")
+"""Keys of ``[harness]`` that the built-in harness has no use for."""
+
+
+class HarnessConfig(Section):
+    """``[harness]``: who drives the model, and the limits of one session."""
+
+    kind: Literal["coding", "command"] = "coding"
+    """The built-in coding agent, or any program that talks to a model over HTTP."""
+    max_turns: int = Field(default=8, ge=1)
+    """Model calls per rollout."""
+    max_tokens_per_turn: int = Field(default=40, ge=4)
+    """Sampled tokens per model call."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one model call, retries included."""
+    command: tuple[str, ...] = ()
+    """The program and its arguments, no shell between; ``{prompt}`` and its like are filled in."""
+    environment: dict[str, str] = Field(default={})
+    """Variables for it, filled in likewise, beside those by which OpenAI's and Anthropic's clients find a model."""
+    files: dict[str, str] = Field(default={})
+    """Its own files, by name, shown in ``/harness``; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    mounts: tuple[str, ...] = ()
+    """Folders that it sees, read-only, at their own paths; their ``bin`` is on its ``PATH``. A virtual environment
+    brings its Python along.
+    """
+    timeout_s: float = Field(default=240.0, gt=0)
+    """How long it may take; then the rollout is graded as not submitted."""
+    success_codes: tuple[int, ...] = (0,)
+    """Exit codes that say: the agent submits what is there. Any other is graded as not submitted."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        idle = OF_COMMAND if self.kind == "coding" else OF_CODING
+        for name in idle:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"harness.{name} would have no effect with harness.kind = {self.kind!r}; leave it out")
+        if self.kind == "command":
+            self._check_command()
+        return self
+
+    def fills(self, placeholder: str) -> bool:
+        """Whether the command line or a variable takes ``placeholder``."""
+        return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
+
+    def _check_command(self) -> None:
+        if not self.command or "=" in self.command[0]:
+            raise ValueError(f"harness.command = {list(self.command)!r}: expected a program and its arguments")
+        if not self.fills("prompt"):
+            raise ValueError("harness.command has no {prompt}: the harness would not know its task")
+        for text in (*self.command, *self.environment.values()):
+            for name in re.findall(r"\{([a-z_]+)\}", text):
+                if name not in PLACEHOLDERS:
+                    raise ValueError(f"harness.command: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"harness.environment: {name!r} is no name of a variable")
+        for name, text in self.files.items():
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or text.startswith("@"):
+                raise ValueError(f"harness.files: {name!r} must be a plain name, and its text must not start with '@'")
+
+
+class RolloutConfig(Section):
+    """``[rollouts]``: how many sessions run, and how far ahead of the trainer they may get."""
+
+    groups_per_step: int = Field(default=16, ge=1)
+    """Tasks per optimiser step (P)."""
+    group_size: int = Field(default=8, ge=2, le=128)
+    """Rollouts of each task (G)."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Weight versions that a trained token may be old (O); 0 is strictly synchronous."""
+    concurrency: int = Field(default=128, ge=1)
+    """Rollouts in flight (C)."""
+    max_attempts: int = Field(default=4, ge=1)
+    """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Time that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
+    model is free: what it samples is bounded by ``[harness]``.
+    """
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """Deadline of opening a session, and of making a world; missing it, as the ones below, is infrastructure."""
+    silence_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a harness may give no sign of life: between two of its calls to the sandbox."""
+    grading_timeout_s: float = Field(default=900.0, gt=0)
+    """Deadline of one grading."""
+    outage_s: float = Field(default=300.0, gt=0)
+    """How long no rollout may succeed, while some are tried, before the process ends and says why."""
+    sandbox_workers: int = Field(default=2, ge=1)
+    """Processes that fork sandboxed commands."""
+    allow_unconfined: bool = False
+    """Run the model's programs even where the machine grants no namespaces to confine them in."""
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """B = P·G."""
+        return self.groups_per_step * self.group_size
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.concurrency < self.group_size:
+            raise ValueError(f"concurrency={self.concurrency} is below group_size={self.group_size}: no group starts")
+        window = (self.max_staleness + 1) * self.rollouts_per_step
+        if self.concurrency > window:
+            raise ValueError(
+                f"concurrency={self.concurrency} would have no effect beyond {window} = (max_staleness + 1) * "
+                f"groups_per_step * group_size; lower it or raise max_staleness"
+            )
+        return self

@@ -1,0 +1,309 @@
+"""``[model]``, ``[trainer]``, ``[loss]`` and their kin: what is trained and how."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+
+
+class ModelConfig(Section):
+    """``[model]``: where to start from, or the shape of the Qwen3-MoE to train from scratch (``Qwen3MoeConfig``)."""
+
+    checkpoint: str = ""
+    """Folder of a Hugging Face checkpoint to start from, tokenizer included; empty starts from random weights."""
+    vocab_size: int = Field(default=576, ge=300)
+    """Entries of the byte-level BPE, special tokens included."""
+    hidden_size: int = Field(default=96, ge=16)
+    """Width of the residual stream."""
+    layers: int = Field(default=3, ge=1)
+    """Transformer blocks."""
+    heads: int = Field(default=3, ge=1)
+    """Query heads per layer."""
+    kv_heads: int = Field(default=3, ge=1)
+    """Key/value heads per layer; must divide ``heads``."""
+    head_dim: int = Field(default=32, ge=8)
+    """Width of one head; must be even for rotary positions."""
+    experts: int = Field(default=8, ge=2)
+    """Experts per layer."""
+    experts_per_token: int = Field(default=2, ge=1)
+    """Experts that each token is routed to."""
+    expert_size: int = Field(default=64, ge=8)
+    """Inner width of one expert."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        for name in type(self).model_fields.keys() - {"checkpoint"} if self.checkpoint else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"model.{name} would have no effect: model.checkpoint says its own; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even")
+        if self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        return self
+
+
+LossKind: TypeAlias = Literal["policy_gradient", "rloo", "grpo", "dr_grpo", "ppo_clip", "cispo", "gspo"]
+"""Which loss; :mod:`etude.trainer.losses` has their equations."""
+
+
+CorrectionKind: TypeAlias = Literal["none", "tis", "mis", "icepop", "sequence_mis", "decoupled"]
+"""What is done about tokens that another policy sampled; :mod:`etude.trainer.corrections` has their equations."""
+
+
+MaskKind: TypeAlias = Literal["none", "ratio", "geometric", "off_policy"]
+"""Which trajectories are left out whole."""
+
+
+Baseline: TypeAlias = Literal["mean", "mean_std", "leave_one_out"]
+"""What a reward is compared with; :mod:`etude.trajectories.advantage` has their equations."""
+BASELINES: dict[LossKind, Baseline] = {
+    "policy_gradient": "mean",
+    "rloo": "leave_one_out",
+    "grpo": "mean_std",
+    "dr_grpo": "mean",
+    "ppo_clip": "mean",
+    "cispo": "mean_std",
+    "gspo": "mean_std",
+}
+"""Kind of loss → the baseline that its paper pairs it with."""
+CORRECTIONS: dict[LossKind, tuple[CorrectionKind, ...]] = {
+    "policy_gradient": ("tis", "none", "mis", "icepop", "sequence_mis"),
+    "rloo": ("tis", "none", "mis", "icepop", "sequence_mis"),
+    "grpo": ("none", "decoupled"),
+    "dr_grpo": ("none", "decoupled"),
+    "ppo_clip": ("none", "decoupled"),
+    "cispo": ("none", "decoupled"),
+    "gspo": ("none", "decoupled"),
+}
+"""Kind of loss → the corrections that go with it, the default first. A clipped loss has the ratio to the engine in it:
+another weight for the same ratio would count it twice.
+"""
+LOSS_BOUNDS: dict[str, dict[str, float]] = {
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "sequence_tokens": 0},
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "tis": {"cap": 2.0},
+    "mis": {"cap": 2.0},
+    "icepop": {"floor": 0.5, "cap": 5.0},
+    "sequence_mis": {"cap": 2.0},
+    "decoupled": {"cap": 5.0},
+    "ratio": {"mask_floor": 0.5, "mask_cap": 2.0},
+    "geometric": {"mask_floor": 0.99, "mask_cap": 1.01},
+    "off_policy": {"mask_divergence": 0.1},
+}
+"""Kind, correction or mask → the bounds that it looks at, and what they are unless a recipe says otherwise."""
+
+
+class LossConfig(Section):
+    """``[loss]``: how rewards become a gradient. A bound of 0, or one left out, is what the chosen paper has."""
+
+    kind: LossKind = "policy_gradient"
+    """The loss; it brings its baseline along (``docs/losses.md`` has the table)."""
+    correction: CorrectionKind = "tis"
+    """What is done about tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Tokens whose ratio is below are masked (``icepop``)."""
+    cap: float = Field(default=0.0, ge=0)
+    """Ratio at which a token, or a whole trajectory, is truncated (``tis``) or above which it is masked (others)."""
+    clip_low: float = Field(default=0.0, ge=0, le=1)
+    """ε below 1 at which a clipped loss clips; 1 clips nothing there."""
+    clip_high: float = Field(default=0.0, ge=0)
+    """ε above 1."""
+    sequence_tokens: int = Field(default=0, ge=0)
+    """What ``dr_grpo`` divides a trajectory's sum by, the same for all: the longest completion, say."""
+    sequence_mask: MaskKind = "none"
+    """Which trajectories are left out whole: by their ratio, its geometric mean per token, or DeepSeek-V3.2's rule."""
+    mask_floor: float = Field(default=0.0, ge=0, le=1)
+    """Trajectories below are masked (``ratio``, ``geometric``)."""
+    mask_cap: float = Field(default=0.0, ge=0)
+    """Trajectories above are masked (``ratio``, ``geometric``)."""
+    mask_divergence: float = Field(default=0.0, ge=0)
+    """Nats per token by which the policy may have left a trajectory whose advantage is negative (``off_policy``)."""
+    reference_beta: float = Field(default=0.0, ge=0)
+    """Reward taken off per nat that a rollout is likelier under its own policy than under the reference; 0: none."""
+    reference_version: int = Field(default=0, ge=0)
+    """The published weight version that is the reference."""
+
+    @property
+    def baseline(self) -> Baseline:
+        """What the kind compares rewards with."""
+        return BASELINES[self.kind]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        """Put the papers' bounds where the recipe says nothing, so that a resolved recipe shows them."""
+        if not isinstance(given, Mapping):
+            return given
+        filled = dict(given)
+        kind = filled.get("kind", "policy_gradient")
+        if isinstance(kind, str) and kind in CORRECTIONS:
+            filled.setdefault("correction", CORRECTIONS[kind][0])
+        for choice in (kind, filled.get("correction"), filled.get("sequence_mask")):
+            for name, bound in LOSS_BOUNDS.get(choice, {}).items() if isinstance(choice, str) else ():
+                filled[name] = bound if filled.get(name, 0) == 0 else filled[name]
+        return filled
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.correction not in CORRECTIONS[self.kind]:
+            raise ValueError(
+                f"loss.correction = {self.correction!r} does not go with loss.kind = {self.kind!r}: expected one of "
+                f"{', '.join(CORRECTIONS[self.kind])}"
+            )
+        looked_at = {name for choice in (self.kind, self.correction, self.sequence_mask)
+                     for name in LOSS_BOUNDS.get(choice, {})}  # fmt: skip
+        for name in sorted({name for bounds in LOSS_BOUNDS.values() for name in bounds} - looked_at):
+            if getattr(self, name):
+                raise ValueError(
+                    f"loss.{name} = {getattr(self, name):g} would have no effect with loss.kind = {self.kind!r}, "
+                    f"correction = {self.correction!r}, sequence_mask = {self.sequence_mask!r}; leave it out"
+                )
+        for name in looked_at & {"cap", "mask_cap"}:
+            if getattr(self, name) < 1:
+                raise ValueError(f"loss.{name} = {getattr(self, name):g} is below 1: on-policy tokens would be cut")
+        if self.kind == "dr_grpo" and not self.sequence_tokens:
+            raise ValueError("loss.kind = 'dr_grpo' needs loss.sequence_tokens, the longest completion, say")
+        if self.reference_version and not self.reference_beta:
+            raise ValueError("loss.reference_version would have no effect with loss.reference_beta = 0; leave it out")
+        return self
+
+
+OF_EFFORT = ("thinking_token", "call_token", "output_token", "final_token", "call", "turn")
+"""Keys of ``[effort]`` that say what counts."""
+
+
+class EffortConfig(Section):
+    """``[effort]``: what a rollout's effort x costs it, weight · C(x); :mod:`etude.rewards.effort` has the equation.
+
+    x is the sum of what was spent, each kind times its own factor.
+    """
+
+    weight: float = Field(default=0.0, ge=0)
+    """Reward taken off per unit of C; 0: effort is free."""
+    scale: float = Field(default=0.01, gt=0)
+    """k: from x = 1/k on, the cost of more falls noticeably."""
+    curvature: float = Field(default=0.5, ge=0)
+    """q: 0 is linear, 1 logarithmic, above 1 bounded."""
+    thinking_token: float = Field(default=0.0, ge=0)
+    """Of sampled tokens up to the end of a turn's thinking."""
+    thinking_end_id: int = Field(default=-1, ge=-1)
+    """Id of the token that ends a turn's thinking; −1: the model does not think."""
+    call_token: float = Field(default=0.0, ge=0)
+    """Of the other sampled tokens of a turn after which the rollout went on."""
+    output_token: float = Field(default=0.0, ge=0)
+    """Of tokens that a turn's context has beyond what the turn before left: what tools said."""
+    final_token: float = Field(default=0.0, ge=0)
+    """Of the other sampled tokens of a last turn."""
+    call: float = Field(default=0.0, ge=0)
+    """Of each tool call, malformed ones included."""
+    turn: float = Field(default=0.0, ge=0)
+    """Of each model call."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        counted = any(getattr(self, name) for name in OF_EFFORT)
+        if bool(self.weight) != counted:
+            way_out = f"set one of {', '.join(OF_EFFORT)}" if self.weight else "set effort.weight"
+            raise ValueError(f"effort.weight = {self.weight:g} and what effort counts have no effect apart: {way_out}")
+        for name, idle in (("curvature", not self.weight), ("scale", not (self.weight and self.curvature))):
+            if idle and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"effort.{name} would have no effect with weight = {self.weight:g} and curvature = "
+                                 f"{self.curvature:g}; leave it out")  # fmt: skip
+        if self.thinking_token and self.thinking_end_id < 0:
+            raise ValueError("effort.thinking_token would have no effect without effort.thinking_end_id; set it")
+        if self.thinking_end_id >= 0 and not (self.thinking_token or self.call_token or self.final_token):
+            raise ValueError("effort.thinking_end_id would have no effect: no sampled token is counted; leave it out")
+        return self
+
+
+class TrainerConfig(Section):
+    """``[trainer]``: the RL optimiser."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimiser steps."""
+    learning_rate: float = Field(default=5e-4, gt=0)
+    """AdamW, after warm-up."""
+    warmup_steps: int = Field(default=4, ge=1)
+    """Linear warm-up."""
+    schedule: Literal["wsd", "cosine", "constant"] = "wsd"
+    """As of ``[midtrain]``."""
+    decay_share: float = Field(default=0.4, ge=0, le=1)
+    """Last share of the steps, over which the rate of ``wsd`` falls: the last policy is one that has settled."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decay rates."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Global gradient norm."""
+    microbatch_tokens: int = Field(default=12_000, ge=64)
+    """Tokens of one forward and backward pass; a sequence that is longer is a pass of its own."""
+    checkpoint_activations: bool = False
+    """Keep one hidden state per token and block and compute the rest again in the backward pass: a third more work for
+    a fraction of the memory, the same gradients.
+    """
+    mismatch_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto``."""
+
+    @model_validator(mode="after")
+    def _scheduled(self) -> Self:
+        if self.schedule != "wsd" and self.decay_share != type(self).model_fields["decay_share"].default:
+            raise ValueError(
+                f"trainer.decay_share would have no effect with schedule = {self.schedule!r}; leave it out"
+            )
+        return self
+
+
+class OptimiserConfig(Section):
+    """``[optimiser]``: what turns gradients into steps, in every phase."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """``muon`` orthogonalises the updates of the blocks' matrices, per head and per expert; embeddings, output matrix,
+    gains and biases stay AdamW's. Both take the same learning rate.
+    """
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Of Muon, with Nesterov's look ahead."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.kind == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
+            raise ValueError("optimiser.momentum would have no effect with optimiser.kind = 'adamw'; leave it out")
+        return self
+
+
+class ParallelConfig(Section):
+    """``[parallel]``: how many processes train together, and what they share out.
+
+    Their number is ``dp`` · ``cp``; all weights but the experts' are sharded over all of them. One process is the
+    default; more are started by ``torchrun``.
+    """
+
+    dp: int = Field(default=1, ge=1)
+    """Ranks, or groups of ``cp`` ranks, that train on sequences of their own."""
+    cp: int = Field(default=1, ge=1)
+    """Ranks over which each sequence is split."""
+    ep: int = Field(default=1, ge=1)
+    """Ranks over which the experts of a layer are spread; the others hold the same experts, sharded."""
+
+    @property
+    def world(self) -> int:
+        """Processes of the trainer."""
+        return self.dp * self.cp
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.world % self.ep:
+            raise ValueError(f"parallel.ep={self.ep} must divide dp * cp = {self.world}")
+        return self

@@ -1,0 +1,194 @@
+"""Every change of the ledger: what is done together in one transaction, and whether it may be done at all.
+
+Owns the rules that make a run lose and repeat nothing: a prompt is trained once, batches follow admission order, a
+group is consumed by exactly one step, a slot is filled by whoever holds its group. Each function runs inside of one
+transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when that is
+interrupted. The statements are :mod:`etude.ledger.rows`', the lives of groups and steps :mod:`etude.ledger.states`'.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from etude.errors import FencedError
+from etude.ledger import leases, rows
+from etude.ledger.database import Database
+from etude.ledger.leases import Lease
+from etude.ledger.slots import Ending, Slots
+from etude.ledger.states import STEP_MOVES, GroupState, StepState, move
+from etude.ledger.tasks import encode_task
+from etude.types import Rollout, RolloutStatus, Task
+
+TRAIN = "train"
+"""The purpose of groups that are trained on; any other purpose is the label of an evaluation."""
+TRAINER = "trainer"
+"""The lease of who may claim batches and commit steps."""
+ANYBODY = ""
+"""The seat of a door that holds no lease, and of its groups."""
+
+
+class NotAdmitted(StrEnum):
+    """Why a task that was drawn is not admitted now."""
+
+    FULL = "full"
+    """The window is: nothing changed."""
+    MOVED = "moved"
+    """Another process drew in the meantime: nothing changed."""
+    KNOWN = "known"
+    """It was admitted before; the cursor is past it."""
+
+
+def admit_group(db: Database, task: Task, purpose: str, group: rows.GroupRow) -> int | None:
+    """Add an open group; ``None`` when its task may not be admitted again."""
+    if purpose == TRAIN and rows.is_trained_on(db, task.task_id):
+        return None
+    index = rows.next_index(db, purpose)
+    rows.insert_group(db, purpose, task.task_id, group._replace(group_index=index))
+    return index
+
+
+def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int) -> int | NotAdmitted:
+    """Admit for training the task that lies at ``group.position``: window, cursor and group in one."""
+    if rows.kept(db, TRAIN) >= kept_below:
+        return NotAdmitted.FULL
+    cursor = rows.cursor(db, TRAIN)
+    if cursor.drawn != group.position:
+        return NotAdmitted.MOVED
+    rows.set_cursor(db, TRAIN, cursor._replace(drawn=cursor.drawn + 1))
+    index = admit_group(db, task, TRAIN, group)
+    return NotAdmitted.KNOWN if index is None else index
+
+
+def new_group(task: Task, size: int, version: int, seat: str, position: int | None = None) -> rows.GroupRow:
+    """A group that is about to be admitted; its index is found when it is."""
+    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, seat, position)
+
+
+def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, seat: str) -> int | None:
+    """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
+    group = _mine(db, purpose, rollout.group_index, seat)
+    slots = rows.slots(db, purpose, group)
+    if not slots.has(rollout.rollout_id):
+        _check_fits(rollout, group, slots)
+        rows.insert_rollout(db, purpose, rollout, encoded)
+        slots = slots.after(Ending(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
+    if group.state is not GroupState.OPEN or _settle(db, purpose, group, slots, "") is not GroupState.OPEN:
+        return None
+    return slots.due.get(rollout.slot)
+
+
+def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, seat: str) -> GroupState:
+    """Give up a slot, unless it is; the state of its group afterwards."""
+    group = _mine(db, purpose, index, seat)
+    slots = rows.slots(db, purpose, group)
+    if slot in slots.lost:
+        return group.state
+    if group.state is not GroupState.OPEN or slot not in slots.due:
+        raise ValueError(
+            f"slot {slot} of group {index} of {purpose!r} cannot be lost: the group is {group.state!s} and has "
+            f"{group.size} slots; it is filled or not one of them"
+        )
+    rows.insert_lost_slot(db, purpose, index, slot, reason)
+    return _settle(db, purpose, group, slots.without(slot), reason)
+
+
+def drop_group(db: Database, purpose: str, index: int, reason: str, seat: str) -> None:
+    """Give up an open group."""
+    rows.move_group(db, purpose, _mine(db, purpose, index, seat), GroupState.DROPPED, reason)
+
+
+def take_over(db: Database, purpose: str, silent: Sequence[Lease], seat: str) -> None:
+    """Take the open groups of seats that are free and of those whose holders were found ``silent``.
+
+    A silent holder loses its lease first, unless it has spoken since: what it writes later is refused.
+    """
+    found: Mapping[str, Lease] = {lease.name: lease for lease in silent}
+    for other in rows.other_seats(db, purpose, seat):
+        lease = rows.lease(db, other)
+        if found.get(other) == lease:
+            lease = leases.relieve(lease)
+            rows.put_lease(db, lease)
+        if lease.is_free:
+            rows.reseat_groups(db, purpose, other, seat)
+
+
+def is_waiting(db: Database, step: int, num_groups: int) -> bool:
+    """Whether it is the turn of a step, and its batch is not complete."""
+    claimed = rows.step_state(db, step) is StepState.CLAIMED
+    return not claimed and not _why_not(db, step) and not _next_batch(db, num_groups)
+
+
+def claim_batch(db: Database, step: int, num_groups: int, held: Lease | None) -> list[int] | None:
+    """Give a step its groups, or the ones that it has; ``None`` when they are not complete."""
+    _check_trainer(db, held)
+    if rows.step_state(db, step) is StepState.CLAIMED:
+        return rows.groups_of_step(db, step)
+    if why := _why_not(db, step):
+        raise ValueError(f"step {step} cannot claim a batch: {why}")
+    batch = _next_batch(db, num_groups)
+    if not batch:
+        return None
+    rows.insert_step(db, step)
+    rows.claim_groups(db, step, batch[-1])
+    return batch
+
+
+def commit_step(db: Database, step: int, held: Lease | None) -> None:
+    """Consume the groups of a step, and commit the cursor as far as everything before it is settled."""
+    _check_trainer(db, held)
+    state = rows.step_state(db, step)
+    if state is None:
+        raise ValueError(f"step {step} cannot be committed: it has not claimed a batch")
+    rows.set_step_state(db, step, move(STEP_MOVES, state, StepState.DONE))
+    rows.consume_groups(db, step)
+    cursor, unsettled = rows.cursor(db, TRAIN), rows.first_unsettled(db, TRAIN)
+    rows.set_cursor(db, TRAIN, cursor._replace(committed=cursor.drawn if unsettled is None else unsettled))
+
+
+def _mine(db: Database, purpose: str, index: int, seat: str) -> rows.GroupRow:
+    """A group, which is this door's to fill."""
+    group = rows.group(db, purpose, index)
+    if group.seat not in (ANYBODY, seat):
+        raise FencedError(f"group {index} of {purpose!r} belongs to {group.seat!r} now, not to {seat or 'nobody'!r}")
+    return group
+
+
+def _settle(db: Database, purpose: str, group: rows.GroupRow, slots: Slots, reason: str) -> GroupState:
+    """Move an open group on when its slots say so; ``reason`` is why it would be dropped."""
+    if slots.state is not GroupState.OPEN:
+        rows.move_group(db, purpose, group, slots.state, reason if slots.state is GroupState.DROPPED else "")
+    return slots.state
+
+
+def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: Slots) -> None:
+    where = (
+        f"rollout {rollout.rollout_id} for group {group.group_index}, slot {rollout.slot}, attempt {rollout.attempt}"
+    )
+    if rollout.status is RolloutStatus.DROPPED and group.state is not GroupState.DROPPED:
+        raise ValueError(f"{where} is dropped but its group is {group.state!s}: drop the group first")
+    attempt = slots.due.get(rollout.slot)
+    if attempt is None:
+        raise ValueError(f"{where}: that slot is graded, lost or beyond the group's {group.size} slots")
+    if rollout.attempt != attempt:
+        raise ValueError(f"{where}: attempt {attempt} is due")
+
+
+def _why_not(db: Database, step: int) -> str:
+    """Why it is not the turn of a step to claim; empty when it is."""
+    last = rows.last_step(db)
+    if step != last + 1:
+        return f"step {last + 1} is next"
+    return f"step {last - 1} is not committed" if rows.step_state(db, last - 1) is StepState.CLAIMED else ""
+
+
+def _next_batch(db: Database, num_groups: int) -> list[int]:
+    """The first unused groups in admission order; none while one of them is not ready."""
+    unused = rows.unused_groups(db, TRAIN, num_groups)
+    complete = len(unused) == num_groups and all(state is GroupState.READY for _, state in unused)
+    return [index for index, _ in unused] if complete else []
+
+
+def _check_trainer(db: Database, held: Lease | None) -> None:
+    """Only the holder of the lease may train; while nobody holds it, anybody may."""
+    lease = rows.lease(db, TRAINER)
+    if not lease.is_free and (held is None or held.name != TRAINER):
+        raise FencedError(f"{lease.holder} holds the right to train: stop that process first")

@@ -1,0 +1,70 @@
+"""Where a ledger is: a file, or a schema of a PostgreSQL database.
+
+    runs/quickstart-s0/ledger.db                              a path: SQLite, for the processes of one machine
+    postgresql://etude@db.example:5432/runs#quickstart_s0_3f  a URL: PostgreSQL, for any number of runs and machines
+
+The fragment names the schema, one for each run: their tables never meet, an étude of tomorrow can migrate its runs
+beside those of today, and a run is forgotten by dropping its schema. A URL has no password in it (``[ledger]`` refuses
+one): libpq finds it in ``PGPASSWORD`` or ``~/.pgpass``.
+"""
+
+import re
+import secrets
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from etude.errors import RunFolderError
+from etude.ledger.database import Database
+from etude.ledger.sqlite import SqliteDatabase
+from etude.ledger.transactions import insist
+
+SCHEMES = ("postgresql", "postgres")
+"""Of URLs that lead to PostgreSQL."""
+SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+"""What PostgreSQL takes for a name without quotes."""
+LONGEST_LABEL = 40
+"""Letters of a run's name that its schema keeps."""
+
+
+def open_database(place: Path | str, *, patience_s: float) -> Database:
+    """Connect to a ledger's database, insisting for ``patience_s``, and make or migrate its tables.
+
+    Raises :class:`~etude.errors.RunFolderError` for what holds something else or a newer ledger,
+    :class:`~etude.errors.ConfigError` where the client library is missing and
+    :class:`~etude.ledger.database.LedgerUnavailable`.
+    """
+    if not is_url(place):
+        path = Path(place)
+        return insist(lambda: SqliteDatabase.open(path, patience_s=patience_s), str(path), patience_s)
+    from etude.ledger.postgres import PostgresDatabase  # the client library is an extra
+
+    server, schema = _split(str(place))
+    name = f"{public(server)}#{schema}"
+    return insist(lambda: PostgresDatabase.open(server, schema, patience_s=patience_s), name, patience_s)
+
+
+def is_url(place: Path | str) -> bool:
+    """Whether a place is a URL and not a path."""
+    return isinstance(place, str) and place.partition("://")[0] in SCHEMES
+
+
+def public(url: str) -> str:
+    """A server's URL without whatever could be secret: who asks, how, and a password that should not be there."""
+    parts = urlsplit(url)
+    return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def place_of_run(url: str, label: str) -> str:
+    """A place for a new run's ledger in a database: a schema that nobody else has, which ``label`` lets people find."""
+    readable = re.sub(r"[^a-z0-9]+", "_", label.lower())[:LONGEST_LABEL]
+    return f"{url}#etude_{readable}_{secrets.token_hex(4)}"
+
+
+def _split(place: str) -> tuple[str, str]:
+    server, _, schema = place.partition("#")
+    if not SCHEMA.fullmatch(schema):
+        raise RunFolderError(
+            f"the ledger's URL ends in '#{schema}', which names no schema: expected #NAME, of small letters, digits "
+            f"and underscores"
+        )
+    return server, schema

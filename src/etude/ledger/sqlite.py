@@ -1,0 +1,158 @@
+"""The embedded database of a run on one machine: ``ledger.db`` in its folder.
+
+SQLite in WAL mode, shared by all processes of the run. ``begin`` takes the write lock, so transactions run one after
+the other; readers never wait. A killed process loses nothing that it committed; a power cut may lose the last commits,
+but never part of one.
+"""
+
+import os
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Self
+from uuid import uuid4
+
+from etude.errors import DamagedError, RunFolderError
+from etude.ledger.database import Interrupted, Row, Value
+from etude.ledger.schema import upgrade
+
+APPLICATION_ID = int.from_bytes(b"etud", "big")
+"""Marks an SQLite file as ours, so that a stranger's database is never written to."""
+BUSY_TIMEOUT_S = 30.0
+"""How long one call waits for another process's transaction at most; those take about a millisecond."""
+PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+"""Primary result codes of a machine that may recover: locks, full disks, a folder that is away for a moment."""
+LASTING = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+"""Those of a file that no longer is what was written."""
+PRIMARY = 0xFF
+"""The bits of a result code that hold the primary one."""
+
+
+class SqliteDatabase:
+    """One connection to a ledger file."""
+
+    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+        self._path = path
+        self._db = db
+
+    @classmethod
+    def open(cls, path: Path, *, patience_s: float) -> Self:
+        """Open a ledger file, creating it when there is none; several processes may do so at once.
+
+        Raises :class:`~etude.errors.RunFolderError` when the folder is missing or the file is not a ledger, or one of a
+        newer étude, and :class:`~etude.ledger.database.Interrupted`.
+        """
+        if not path.parent.is_dir():
+            raise RunFolderError(f"no folder {str(path.parent)!r} to keep a ledger in: create it first")
+        try:
+            if not path.exists():
+                cls._create(path)
+            return cls._opened(path, min(patience_s, BUSY_TIMEOUT_S))
+        except (sqlite3.DatabaseError, DamagedError) as error:
+            raise RunFolderError(f"{str(path)!r} cannot be opened as a ledger: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The path of the file."""
+        return str(self._path)
+
+    def execute(self, sql: str, *values: Value) -> list[Row]:
+        """The rows of one statement."""
+        try:
+            return self._db.execute(sql, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            _classify(error, self._path)
+            raise
+
+    def begin(self) -> None:
+        """Take the write lock of the file."""
+        self.execute("BEGIN IMMEDIATE")
+
+    def commit(self) -> None:
+        """Keep what was written."""
+        self.execute("COMMIT")
+
+    def committed(self) -> bool:
+        """Never: an SQLite commit that fails has written nothing that counts."""
+        return False
+
+    def rollback(self) -> None:
+        """Forget what was written; SQLite may have done so itself, after a full disk."""
+        if self._db.in_transaction:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+
+    def version(self) -> int:
+        """The version of the tables; raises :class:`~etude.errors.RunFolderError` for a stranger's database."""
+        ((version,),) = self.execute("PRAGMA user_version")
+        ((owner,),) = self.execute("PRAGMA application_id")
+        if owner != APPLICATION_ID:
+            raise RunFolderError(f"{self.name!r} is not a ledger of étude: choose a different run folder")
+        return int(version)
+
+    def set_version(self, version: int) -> None:
+        """Note the version of the tables."""
+        self.execute(f"PRAGMA user_version = {version}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()
+
+    @classmethod
+    def _create(cls, path: Path) -> None:
+        """Make a whole ledger under another name, then link it: nobody ever sees half of one, and the first one stays.
+
+        SQLite itself cannot promise that: a change to WAL fails at once when another process has the file open.
+        """
+        draft = path.with_name(f"{path.name}.{uuid4().hex}")
+        try:
+            with closing(_connected(draft, BUSY_TIMEOUT_S)) as db:
+                made = cls(draft, db)
+                made.execute("PRAGMA journal_mode = WAL")
+                made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                upgrade(made)
+            with suppress(FileExistsError):
+                os.link(draft, path)
+        finally:
+            for file in path.parent.glob(f"{draft.name}*"):
+                file.unlink(missing_ok=True)
+
+    @classmethod
+    def _opened(cls, path: Path, busy_s: float) -> Self:
+        opened = cls(path, _connected(path, busy_s))
+        try:
+            opened.execute("PRAGMA synchronous = NORMAL")
+            opened.execute("PRAGMA foreign_keys = ON")
+            upgrade(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+
+def _connected(path: Path, busy_s: float) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(path, timeout=busy_s, isolation_level=None)
+    except sqlite3.DatabaseError as error:
+        _classify(error, path)
+        raise
+
+
+def _classify(error: sqlite3.DatabaseError, path: Path) -> None:
+    """Raise what ``error`` means to a ledger, if anything; a bug means nothing."""
+    code = getattr(error, "sqlite_errorcode", 0) & PRIMARY  # absent where Python itself complains
+    if code in PASSING:
+        raise Interrupted(f"{error} ({error.sqlite_errorname})") from error
+    if code in LASTING:
+        raise DamagedError(
+            f"the ledger {path} is damaged: {error}; restore the run folder from a copy, or start a new run"
+        ) from error

@@ -1,0 +1,94 @@
+"""What a rollout's effort costs it: the concave penalty of the Composer 2 report (arXiv 2603.24477, section 4.2).
+
+    C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)),   C'(x) = (1 + kx)^(−q)
+    q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
+
+A little more effort matters where little was spent, and hardly where a hard task took a lot anyway. x is a sum of what
+was spent, each kind times a factor of the recipe.
+
+The penalty is taken off where rewards are compared, not where they are given: an evaluation is not measured with it,
+and a rollout that is worth nothing because it cheated is not better off than one that failed honestly.
+
+Owns what counts as effort and its price. Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from etude.config.training import EffortConfig
+from etude.types import Rollout, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a rollout spent. Every sampled token is of one kind."""
+
+    thinking_tokens: int
+    """Sampled up to the end of a turn's thinking; all of a turn's whose thinking was cut is none."""
+    call_tokens: int
+    """The other sampled ones of turns after which the rollout went on."""
+    output_tokens: int
+    """Of contexts, beyond what the turn before left. The task is not counted, nor what an edited history lost."""
+    final_tokens: int
+    """The other sampled ones of the last turn."""
+    calls: int
+    """Of tools, malformed ones included."""
+    turns: int
+    """Calls of the model."""
+
+
+def effort_of(rollout: Rollout, thinking_end_id: int) -> Effort:
+    """Count; ``thinking_end_id`` is the token that ends a turn's thinking, −1 where the model has none."""
+    thinking = [_thinking(turn, thinking_end_id) for turn in rollout.turns]
+    others = [len(turn.completion_ids) - count for turn, count in zip(rollout.turns, thinking, strict=True)]
+    return Effort(
+        thinking_tokens=sum(thinking),
+        call_tokens=sum(others[:-1]),
+        output_tokens=_outputs(rollout.turns),
+        final_tokens=sum(others[-1:]),
+        calls=sum(rollout.counts.values()),
+        turns=len(rollout.turns),
+    )
+
+
+def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
+    """What is taken off the rollout's reward: weight · C(x), 0 or more."""
+    if not config.weight:
+        return 0.0
+    effort = effort_of(rollout, config.thinking_end_id)
+    spent = (
+        config.thinking_token * effort.thinking_tokens
+        + config.call_token * effort.call_tokens
+        + config.output_token * effort.output_tokens
+        + config.final_token * effort.final_tokens
+        + config.call * effort.calls
+        + config.turn * effort.turns
+    )
+    return config.weight * concave_cost(spent, scale=config.scale, curvature=config.curvature)
+
+
+def concave_cost(spent: float, *, scale: float, curvature: float) -> float:
+    """C(x) of x = ``spent`` ≥ 0 with k = ``scale`` > 0 and q = ``curvature`` ≥ 0; exact near q = 1, where the formula
+    divides nothing by nothing.
+    """
+    logarithm, power = math.log1p(scale * spent), 1 - curvature
+    if power == 0:
+        return logarithm / scale
+    return math.expm1(power * logarithm) / (scale * power)
+
+
+def _thinking(turn: Turn, end_id: int) -> int:
+    """Tokens up to the last one that ends thinking, itself included."""
+    ends = np.flatnonzero(turn.completion_ids == end_id)
+    return int(ends[-1]) + 1 if len(ends) else 0
+
+
+def _outputs(turns: Sequence[Turn]) -> int:
+    grown = (
+        len(turn.prompt_ids) - len(before.prompt_ids) - len(before.completion_ids) for before, turn in pairwise(turns)
+    )
+    return sum(max(0, count) for count in grown)

@@ -1,0 +1,111 @@
+"""When to stop trying for a while, and when to stop for good: the circuit breaker of a process's rollouts.
+
+                    too many failures              the pause is over
+        CLOSED ────────────────────────▶ OPEN ────────────────────────▶ PROBING
+          ▲ ▲                              │ ▲                             │ │
+          │ └── a rollout still succeeded ─┘ └───── the probe failed ──────┘ │
+          └──────────────────────── the probe succeeded ─────────────────────┘
+
+While machines are down, an attempt costs a slot one of its few tries and tells nothing new. So after a streak of
+failures nothing starts any more; one rollout at a time probes, after pauses that double, until one succeeds. An outage
+then costs attempts by its probes only, however many slots wait, and slots are not lost because they happened to wait.
+Only what may pass is counted here; a bug, or a contract that is broken, ends the process where it is raised.
+
+Pure: outcomes and ``now`` (seconds) in, a verdict out. The thresholds are those of Fireworks' open recipe, which stops
+the whole run where this waits.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+STREAK = 5
+"""Failures in a row that open the circuit."""
+WINDOW, WINDOW_FULL, WINDOW_SHARE = 20, 10, 0.5
+"""So do failures of this share of the last 20 attempts, once there were 10."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
+"""Before a probe; doubles with each that fails."""
+FEWEST_PROBES = 5
+"""Failed ones before anything is given up: a process that was suspended through an outage has not tried yet."""
+FIRST_OUTAGE_S = 60.0
+"""Patience of a process of which no rollout ever succeeded: more likely something was never right."""
+
+
+class Circuit(StrEnum):
+    """What may start."""
+
+    CLOSED = "closed"
+    """Everything."""
+    OPEN = "open"
+    """Nothing, for a pause."""
+    PROBING = "probing"
+    """One rollout."""
+
+
+CIRCUIT_MOVES: Mapping[Circuit, frozenset[Circuit]] = MappingProxyType(
+    {
+        Circuit.CLOSED: frozenset({Circuit.OPEN}),
+        Circuit.OPEN: frozenset({Circuit.PROBING, Circuit.CLOSED}),
+        Circuit.PROBING: frozenset({Circuit.OPEN, Circuit.CLOSED}),
+    }
+)
+"""State of a circuit → where it may go."""
+
+
+class Breaker:
+    """Watches how attempts end. ``outage_s`` is how long nothing may succeed before it gives up."""
+
+    def __init__(self, outage_s: float) -> None:
+        self.circuit = Circuit.CLOSED
+        self.until_s = 0.0
+        """End of the pause, while open."""
+        self.gave_up = False
+        """Nothing has succeeded for too long: it is not the tasks, it is the machines."""
+        self._outage_s = outage_s
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._streak = 0
+        self._ever_succeeded = False
+        self._opened_s = 0.0
+        self._failed_probes = 0
+
+    def ask(self, now: float) -> Circuit:
+        """The circuit at ``now``: it begins to probe when its pause is over."""
+        if self.circuit is Circuit.OPEN and now >= self.until_s:
+            self._move(Circuit.PROBING)
+        return self.circuit
+
+    def succeeded(self) -> None:
+        """A rollout was graded: all that it takes is there."""
+        self._ever_succeeded = True
+        self._streak = self._failed_probes = 0
+        if self.circuit is Circuit.CLOSED:
+            self._failed.append(False)
+            return
+        self._failed.clear()
+        self._move(Circuit.CLOSED)
+
+    def failed(self, now: float, *, probe: bool = False) -> None:
+        """A rollout failed by infrastructure; ``probe``: it was started to probe."""
+        self._failed.append(True)
+        self._streak += 1
+        if self.circuit is Circuit.CLOSED and self._has_tripped():
+            self._opened_s = now
+            self._open(now)
+        elif self.circuit is Circuit.PROBING and probe:  # any other was under way when the circuit opened
+            self._failed_probes += 1
+            patience_s = self._outage_s if self._ever_succeeded else min(self._outage_s, FIRST_OUTAGE_S)
+            self.gave_up = self._failed_probes >= FEWEST_PROBES and now - self._opened_s >= patience_s
+            self._open(now)
+
+    def _has_tripped(self) -> bool:
+        many = len(self._failed) >= WINDOW_FULL and sum(self._failed) >= WINDOW_SHARE * len(self._failed)
+        return many or self._streak >= STREAK
+
+    def _open(self, now: float) -> None:
+        self._move(Circuit.OPEN)
+        self.until_s = now + min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._failed_probes, 10))
+
+    def _move(self, to: Circuit) -> None:
+        assert to in CIRCUIT_MOVES[self.circuit], f"a circuit went from {self.circuit} to {to}"
+        self.circuit = to

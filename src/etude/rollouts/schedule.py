@@ -1,0 +1,212 @@
+"""Which slots run now, which wait, and which are given up: the pure core of the rollouts.
+
+                    a place is free            graded
+        WAITING ─────────────────────▶ RUNNING ──────▶ GRADED
+           ▲                            │ │ │
+           │ the pause is over   failed │ │ └─ failed, no attempt left ─▶ LOST
+        BACKING_OFF ◀───────────────────┘ └─── its group was dropped ──▶ ABANDONED ◀── (from WAITING, BACKING_OFF)
+
+Owns the order in which slots start, their attempts and pauses. The oldest group goes first, retries included: batches
+are formed in admission order, so whoever started later can wait, and nobody waits for ever. Does not own what an
+attempt is (:mod:`etude.rollouts.worker`), how many groups there are (:mod:`etude.rollouts.admission`) or when machines
+are down (:mod:`etude.rollouts.breaker`). No clock, no I/O: facts and ``now`` (seconds) in, decisions out.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeAlias
+
+from etude.ledger.ledger import OpenSlot
+from etude.rollouts.breaker import Breaker, Circuit
+
+FIRST_BACKOFF_S = 1.0
+"""Wait before the second attempt; doubles with each, long enough in sum for a dead process to be restarted."""
+MAX_BACKOFF_S = 8.0
+"""Longest wait between attempts."""
+
+Place: TypeAlias = tuple[int, int]
+"""A slot's group and its number there: unique within a purpose, and in order of age."""
+
+
+class SlotState(StrEnum):
+    """Where a slot is on its way to a reward."""
+
+    WAITING = "waiting"
+    """For a place to run in."""
+    RUNNING = "running"
+    BACKING_OFF = "backing_off"
+    """Its last attempt failed; the next one is not due."""
+    GRADED = "graded"
+    LOST = "lost"
+    """Its attempts are used up."""
+    ABANDONED = "abandoned"
+    """Its group was dropped."""
+
+
+SLOT_MOVES: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
+    {
+        SlotState.WAITING: frozenset({SlotState.RUNNING, SlotState.LOST, SlotState.ABANDONED}),
+        SlotState.RUNNING: frozenset({SlotState.GRADED, SlotState.BACKING_OFF, SlotState.LOST, SlotState.ABANDONED}),
+        SlotState.BACKING_OFF: frozenset({SlotState.WAITING, SlotState.ABANDONED}),
+        SlotState.GRADED: frozenset(),
+        SlotState.LOST: frozenset(),
+        SlotState.ABANDONED: frozenset(),
+    }
+)
+"""State of a slot → where it may go. One that waits is lost at once if a predecessor used up its attempts."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Entry:
+    """One slot. Only :class:`Schedule` writes it."""
+
+    slot: OpenSlot
+    state: SlotState = SlotState.WAITING
+
+    def move(self, state: SlotState) -> None:
+        """Go to another state; only moves in ``SLOT_MOVES`` exist."""
+        assert state in SLOT_MOVES[self.state], f"a slot went from {self.state} to {state}"
+        self.state = state
+
+
+class Schedule:
+    """The slots of one purpose that are in this process's hands.
+
+    After every call that changes something, and at :meth:`next_time`, ask :meth:`due` what to start.
+    """
+
+    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float) -> None:
+        self.breaker = Breaker(outage_s)
+        self._concurrency = concurrency
+        self._max_attempts = max_attempts
+        self._entries: dict[Place, _Entry] = {}  # those that have not ended
+        self._running = 0
+        self._probe: Place | None = None  # the slot that runs to see whether anything can
+        self._waiting: list[Place] = []  # a heap; it may hold places that wait no more
+        self._pauses: list[tuple[float, Place]] = []  # a heap, likewise
+
+    def __len__(self) -> int:
+        """Slots that have not ended."""
+        return len(self._entries)
+
+    def __contains__(self, slot: OpenSlot) -> bool:
+        """Whether a slot is in hand and has not ended."""
+        return place_of(slot) in self._entries
+
+    @property
+    def running(self) -> int:
+        """Slots that run."""
+        return self._running
+
+    def add(self, slot: OpenSlot) -> SlotState:
+        """Take a slot in hand: WAITING, or LOST if its attempts were used up before."""
+        place = place_of(slot)
+        assert place not in self._entries, f"slot {place} was launched twice"
+        entry = self._entries[place] = _Entry(slot=slot)
+        if slot.attempt >= self._max_attempts:
+            return self._end(place, SlotState.LOST)
+        heapq.heappush(self._waiting, place)
+        return entry.state
+
+    def due(self, now: float) -> list[OpenSlot]:
+        """Slots to start now, oldest first; they run from here on."""
+        while self._pauses and self._pauses[0][0] <= now:
+            _, place = heapq.heappop(self._pauses)
+            if self._state(place) is SlotState.BACKING_OFF:
+                self._entries[place].move(SlotState.WAITING)
+                heapq.heappush(self._waiting, place)
+        match self.breaker.ask(now):
+            case Circuit.OPEN:
+                return []
+            case Circuit.PROBING:
+                return [self._start(place) for place in self._next_probe()]
+            case Circuit.CLOSED:
+                return [self._start(place) for place in self._oldest(self._concurrency - self._running)]
+
+    def graded(self, slot: OpenSlot) -> None:
+        """A running slot has its reward."""
+        self._end(place_of(slot), SlotState.GRADED)
+        self.breaker.succeeded()
+
+    def failed(self, slot: OpenSlot, *, due: int, now: float) -> SlotState:
+        """An attempt of a running slot failed, and attempt ``due`` is next: BACKING_OFF, or LOST if it may not be."""
+        place = place_of(slot)
+        self.breaker.failed(now, probe=place == self._probe)
+        if due >= self._max_attempts:
+            return self._end(place, SlotState.LOST)
+        entry = self._entries[place]
+        entry.move(SlotState.BACKING_OFF)
+        entry.slot = replace(entry.slot, attempt=due)
+        self._stop(place)
+        heapq.heappush(self._pauses, (now + backoff_s(due), place))
+        return entry.state
+
+    def abandon(self, group_index: int) -> list[Place]:
+        """A group was dropped: none of its slots runs any more. Returns those that did, to be cancelled."""
+        places = [place for place in self._entries if place[0] == group_index]
+        running = [place for place in places if self._entries[place].state is SlotState.RUNNING]
+        for place in places:
+            self._end(place, SlotState.ABANDONED)
+        return running
+
+    def next_time(self) -> float | None:
+        """When :meth:`due` has something to say even if nothing ends meanwhile."""
+        while self._pauses and self._state(self._pauses[0][1]) is not SlotState.BACKING_OFF:
+            heapq.heappop(self._pauses)
+        times = [self._pauses[0][0]] if self._pauses else []
+        if self.breaker.circuit is Circuit.OPEN and len(self._entries) > self._running:
+            times.append(self.breaker.until_s)
+        return min(times, default=None)
+
+    def _start(self, place: Place) -> OpenSlot:
+        entry = self._entries[place]
+        entry.move(SlotState.RUNNING)
+        self._running += 1
+        return entry.slot
+
+    def _end(self, place: Place, state: SlotState) -> SlotState:
+        entry = self._entries.pop(place)
+        if entry.state is SlotState.RUNNING:
+            self._stop(place)
+        entry.move(state)
+        return state
+
+    def _stop(self, place: Place) -> None:
+        self._running -= 1
+        if place == self._probe:
+            self._probe = None
+
+    def _oldest(self, number: int) -> Iterator[Place]:
+        """Up to ``number`` waiting slots, oldest first, off the heap."""
+        while number > 0 and self._waiting:
+            place = heapq.heappop(self._waiting)
+            if self._state(place) is SlotState.WAITING:
+                number -= 1
+                yield place
+
+    def _next_probe(self) -> list[Place]:
+        """The slot that probes, unless one does: that with the fewest attempts, so that a task that fails by itself
+        cannot pass for an outage.
+        """
+        if self._probe is None:
+            waiting = (place for place, entry in self._entries.items() if entry.state is SlotState.WAITING)
+            self._probe = min(waiting, key=lambda place: (self._entries[place].slot.attempt, place), default=None)
+            return [] if self._probe is None else [self._probe]
+        return []
+
+    def _state(self, place: Place) -> SlotState | None:
+        entry = self._entries.get(place)
+        return None if entry is None else entry.state
+
+
+def place_of(slot: OpenSlot) -> Place:
+    """Where a slot is."""
+    return slot.group_index, slot.slot
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds to wait before attempt 1, 2, …"""
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))

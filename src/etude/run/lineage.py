@@ -1,0 +1,136 @@
+"""What a model descends from: the phases before reinforcement learning, each done once and for all.
+
+    phases/start/model/   random weights and a tokenizer learnt for them; not there where a recipe names a checkpoint
+    phases/midtrain/      checkpoints/, and when it is done model/ with lineage.json in it
+    phases/sft/           likewise; begins with the model of the phase before it
+
+A phase is done when its ``model/`` is there: a Hugging Face folder that is made aside and renamed, so it is whole or
+absent. Owns the names and that rename. Knows no model and loads no torch.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import orjson
+
+from etude.config.recipe import RunConfig
+from etude.errors import DamagedError, RunFolderError
+from etude.run.folder import RunFolder
+
+Phase: TypeAlias = Literal["midtrain", "sft"]
+"""A phase before reinforcement learning."""
+RECORD_FILE = "lineage.json"
+"""In the model folder that a phase leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRecord:
+    """What a phase did."""
+
+    phase: str
+    steps: int
+    tokens: int
+    loss: float | None
+    """Held-out, nats per token, weighted as it was learnt; ``None`` where it was not measured."""
+    digest: str
+    """Of the float32 weights it ended with (:func:`etude.weights.digest.state_digest`)."""
+    parent: str
+    """Of those it began with."""
+
+
+def phases_of(config: RunConfig) -> tuple[Phase, ...]:
+    """The phases of a recipe, in order. Mid-training is always one, if only of no step."""
+    return ("midtrain", "sft") if config.sft.file else ("midtrain",)
+
+
+class Lineage:
+    """The phases of one run folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._path = folder.path / "phases"
+
+    def checkpoints(self, phase: Phase) -> Path:
+        """Where a phase saves its training state."""
+        return self._path / phase / "checkpoints"
+
+    def model(self, phase: Phase | Literal["start"]) -> Path:
+        """The Hugging Face folder that a phase leaves."""
+        return self._path / phase / "model"
+
+    def record(self, phase: Phase) -> PhaseRecord | None:
+        """What a phase did, once it is done. Raises :class:`~etude.errors.DamagedError` if that cannot be read."""
+        file = self.model(phase) / RECORD_FILE
+        if not self.model(phase).exists():
+            return None
+        try:
+            return PhaseRecord(**orjson.loads(file.read_bytes()))
+        except (OSError, TypeError, orjson.JSONDecodeError) as error:
+            raise DamagedError(f"{file} is missing or damaged: {error}; restore it, or start a new run") from error
+
+    def pending(self, config: RunConfig) -> list[Phase]:
+        """The phases that are still to be done, in order.
+
+        Raises :class:`~etude.errors.RunFolderError` where one is missing before one that is done: its model would have
+        no place in the descent.
+        """
+        phases = phases_of(config)
+        done = [self.record(phase) is not None for phase in phases]
+        if sorted(done, reverse=True) != done:
+            raise RunFolderError(f"{self._path}: of {', '.join(phases)} a later one is done before an earlier one")
+        return [phase for phase, is_done in zip(phases, done, strict=True) if not is_done]
+
+    def origin(self, phase: Phase, config: RunConfig) -> Path:
+        """The model folder that a phase begins with: of the phase before, or the recipe's checkpoint, or the start."""
+        phases = phases_of(config)
+        index = phases.index(phase)
+        if index:
+            return self.model(phases[index - 1])
+        return Path(config.model.checkpoint) if config.model.checkpoint else self.model("start")
+
+
+def check_complete(lineage: Lineage, config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` for a phase that comes too late: version 0 is published.
+
+    A folder that version 0 was copied into has no phases, and needs none.
+    """
+    pending, phases = lineage.pending(config), phases_of(config)
+    if pending and len(pending) < len(phases):
+        raise RunFolderError(
+            f"weight version 0 is published, [{pending[0]}] would have no effect on this run: start another with "
+            f"midtrain.tokens = 0 and model.checkpoint = {str(lineage.model(phases[-len(pending) - 1]))!r}"
+        )
+
+
+def place(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder whole or not at all: ``fill`` writes into another one, which is then renamed.
+
+    One that is there already is left alone: whoever made it made the same.
+    """
+    if target.exists():
+        return
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    fill(partial)
+    for file in partial.rglob("*"):
+        _sync(file)
+    _sync(partial)
+    partial.rename(target)
+    _sync(target.parent)
+
+
+def write_record(folder: Path, record: PhaseRecord) -> None:
+    """Write what a phase did beside its model."""
+    (folder / RECORD_FILE).write_bytes(orjson.dumps(asdict(record), option=orjson.OPT_INDENT_2) + b"\n")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

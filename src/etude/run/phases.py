@@ -1,0 +1,341 @@
+"""Mid-training and SFT, each a process of its own, and weight version 0 behind the last of them.
+
+    model of the phase before ──▶ steps, checkpoints with the data's cursor ──▶ its model ──▶ next phase, or version 0
+
+Safe to kill and start again at any point: a phase goes on from its newest checkpoint and takes the very steps that it
+would have taken, one that is done is never done again, and once version 0 is committed nothing is left to do.
+"""
+
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etude.config.imitation import ImitationConfig
+from etude.config.recipe import RunConfig
+from etude.environments.corpus import tokenizer_texts
+from etude.environments.mixture import Cursor, Taken
+from etude.errors import RunFolderError
+from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
+from etude.models.decoder import Decoder
+from etude.models.flops import pair_flops, token_flops
+from etude.run.decisions import resolve_device
+from etude.run.families import open_practice
+from etude.run.folder import RunFolder
+from etude.run.lineage import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.numerics import choose_arithmetic, published_state
+from etude.run.publishing import WeightPublishing
+from etude.run.sources import open_reading, settings_of
+from etude.run.states import to_stored
+from etude.run.weight_log import open_log
+from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
+from etude.telemetry.log import EventLog
+from etude.tokens.chat import ChatTemplate
+from etude.tokens.jinja import load_format
+from etude.tokens.messages import ChatFormat
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.imitation import ImitationTrainer, Loss
+from etude.trainer.optimisation import Optimisation
+from etude.trainer.optimisers import build_optimiser
+from etude.trainer.schedule import BatchSchedule, RateSchedule
+from etude.trajectories.packing import Cost, pack
+from etude.types import Document
+from etude.weights.digest import state_digest
+
+REPORT_EVERY_STEPS = 20
+"""Steps between progress events: about one a second on a laptop."""
+CURSOR, IDENTITY = "cursor", "identity"
+"""In a checkpoint: ``cursor/<source>`` int64 [documents, tokens]; ``identity`` uint8 [32] of the data."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "generation_config.json", "additional_chat_templates"),
+)
+"""What a model folder hands down to the next, where it is there."""
+
+
+def run_phases(folder: RunFolder) -> None:
+    """Do every phase of the recipe that is still to be done, in this process, and publish version 0."""
+    for phase in phases_of(folder.config()):
+        run_phase(folder, phase)
+
+
+def run_phase(folder: RunFolder, phase: Phase) -> None:
+    """Do one phase, unless it is done, and publish version 0 behind the last one.
+
+    Raises :class:`~etude.errors.RunFolderError` when the phase is not the next one, or no phase of the recipe.
+    """
+    config, lineage = folder.config(), Lineage(folder)
+    if phase not in phases_of(config):
+        raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
+    if open_log(folder).read(0) is not None:
+        check_complete(lineage, config)
+        return
+    pending = lineage.pending(config)
+    with EventLog(folder.events, phase) as events:
+        if phase in pending:
+            if pending[0] != phase:
+                way_out = f"run `etude {pending[0]} --run {folder.path}` first"
+                raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {way_out}")
+            PhaseProcess(folder, phase, events).run()
+        if not lineage.pending(config):
+            publish_start(folder, lineage.model(phases_of(config)[-1]), events)
+
+
+class PhaseProcess:
+    """Everything that a phase needs, opened from a run folder."""
+
+    def __init__(self, folder: RunFolder, phase: Phase, events: EventLog) -> None:
+        self._phase = phase
+        self._events = events
+        self._config = folder.config()
+        self._settings = settings_of(self._config, phase)
+        self._lineage = Lineage(folder)
+        torch.set_num_threads(self._settings.threads)
+        self._origin = self._lineage.origin(phase, self._config)
+        if self._origin == self._lineage.model("start"):
+            place(self._origin, lambda target: make_start(target, self._config))
+        self._chat = load_format(self._origin)
+        self._model = read_model(self._origin)
+        self._parent = digest_of(self._model)
+        prepare(self._model, self._config)
+        spec = self._model.spec
+        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._reading = open_reading(self._config, phase, self._chat)
+        for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
+            open_reading(self._config, later, self._chat)  # refused now, or hours later
+        self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))
+        """Tokens that have been read once each step is taken."""
+        self._steps = len(self._ends)
+        self._optimisation = optimisation_of(self._model, self._config, self._settings, steps=self._steps)
+        self._trainer = ImitationTrainer(self._optimisation)
+        self._checkpoints = Checkpoints(self._lineage.checkpoints(phase))
+
+    def run(self) -> None:
+        """Take the steps that are left, and leave the model that they end with."""
+        step, cursor = self._recover()
+        loss = self._measure(step, cursor)
+        recent, since_s = Loss(), time.perf_counter()
+        while step < self._steps:
+            step += 1
+            documents, cursor = self._reading.stream.batch(cursor, self._ends[step - 1])
+            if documents:
+                recent += self._trainer.step(step, self._pieces(documents))
+            if self._is_due(step, REPORT_EVERY_STEPS):
+                now_s = time.perf_counter()
+                self._report(step, cursor, recent, now_s - since_s)
+                recent, since_s = Loss(), now_s
+            if self._is_due(step, self._settings.checkpoint_steps):
+                self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
+            if self._is_due(step, self._config.eval.every_steps):
+                loss = self._measure(step, cursor)
+        self._end(cursor, loss)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """Whether something that is done every so many steps, and after the last one, is to be done; 0: only then."""
+        return step == self._steps or bool(every and step % every == 0)
+
+    @property
+    def _identity(self) -> str:
+        """What decides the batches, so that no cursor is read for other data."""
+        return f"{self._reading.stream.identity}; {self._ends}"
+
+    def _recover(self) -> tuple[int, Cursor]:
+        """Go to the newest checkpoint; returns its step and what had been read by then."""
+        saved = max(self._checkpoints.steps(), default=0)
+        if not saved:
+            return 0, Cursor()
+        tensors = self._checkpoints.load(saved)
+        cursor = read_cursor(tensors, self._identity)
+        self._optimisation.restore(tensors)
+        return saved, cursor
+
+    def _pieces(self, documents: Sequence[Document]) -> list[list[Document]]:
+        """A batch in as many passes as its tokens need."""
+        lengths = [len(document.token_ids) for document in documents]
+        (passes,) = pack(lengths, max_tokens=self._settings.microbatch_tokens, ranks=1, cost=self._cost)
+        return [[documents[index] for index in piece] for piece in passes]
+
+    def _measure(self, step: int, cursor: Cursor) -> float | None:
+        """The held-out loss after a step; ``None`` where nothing is held out."""
+        losses = {
+            name: self._trainer.measure(self._pieces(documents)) for name, documents in self._reading.heldout.items()
+        }
+        if not losses:
+            return None
+        shares = {name: self._reading.stream.mixture.due(name, self._reading.tokens) for name in losses}
+        mean = sum(share * losses[name].mean for name, share in shares.items()) / sum(shares.values())
+        self._events.write(
+            HeldoutLoss(
+                phase=self._phase,
+                step=step,
+                tokens=cursor.tokens,
+                loss=mean,
+                action_loss=_or_zero(sum(losses.values(), Loss()).action_mean),
+                sources={name: loss.mean for name, loss in losses.items()},
+            )
+        )
+        return mean
+
+    def _report(self, step: int, cursor: Cursor, recent: Loss, seconds: float) -> None:
+        self._events.write(
+            ImitationProgress(
+                phase=self._phase,
+                step=step,
+                steps=self._steps,
+                tokens=cursor.tokens,
+                loss=_or_zero(recent.mean),
+                action_loss=_or_zero(recent.action_mean),
+                tokens_per_s=recent.tokens / seconds,
+            )
+        )
+
+    def _end(self, cursor: Cursor, loss: float | None) -> None:
+        record = PhaseRecord(
+            phase=self._phase,
+            steps=self._steps,
+            tokens=cursor.tokens,
+            loss=loss,
+            digest=digest_of(self._model),
+            parent=self._parent,
+        )
+
+        def fill(target: Path) -> None:
+            hand_down(self._origin, target)
+            save_model(target, self._model, load_format(target))
+            write_record(target, record)
+
+        place(self._lineage.model(self._phase), fill)
+        self._events.write(
+            PhaseEnded(
+                phase=record.phase,
+                steps=record.steps,
+                tokens=record.tokens,
+                loss=loss or 0.0,
+                digest=record.digest,
+                parent=record.parent,
+            )
+        )
+
+
+def prepare(model: Decoder, config: RunConfig) -> None:
+    """Move a model to where it is trained. There is no engine yet to agree with, so the arithmetic is the fast one: in
+    float32 on a CPU, elsewhere in the type that the run will compute with.
+    """
+    device = resolve_device(config.trainer.device)
+    model.to(device).train()
+    model.recompute = config.trainer.checkpoint_activations
+    if device != "cpu":
+        model.arithmetic = choose_arithmetic(config.numerics.model_copy(update={"arithmetic": "fast"}), device)
+
+
+def batch_schedule(settings: ImitationConfig, tokens: int) -> BatchSchedule:
+    """The tokens of each step of a phase of ``tokens``."""
+    first = settings.first_batch_tokens or settings.batch_tokens
+    return BatchSchedule(tokens=tokens, first=first, last=settings.batch_tokens, ramp_share=settings.ramp_share)
+
+
+def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig, *, steps: int) -> Optimisation:
+    """The optimiser of a phase of so many steps."""
+    optimiser = build_optimiser(
+        model,
+        config.optimiser,
+        learning_rate=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+    )
+    schedule = RateSchedule(
+        steps=steps,
+        warmup_steps=settings.warmup_steps,
+        decay_share=settings.decay_share,
+        shape=settings.schedule,
+    )
+    return Optimisation(model, optimiser, schedule, clip_norm=settings.clip_norm)
+
+
+def make_start(target: Path, config: RunConfig) -> None:
+    """A model from random weights in ``target``, with a tokenizer learnt from what it will read."""
+    chat = ChatTemplate.train(tokenizer_texts(open_practice(config), config.seed), config.model.vocab_size)
+    model = Decoder(spec_from_config(config.model, chat.vocab_size))
+    model.initialise(config.seed)
+    chat.save(target)
+    save_model(target, model, chat)
+
+
+def publish_start(folder: RunFolder, origin: Path, events: EventLog) -> None:
+    """Make the last phase's model the run's, and publish it as weight version 0."""
+    place(folder.model, lambda target: _copy(origin, target))
+    config = folder.config()
+    with WeightPublishing(open_log(folder), config.name, events) as publishing:
+        publishing.start(published_state(read_model(folder.model), config.numerics), 0)
+        publishing.land()
+
+
+def read_model(origin: Path) -> Decoder:
+    """The model of a Hugging Face folder, in float32. Raises :class:`~etude.errors.DamagedError`."""
+    stored = StoredCheckpoint(origin)
+    model = Decoder(stored.spec)
+    stored.load(model)
+    return model
+
+
+def save_model(target: Path, model: Decoder, chat: ChatFormat) -> None:
+    """Write a model's float32 weights and shape into ``target``."""
+    end_id = chat.stop_ids[0]
+    pad_id = chat.pad_id if isinstance(chat, ChatTemplate) else end_id
+    save_checkpoint(target, model.spec, state_of(model), end_id=end_id, pad_id=pad_id)
+
+
+def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:
+    """A cursor as part of a checkpoint, so that weights and data cannot be of two different moments."""
+    tensors = {
+        f"{CURSOR}/{name}": torch.tensor([taken.documents, taken.tokens]) for name, taken in cursor.taken.items()
+    }
+    return tensors | {IDENTITY: _fingerprint(identity)}
+
+
+def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
+    """The inverse. Raises :class:`~etude.errors.RunFolderError` if the data is not what it was."""
+    if not torch.equal(tensors[IDENTITY], _fingerprint(identity)):
+        raise RunFolderError(
+            f"the checkpoint was made with other data or another schedule than {identity[:400]}: restore the files and "
+            f"run.toml, or start a new run"
+        )
+    taken = {
+        name.removeprefix(f"{CURSOR}/"): Taken(documents=int(tensor[0]), tokens=int(tensor[1]))
+        for name, tensor in tensors.items()
+        if name.startswith(f"{CURSOR}/")
+    }
+    return Cursor(taken=taken)
+
+
+def digest_of(model: Decoder) -> str:
+    """Of a model's float32 weights."""
+    return state_digest(to_stored(state_of(model)))
+
+
+def hand_down(origin: Path, target: Path) -> None:
+    """Copy what belongs to the tokenizer from one model folder to another."""
+    for name in TOKENIZER_FILES:
+        if (origin / name).is_dir():
+            shutil.copytree(origin / name, target / name)
+        elif (origin / name).is_file():
+            shutil.copyfile(origin / name, target / name)
+
+
+def _copy(origin: Path, target: Path) -> None:
+    shutil.copytree(origin, target, dirs_exist_ok=True)
+
+
+def _fingerprint(identity: str) -> Tensor:
+    return torch.tensor([*hashlib.sha256(identity.encode()).digest()], dtype=torch.uint8)
+
+
+def _or_zero(value: float) -> float:
+    """NaN is no JSON."""
+    return 0.0 if math.isnan(value) else value

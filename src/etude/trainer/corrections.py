@@ -1,0 +1,148 @@
+"""What is done about tokens that another policy sampled: weights and masks, constants of the gradient.
+
+The ratio ρ_t = π_prox(y_t) / μ(y_t) says how much likelier the trainer finds a token than the engine that sampled it
+did, be it because weights have changed since or because the two compute differently. π_prox is the trainer's policy,
+or in the decoupled form one between it and the engine's. Where both are equal, every weight here is 1 and every mask
+lets everything pass.
+
+A *weight* makes the estimate less biased, a *mask* leaves out what no weight can repair; ``loss.correction`` picks the
+one, ``loss.sequence_mask`` may add the other. Owns these, not what they are multiplied with
+(:mod:`etude.trainer.losses`).
+
+Shape legend: N loss tokens of a micro-batch, S its trajectories.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.config.training import LossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How much each token counts."""
+
+    weights_N: Tensor
+    """Never below 0, without gradient."""
+    truncated_N: Tensor
+    """True where a weight was cut to its cap."""
+    masked_N: Tensor
+    """True where the weight was made 0."""
+
+
+def correct(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Correction:
+    """The correction that ``config`` asks for. ``log_ratios_N`` = log ρ; ``trajectories_N`` int64, ascending from 0."""
+    with torch.no_grad():
+        correction = _weigh(log_ratios_N, trajectories_N, config)
+        if config.sequence_mask == "none":
+            return correction
+        kept_N = _keep(log_ratios_N, advantages_N, trajectories_N, config)
+        return Correction(
+            torch.where(kept_N, correction.weights_N, 0.0),
+            correction.truncated_N,
+            correction.masked_N | ~kept_N,
+        )
+
+
+def _weigh(log_ratios_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Correction:
+    match config.correction:
+        case "none":
+            return uncorrected(log_ratios_N)
+        case "tis":
+            return truncated(log_ratios_N, config.cap)
+        case "mis" | "decoupled":
+            return masked(log_ratios_N, 0.0, config.cap)
+        case "icepop":
+            return masked(log_ratios_N, config.floor, config.cap)
+        case "sequence_mis":
+            return masked(trajectory_sums(log_ratios_N, trajectories_N), 0.0, config.cap)
+
+
+def _keep(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Tensor:
+    match config.sequence_mask:
+        case "none":
+            return torch.ones_like(trajectories_N, dtype=torch.bool)
+        case "ratio":
+            return within(trajectory_sums(log_ratios_N, trajectories_N), config.mask_floor, config.mask_cap)
+        case "geometric":
+            return within(trajectory_means(log_ratios_N, trajectories_N), config.mask_floor, config.mask_cap)
+        case "off_policy":
+            return on_policy_or_good(log_ratios_N, advantages_N, trajectories_N, config.mask_divergence)
+
+
+def uncorrected(log_ratios_N: Tensor) -> Correction:
+    """W = 1: as if the policy itself had sampled."""
+    none_N = torch.zeros_like(log_ratios_N, dtype=torch.bool)
+    return Correction(torch.ones_like(log_ratios_N), none_N, none_N)
+
+
+def truncated(log_ratios_N: Tensor, cap: float) -> Correction:
+    """TIS: w_t = min(ρ_t, cap).
+
+    Truncated importance sampling (https://fengyao.notion.site/off-policy-rl): a bias towards less where ρ is large buys
+    a bounded variance, and no token is lost.
+    """
+    ratios_N = log_ratios_N.exp()
+    return Correction(ratios_N.clamp(max=cap), ratios_N > cap, torch.zeros_like(ratios_N, dtype=torch.bool))
+
+
+def masked(log_ratios_N: Tensor, floor: float, cap: float) -> Correction:
+    """MIS and IcePop: w_t = ρ_t if floor ≤ ρ_t ≤ cap, else 0.
+
+    With ``floor`` = 0 masked importance sampling (https://richardli.xyz/rl-collapse): what would have to be truncated
+    is not believed at all. Of a trajectory's product of ratios it is that essay's sequence form, of π_prox/μ the
+    decoupled form of AReaL (arXiv 2505.24298), whose code masks likewise. With both bounds IcePop (Ring-1T,
+    arXiv 2510.18855): where engine and trainer disagree that much, in either direction, a computation went wrong.
+    """
+    inside_N = within(log_ratios_N, floor, cap)
+    return Correction(torch.where(inside_N, log_ratios_N.exp(), 0.0), torch.zeros_like(inside_N), ~inside_N)
+
+
+def within(log_ratios_N: Tensor, floor: float, cap: float) -> Tensor:
+    """[N] whether floor ≤ ρ ≤ cap.
+
+    Of a trajectory's product of ratios a sequence mask (https://richardli.xyz/rl-collapse); of their geometric mean
+    the one that does not punish length: there, a thousand tokens that each are 1 % off are only 1 % off.
+    """
+    ratios_N = log_ratios_N.exp()
+    return (ratios_N >= floor) & (ratios_N <= cap)
+
+
+def on_policy_or_good(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, divergence: float) -> Tensor:
+    """[N] DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): what is kept.
+
+        0 if A_i < 0 and (1/|y_i|) Σ_t log(μ(y_t) / π(y_t)) > δ, else 1
+
+    A trajectory that the policy has left behind teaches nothing by being bad; a good one still does.
+    """
+    return (advantages_N >= 0) | (-trajectory_means(log_ratios_N, trajectories_N) <= divergence)
+
+
+def proximal_logprobs(logprobs_N: Tensor, engine_logprobs_N: Tensor, staleness_N: Tensor) -> Tensor:
+    """[N] log π_prox, without gradient: the policy one weight version before the trainer's, as A-3PO guesses it.
+
+        log π_prox = log μ + (1 − 1/d) · (log π_θ − log μ),  d = max(staleness, 1) versions
+
+    The way from the engine's policy to the trainer's is taken to be d equal steps, so no forward pass is spent on it
+    (arXiv 2512.06547). ``staleness_N``: how many versions the trainer is ahead of the one that sampled the token.
+    """
+    share_N = 1 - 1 / staleness_N.clamp(min=1).to(logprobs_N.dtype)
+    return engine_logprobs_N + share_N * (logprobs_N.detach() - engine_logprobs_N)
+
+
+def trajectory_sums(values_N: Tensor, trajectories_N: Tensor) -> Tensor:
+    """[N] the sum over each token's own trajectory; can be differentiated."""
+    return _sums(values_N, torch.bincount(trajectories_N))[trajectories_N]
+
+
+def trajectory_means(values_N: Tensor, trajectories_N: Tensor) -> Tensor:
+    """[N] the mean over each token's own trajectory; can be differentiated."""
+    lengths_S = torch.bincount(trajectories_N)
+    return (_sums(values_N, lengths_S) / lengths_S.clamp(min=1))[trajectories_N]
+
+
+def _sums(values_N: Tensor, lengths_S: Tensor) -> Tensor:
+    """[S] without a scatter, whose sums on a device may differ from run to run in their last bits."""
+    return torch.segment_reduce(values_N, "sum", lengths=lengths_S)

@@ -1,0 +1,140 @@
+"""Mid-training and SFT: next-token prediction over packed documents, each token with a weight of its own.
+
+Owns the loss of these phases and its measurements. What is read comes from outside, batch by batch; the step itself is
+:mod:`etude.trainer.optimisation`'s, as in reinforcement learning.
+
+Shape legend: N tokens of a piece, its documents back to back, P predicted tokens of it, H hidden, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from etude.models.decoder import Decoder
+from etude.trainer.optimisation import Optimisation
+from etude.types import Document, Mask
+
+Piece: TypeAlias = Sequence[Document]
+"""Documents that go through the model together; empty: a pass without any."""
+MIN_TOKENS = 2
+"""A shorter document predicts nothing and is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Sums over some tokens, so that losses of pieces and documents can be added up."""
+
+    weighted: float = 0.0
+    """Σ weight · nats."""
+    weight: float = 0.0
+    action: float = 0.0
+    """Σ nats of the tokens that an agent wrote."""
+    actions: int = 0
+    """Number of those."""
+    tokens: int = 0
+    """All that were read, predicted or not."""
+
+    def __add__(self, other: "Loss") -> "Loss":
+        return Loss(
+            weighted=self.weighted + other.weighted,
+            weight=self.weight + other.weight,
+            action=self.action + other.action,
+            actions=self.actions + other.actions,
+            tokens=self.tokens + other.tokens,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Nats per unit of weight; NaN of nothing."""
+        return self.weighted / self.weight if self.weight else math.nan
+
+    @property
+    def action_mean(self) -> float:
+        """Nats per token that an agent wrote; NaN where none was."""
+        return self.action / self.actions if self.actions else math.nan
+
+
+@final
+class ImitationTrainer:
+    """Teaches a model to say what it reads."""
+
+    def __init__(self, optimisation: Optimisation) -> None:
+        self._optimisation = optimisation
+        self._model = optimisation.model
+
+    def step(self, step: int, pieces: Sequence[Piece]) -> Loss:
+        """Take step 1, 2, … on all pieces of a batch and return the loss that it was taken from.
+
+            L = Σ_t w_t · −log π_θ(y_t) / Σ_t w_t        over the predicted tokens of the whole batch
+
+        Raises :class:`~etude.errors.DivergedError` as :meth:`Optimisation.step` does, and ``ValueError`` for a batch in
+        which no token counts.
+        """
+        total = sum(_weight(document) for piece in pieces for document in piece)
+        if not total > 0:
+            raise ValueError(f"step {step}: no token of the batch has a weight, there is nothing to learn")
+        found: list[Loss] = []
+        self._optimisation.step(step, self._losses(pieces, total, found))
+        return sum(found, Loss())
+
+    @torch.no_grad()
+    def measure(self, pieces: Sequence[Piece]) -> Loss:
+        """The loss of documents that are not learnt from."""
+        found: list[Loss] = []
+        for _ in self._losses(pieces, 1.0, found):
+            pass
+        return sum(found, Loss())
+
+    def _losses(self, pieces: Sequence[Piece], total: float, found: list[Loss]) -> Iterator[Tensor]:
+        """Each piece's share of the loss, when it is asked for; its measurements go to ``found``."""
+        for piece in pieces:
+            documents = [document for document in piece if len(document.token_ids) >= MIN_TOKENS]
+            if documents:
+                losses_P, weights_P, acts_P = predict(self._model, documents)
+                found.append(_measured(losses_P.detach(), weights_P, acts_P, documents))
+                yield (losses_P * weights_P).sum() / total
+
+
+def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
+    """Nats of the tokens that have a weight, with gradient, those weights, and which of them an agent wrote, all [P].
+
+    No document sees another, and its first token is predicted by nothing.
+    """
+    device = model.embedding.device
+    ids_N = torch.from_numpy(np.concatenate([document.token_ids for document in documents])).to(device).long()
+    weights_N = np.concatenate([np.append(np.float32(0), document.weights[1:]) for document in documents])
+    acts_N = np.concatenate([_acts(document) for document in documents])
+    places_P = np.flatnonzero(weights_N)
+    hidden_NH = model.forward_packed(ids_N, [len(document.token_ids) for document in documents])
+    targets_P = torch.from_numpy(places_P).to(device)
+    logits_PV = model.logits(hidden_NH[targets_P - 1])
+    losses_P = functional.cross_entropy(logits_PV, ids_N[targets_P], reduction="none")
+    weights_P = torch.from_numpy(weights_N[places_P]).to(device)
+    return losses_P, weights_P, torch.from_numpy(acts_N[places_P]).to(device)
+
+
+def _weight(document: Document) -> float:
+    """Of all that is predicted in it."""
+    return float(document.weights[1:].sum(dtype=np.float64))
+
+
+def _acts(document: Document) -> Mask:
+    """[L] true where an agent wrote the token: it counts fully in a document in which not all do."""
+    own: Mask = document.weights == 1
+    return own & np.bool_(not own[1:].all())
+
+
+def _measured(losses_P: Tensor, weights_P: Tensor, acts_P: Tensor, documents: Piece) -> Loss:
+    return Loss(
+        weighted=float((losses_P * weights_P).sum()),
+        weight=float(weights_P.sum()),
+        action=float(losses_P[acts_P].sum()),
+        actions=int(acts_P.sum()),
+        tokens=sum(len(document.token_ids) for document in documents),
+    )

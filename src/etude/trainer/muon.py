@@ -1,0 +1,219 @@
+"""Muon: momentum whose every matrix is replaced by its nearest orthogonal one, whole or sharded.
+
+Keller Jordan (https://kellerjordan.github.io/posts/muon), scaled so that its updates are as large as AdamW's
+(Moonlight, arXiv 2502.16982 §2.2). Two things differ from ``torch.optim.Muon``, whose coefficients and scale are these:
+
+* A parameter is not a matrix. It holds projections of several heads, gate and up, or all experts of a layer; each of
+  those is orthogonalised by itself, as in Composer 2.5. torch's takes two-dimensional parameters, and as one matrix.
+* Matrices of one shape are multiplied together, and those of a sharded parameter are made whole on one rank each: all
+  to all, iterate, all to all. torch's knows no shards.
+
+Shape legend: M matrices, P parameters of one shape, E experts, R rows, C columns; lower case is this rank's part.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from etude.models.attention import GroupedAttention, LatentAttention
+from etude.models.decoder import Block, Decoder
+from etude.models.experts import Experts, FeedForward
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x: steepest at 0, so that five steps bring singular values to 0.7 … 1.2."""
+ITERATIONS = 5
+EPSILON = 1e-7
+"""Least norm that a matrix is divided by; one of zeros stays one."""
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's typical update, which Muon's is scaled to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the last two axes of a parameter part into matrices; no sizes: they are one."""
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+    def parts(self, whole: Tensor) -> Sequence[Tensor]:
+        """Views [..., r, c] of ``whole`` [..., R, C]."""
+        if not self.rows and not self.columns:
+            return (whole,)
+        parts: Sequence[Tensor] = whole.split(self.rows, -2) if self.rows else whole.split(self.columns, -1)
+        return parts
+
+
+Matrices: TypeAlias = Mapping[nn.Parameter, Split]
+"""The parameters that Muon takes, and what they part into."""
+
+
+def matrices_of(model: Decoder) -> dict[nn.Parameter, Split]:
+    """All matrices of the blocks; not the embedding and the output matrix, whose rows are looked up or scored."""
+    return {parameter: split for block in model.blocks for parameter, split in _block(block)}
+
+
+def orthogonalise(x_MRC: Tensor) -> Tensor:
+    """[M,R,C]: UVᵀ of each matrix UΣVᵀ, roughly: its singular values end between 0.68 and 1.21.
+
+    Newton–Schulz in the type of ``x``. Rows are fewer than columns or are made so: the products are of the short side.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x_MRC.shape[-2] > x_MRC.shape[-1]
+    x = x_MRC.mT if tall else x_MRC
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """Muon for ``matrices``, the given AdamW for the rest; one optimiser to whoever sets rates and saves states.
+
+    ``weight_decay`` is decoupled. Its state is one tensor per parameter, ``momentum``, sharded as the parameter is.
+    """
+
+    def __init__(
+        self, matrices: Matrices, adamw: torch.optim.AdamW, *, momentum: float, weight_decay: float = 0.0
+    ) -> None:
+        defaults = {"lr": adamw.defaults["lr"], "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(list(matrices), defaults)
+        self._splits = dict(matrices)
+        self._own = list(self.param_groups)
+        self._adamw = adamw
+        # One list of groups and one state for both, so that a rate that is set and a moment that is restored arrive.
+        self.param_groups += adamw.param_groups
+        adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's returns the closure's loss
+        """Update every parameter that has a gradient; closures are not supported."""
+        assert closure is None
+        for group in self._own:
+            moved = [p for p in group["params"] if p.grad is not None]
+            for alike in _alike(moved, self._splits):
+                self._update(alike, group["lr"], group["momentum"], group["weight_decay"])
+        self._adamw.step()
+
+    def _update(self, parameters: Sequence[nn.Parameter], rate: float, momentum: float, decay: float) -> None:
+        """One step of parameters of one shape, sharding and split."""
+        directions = [self._direction(parameter, momentum) for parameter in parameters]
+        split = self._splits[parameters[0]]
+        for parameter, update in zip(parameters, _orthogonal(directions, split), strict=True):
+            values = local(parameter)
+            values.mul_(1 - rate * decay).add_(update.to(values.dtype), alpha=-rate)
+
+    def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
+        """G + β·m after m ← β·m + g, sharded as the parameter is."""
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        average: Tensor = state["momentum"].mul_(momentum).add_(parameter.grad)
+        return parameter.grad.add(average, alpha=momentum)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, all of one that is not sharded; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[list[nn.Parameter]]:
+    """Parameters in groups that can be worked on as one stack; in the same order on every rank."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.shape, sharding, splits[parameter]), []).append(parameter)
+    yield from groups.values()
+
+
+def _orthogonal(directions: Sequence[Tensor], split: Split) -> Sequence[Tensor]:
+    """Each direction's update, this rank's part of it: P tensors in, P tensors out."""
+    first = directions[0]
+    stack_Prc = torch.stack([local(direction) for direction in directions])
+    stack_Mrc = stack_Prc.flatten(0, -3)  # experts are matrices of their own
+    rows = _row_sharding(first)
+    if rows is None:
+        return _updates(stack_Mrc, split).view_as(stack_Prc).unbind()
+    mesh, height = rows
+    shape = torch.Size((len(stack_Mrc), height, first.shape[-1]))
+    stride = (height * first.shape[-1], first.shape[-1], 1)
+    sharded = DTensor.from_local(stack_Mrc, mesh, [Shard(1)], run_check=False, shape=shape, stride=stride)
+    whole_mRC = sharded.redistribute(placements=[Shard(0)])
+    updates_mRC = _updates(whole_mRC.to_local(), split)
+    updates = DTensor.from_local(updates_mRC, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return updates.redistribute(placements=[Shard(1)]).to_local().view_as(stack_Prc).unbind()
+
+
+def _row_sharding(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
+    """The ranks over which the rows of a tensor's matrices are sharded, and how many rows there are in all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, rows = tensor.device_mesh, tensor.ndim - 2
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard(rows):
+            return (mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]]), tensor.shape[rows]
+    return None
+
+
+def _updates(whole_MRC: Tensor, split: Split) -> Tensor:
+    """[M,R,C]: every part orthogonal and scaled; parts of one shape go through the iteration together."""
+    updates_MRC = torch.empty_like(whole_MRC)
+    pairs = list(zip(split.parts(whole_MRC), split.parts(updates_MRC), strict=True))
+    for shape in dict.fromkeys(part.shape for part, _ in pairs):
+        chosen = [(part, target) for part, target in pairs if part.shape == shape]
+        stack_Mrc = torch.cat([part for part, _ in chosen])
+        precise = stack_Mrc if stack_Mrc.device.type == "cpu" else stack_Mrc.bfloat16()
+        scale = ADAMW_RMS * math.sqrt(max(shape[-2:]))
+        found = (orthogonalise(precise) * scale).chunk(len(chosen)) if len(whole_MRC) else [stack_Mrc] * len(chosen)
+        for (_, target), update in zip(chosen, found, strict=True):
+            target.copy_(update)
+    return updates_MRC
+
+
+def _block(block: nn.Module) -> Iterator[tuple[nn.Parameter, Split]]:
+    assert isinstance(block, Block)
+    attention = block.attention
+    yield from _grouped(attention) if isinstance(attention, GroupedAttention) else _latent(attention)
+    if isinstance(block.feed, FeedForward):
+        yield from _feed_forward(block.feed)
+        return
+    yield from _experts(block.feed)
+
+
+def _grouped(attention: GroupedAttention) -> Iterator[tuple[nn.Parameter, Split]]:
+    spec = attention.spec
+    yield attention.qkv, Split(rows=(spec.head_dim,) * (spec.heads + 2 * spec.kv_heads))
+    yield attention.output, Split(columns=(spec.head_dim,) * spec.heads)
+
+
+def _latent(attention: LatentAttention) -> Iterator[tuple[nn.Parameter, Split]]:
+    spec = attention.spec
+    query = (spec.nope_dim + spec.rope_dim,) * spec.heads
+    if attention.expand_queries is None:
+        yield attention.compress, Split(rows=(*query, *attention.split[1:]))
+    else:
+        yield attention.compress, Split(rows=attention.split)
+        yield attention.expand_queries, Split(rows=query)
+    yield attention.expand_latents, Split(rows=(spec.nope_dim, spec.value_dim) * spec.heads)
+    yield attention.output, Split(columns=(spec.value_dim,) * spec.heads)
+
+
+def _experts(experts: Experts) -> Iterator[tuple[nn.Parameter, Split]]:
+    yield experts.router.weight, Split()
+    yield experts.routed.gate_up, Split(rows=(experts.spec.size,) * 2)
+    yield experts.routed.down, Split()
+    if experts.shared is not None:
+        yield from _feed_forward(experts.shared)
+
+
+def _feed_forward(feed: FeedForward) -> Iterator[tuple[nn.Parameter, Split]]:
+    yield feed.gate_up, Split(rows=(feed.gate_up.shape[0] // 2,) * 2)
+    yield feed.down, Split()

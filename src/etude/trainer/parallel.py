@@ -1,0 +1,207 @@
+"""Several processes that train one model: who holds which part of the weights, and how to have them whole again.
+
+    mesh ``everyone``   [dp · cp]                    all weights but routed experts' are sharded over all ranks (rows)
+    mesh ``experts``    [dp · cp / ep, ep]           experts are spread over ``ep`` ranks, each part's rows sharded over
+                                                     the ranks that hold the same experts
+    mesh ``sequences``  [dp, cp]                     batches are split over ``dp``, each sequence over ``cp``
+
+Two meshes for two kinds of weights, over the same ranks (Composer 2.5's dual meshes): experts are many and each sees
+few tokens, so they are spread widely without splitting anything else as widely. Sharding is torch's ``fully_shard``,
+parameters are its ``DTensor`` objects. Gradients are added up, never averaged: every loss is divided by the totals of
+the whole batch before it gets here.
+
+Owns the meshes, the sharding and its inverse. The journeys of tokens are :mod:`etude.trainer.parallel_experts`', those
+of keys :mod:`etude.trainer.parallel_context`'s.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from etude.config.training import ParallelConfig
+from etude.errors import ConfigError
+from etude.models.decoder import Block, Decoder
+from etude.models.experts import Experts, RoutedExperts
+from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.parallel_experts import ExpertExchange
+
+COLLECTIVE_TIMEOUT_S = 600.0
+"""How long ranks wait for each other before all of them fail: longer than the slowest publication."""
+MATRIX_ROWS = 1
+"""The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """The ranks of one trainer."""
+
+    everyone: DeviceMesh
+    experts: DeviceMesh
+    sequences: DeviceMesh
+
+    @classmethod
+    def open(cls, config: ParallelConfig, device: str) -> Self:
+        """The meshes of ``config`` over the processes of the default group, for tensors on ``device``."""
+        kind = torch.device(device).type
+        return cls(
+            everyone=init_device_mesh(kind, (config.world,), mesh_dim_names=("everyone",)),
+            experts=init_device_mesh(
+                kind, (config.world // config.ep, config.ep), mesh_dim_names=("shards", "experts")
+            ),
+            sequences=init_device_mesh(kind, (config.dp, config.cp), mesh_dim_names=("dp", "cp")),
+        )
+
+    @property
+    def rank(self) -> int:
+        """Which process it is, 0 … world − 1; rank 0 speaks to the world outside."""
+        return self.everyone.get_local_rank()
+
+    @property
+    def world(self) -> int:
+        """Processes in all."""
+        return self.everyone.size()
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is divided."""
+        return self.sequences["dp"].size()
+
+    @property
+    def share(self) -> int:
+        """Which of them this process trains on, 0 … shares − 1."""
+        return self.sequences.get_local_rank("dp")
+
+    @property
+    def context(self) -> ContextParallel | None:
+        """How sequences are split; ``None`` where they are not."""
+        mesh = self.sequences["cp"]
+        return ContextParallel(mesh) if mesh.size() > 1 else None
+
+    def broadcast(self, payload: bytes) -> bytes:
+        """What rank 0 passes, on every rank; what the others pass does not matter."""
+        device = self.everyone.device_type
+        size = torch.tensor([len(payload)], device=device)
+        dist.broadcast(size, 0)
+        held = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if self.rank == 0 and payload else None
+        told = torch.empty(int(size), dtype=torch.uint8, device=device) if held is None else held.to(device)
+        dist.broadcast(told, 0)
+        return told.cpu().numpy().tobytes()
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Each number, added up over all ranks."""
+        totals = torch.tensor(numbers, dtype=torch.float64, device=self.everyone.device_type)
+        dist.all_reduce(totals)
+        found: list[float] = totals.tolist()
+        return found
+
+
+@contextlib.contextmanager
+def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
+    """The grid of the processes that ``torchrun`` started; ``None`` for one process. NCCL between GPUs, else gloo.
+
+    Raises :class:`~etude.errors.ConfigError` unless as many were started as ``config`` has ranks.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != config.world:
+        raise ConfigError(
+            f"parallel.dp * parallel.cp = {config.world}, but {started} processes were started: "
+            f"torchrun --nproc-per-node {config.world}, or change the recipe"
+        )
+    if config.world == 1:
+        yield None
+        return
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    try:
+        yield Grid.open(config, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None] = lambda _: None) -> None:
+    """Shard the weights of ``model`` in place; every rank has to hold the same ones before.
+
+    ``fill`` is called with each block and at last with the model, right before its parameters are sharded, so that a
+    model too large for one device can be made on ``meta`` and filled piece by piece. Raises
+    :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
+    """
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        fill(block)
+        if isinstance(block.feed, Experts):
+            _spread(block.feed.routed, grid.experts)
+        fully_shard(block, mesh=grid.everyone)
+    fill(model)
+    # Embedding and head are used outside of the model's own forward pass as well: they stay whole until the backward
+    # pass is through.
+    fully_shard(model, mesh=grid.everyone, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other; NCCL's scaled sums would gain nothing
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """The norm of the whole gradient, a scalar; where it is above ``max_norm`` all gradients are scaled down to it.
+
+    On one process exactly ``torch.nn.utils.clip_grad_norm_``. Sharded, each number of the gradient lies on one rank, so
+    squares are added up over all.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norm = torch.nn.utils.get_total_norm(parts)
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        squares = norm.square()
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+    torch._foreach_mul_(parts, factor)
+    return norm
+
+
+def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of a model, whole, one after the other; every rank has to ask for all."""
+    for name, tensor in model.state_dict().items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
+    """A model like ``model`` with whole weights, for this rank alone; ``None`` on ranks that do not ``keep`` it.
+
+    What is not sharded shares its memory with ``model``. Every rank has to call it.
+    """
+    tensors = {name: tensor for name, tensor in whole_tensors(model) if keep}
+    if not keep:
+        return None
+    with torch.device("meta"):
+        whole = Decoder(model.spec, model.arithmetic)
+    whole.load_state_dict(tensors, assign=True)
+    return whole.requires_grad_(False)
+
+
+def _spread(routed: RoutedExperts, mesh: DeviceMesh) -> None:
+    """Leave this rank its share of the experts and shard that share's rows."""
+    shards, spread = mesh["shards"], mesh["experts"]
+    for name, parameter in list(routed.named_parameters()):
+        experts, rows, _ = parameter.shape
+        if experts % spread.size() or rows % shards.size():
+            raise ConfigError(
+                f"{experts} experts with {name} of {rows} rows cannot be spread over parallel.ep = {spread.size()} "
+                f"ranks and sharded over {shards.size()}: both must divide"
+            )
+        own = parameter.detach().chunk(spread.size())[spread.get_local_rank()].clone()
+        setattr(routed, name, nn.Parameter(DTensor.from_local(own, spread, [Shard(0)], run_check=False)))
+    routed.exchange = ExpertExchange(spread)
+    fully_shard(routed, mesh=shards, shard_placement_fn=lambda _: Shard(MATRIX_ROWS))

@@ -1,0 +1,217 @@
+"""Sequences split over ranks: each rank computes some of the tokens, keys and values are gathered from all.
+
+    sequence of L tokens, 2 ranks, 4 chunks      0 1 2 3      rank 0 has chunks 0 and 3, rank 1 has 1 and 2
+
+A token sees its past, so late chunks cost more than early ones; paired like this (zig-zag), all ranks compute the same
+number of pairs. Keys and values are gathered layer by layer, gradients flow back by the reverse. With latent attention
+what is gathered is the latent vector, one key head for all heads (Composer 2 report: all-gather the latent keys and
+values, 2·C chunks, rank i gets chunks i and 2C − 1 − i).
+
+Owns who computes which token and the attention that this takes. The model is called as everyone calls it, with another
+``attend``. The rest of a layer knows tokens only, so it needs nothing.
+
+Shape legend: N tokens of all packed sequences, n tokens of this rank, M the most that any rank has, C ranks, H hidden,
+Q query heads, K key heads, D width of a key, W width of a value, S sparse layers, k experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.types import NO_ROUTE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Some neighbouring tokens of one sequence; all three count tokens of the whole pack."""
+
+    sequence: int
+    """Where its sequence begins: the first token that it sees."""
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def zigzag(lengths: Sequence[int], ranks: int) -> list[list[Chunk]]:
+    """For each rank its chunks of packed sequences of ``lengths``, in the order of tokens; no chunk is empty.
+
+    Chunks of a sequence differ by one token at most, so ranks do by two per sequence. Odd sequences go the other way
+    round, so that what many short ones leave over does not fall to the same ranks.
+    """
+    shares: list[list[Chunk]] = [[] for _ in range(ranks)]
+    for index, (first, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
+        edges = [first + part * length // (2 * ranks) for part in range(2 * ranks + 1)]
+        for part in range(2 * ranks):
+            owner = min(part, 2 * ranks - 1 - part)
+            chunk = Chunk(sequence=first, start=edges[part], end=edges[part + 1])
+            if len(chunk):
+                shares[owner if index % 2 == 0 else ranks - 1 - owner].append(chunk)
+    return shares
+
+
+@final
+class ContextParallel:
+    """Splits packed sequences over the ranks of a mesh of one axis."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def rank(self) -> int:
+        """Which of them this process is."""
+        return self._mesh.get_local_rank()
+
+    def owners(self, lengths: Sequence[int]) -> Tensor:
+        """int64 [N] on the CPU: which rank computes each token, 0 … C − 1."""
+        owners_N = torch.empty(sum(lengths), dtype=torch.int64)
+        for rank, share in enumerate(zigzag(lengths, self._mesh.size())):
+            owners_N[_tokens(share)] = rank
+        return owners_N
+
+    def hidden(
+        self, model: Decoder, token_ids_N: Tensor, lengths: Sequence[int], routing: Routing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden states [n,H] of this rank's tokens, int64 [n] which of the N tokens they are, ascending).
+
+        What :meth:`Decoder.forward_packed` computes of all tokens. Every rank of the mesh calls it with the same pack;
+        a ``routing`` made for the pack is cut to this rank's tokens. n may be 0, with a gradient all the same.
+        """
+        device = token_ids_N.device
+        shares = zigzag(lengths, self._mesh.size())
+        mine = shares[self._mesh.get_local_rank()]
+        padded = max(1, *(sum(map(len, share)) for share in shares))
+        own_n = _tokens(mine).to(device)
+        firsts_n = torch.cat([own_n.new_zeros(0), *(own_n.new_full((len(c),), c.sequence) for c in mine)])
+        ids_M = functional.pad(token_ids_N[own_n], (0, padded - len(own_n)))
+        positions_M = functional.pad(own_n - firsts_n, (0, padded - len(own_n)))
+        attend = _Gathered(self._mesh, model, shares, padded, device)
+        if routing is not None and routing.replay_NSk is not None:
+            missing = (0, 0, 0, 0, 0, padded - len(own_n))
+            routing.replay_NSk = functional.pad(routing.replay_NSk[own_n], missing, value=NO_ROUTE)
+        hidden_MH: Tensor = model(ids_M, positions_M, attend, routing)
+        return hidden_MH[: len(own_n)], own_n
+
+    def gathered(self, x_n: Tensor, owners_K: Tensor) -> Tensor:
+        """[K] of which every rank has those that it owns, in their order, as ``x_n``; afterwards all ranks have all.
+
+        Its gradient is that of this rank's own: what all ranks compute from the whole, they must compute alike.
+        """
+        counts_C = torch.bincount(owners_K, minlength=self._mesh.size())
+        most = int(counts_C.max())
+        if most == 0:
+            return x_n
+        order_K = owners_K.argsort(stable=True)
+        starts_C = counts_C.cumsum(0) - counts_C
+        places_K = torch.empty_like(order_K)
+        ranks_K = owners_K[order_K]
+        places_K[order_K] = ranks_K * most + torch.arange(len(order_K), device=x_n.device) - starts_C[ranks_K]
+        padded = functional.pad(x_n, (0, most - len(x_n)))
+        every: Tensor = _Shared.apply(padded, self._mesh.get_group())  # type: ignore[no-untyped-call]
+        return every[places_K]
+
+
+@final
+class _Gathered:
+    """An ``Attend``: this rank's queries, everybody's keys."""
+
+    def __init__(
+        self, mesh: DeviceMesh, model: Decoder, shares: Sequence[Sequence[Chunk]], padded: int, device: torch.device
+    ) -> None:
+        self._mesh = mesh
+        self._scale = model.spec.attention.scale
+        self._value_width = model.spec.attention.value_width
+        self._values_in_keys = model.spec.attention.values_in_keys
+        self._mine = shares[mesh.get_local_rank()]
+        self._padded = padded
+        # Where each of the N tokens lies in what is gathered, which is rank after rank, each padded to M.
+        tokens = [_tokens(share) for share in shares]
+        self._places_N = torch.empty(sum(map(len, tokens)), dtype=torch.int64)
+        for rank, own_n in enumerate(tokens):
+            self._places_N[own_n] = rank * padded + torch.arange(len(own_n))
+        self._places_N = self._places_N.to(device)
+
+    def __call__(self, _layer: int, q_MQD: Tensor, k_MKD: Tensor, v_MKW: Tensor) -> Tensor:
+        """[M,Q,W]: every chunk attends to its sequence up to itself; 0 where there is no token."""
+        k_NKD = self._all(k_MKD)
+        v_NKW = k_NKD[..., : self._value_width] if self._values_in_keys else self._all(v_MKW)
+        parts, row = [], 0
+        for chunk in self._mine:
+            seen = slice(chunk.sequence, chunk.end)
+            parts.append(attend_tail(q_MQD[row : row + len(chunk)], k_NKD[seen], v_NKW[seen], self._scale))
+            row += len(chunk)
+        missing = self._padded - row
+        # A rank without a token takes part in the gradients all the same: others wait for its share of them.
+        nothing = q_MQD[:0].sum() + k_NKD[:0].sum() + v_NKW[:0].sum()
+        nothing_QW = nothing.expand(missing, q_MQD.shape[1], self._value_width)
+        return torch.cat([*parts, nothing_QW])
+
+    def _all(self, x_MKD: Tensor) -> Tensor:
+        """[N,K,D] of all ranks, in the order of tokens."""
+        gathered: Tensor = _AllGather.apply(x_MKD, self._mesh.get_group())  # type: ignore[no-untyped-call]
+        return gathered[self._places_N]
+
+
+class _AllGather(torch.autograd.Function):
+    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from.
+
+    With lists, of views: the calls for single tensors have another name in each of torch's versions.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        every = x.new_empty(group.size() * len(x), *x.shape[1:])
+        dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
+        return every
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
+        own = gradient.new_empty(len(gradient) // group.size(), *gradient.shape[1:])
+        dist.reduce_scatter(own, list(gradient.contiguous().chunk(group.size())), group=group)
+        return own, None
+
+
+class _Shared(torch.autograd.Function):
+    """[M] of every rank → [C·M] of all, of which all make the same: each keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        every = x.new_empty(group.size() * len(x))
+        dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
+        return every
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
+        return gradient.chunk(group.size())[group.rank()], None
+
+
+def attend_tail(q_nQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Tensor:
+    """[n,Q,W]: causal attention of queries that are the last n of N tokens. Query head i reads key head i // (Q/K)."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_nQD, k_NKD, v_NKW))
+    mask = causal_lower_right(q.shape[-2], k.shape[-2])
+    grouped = q.shape[1] != k.shape[1]
+    out_1QnW = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out_1QnW.squeeze(0).transpose(0, 1)
+
+
+def _tokens(share: Sequence[Chunk]) -> Tensor:
+    """int64 [n]: the tokens of some chunks."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(c.start, c.end) for c in share)])

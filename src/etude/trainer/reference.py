@@ -1,0 +1,50 @@
+"""How far a policy has gone from where it started: the k1 penalty against a reference.
+
+    R' = R − β · Σ_t (log μ(y_t) − log π_ref(y_t))
+
+The sum is k1 of a whole rollout (J. Schulman, "Approximating KL divergence", 2020): over rollouts of μ its mean *is*
+KL(μ ‖ π_ref), of whole rollouts. It is part of the *reward*, taken off before rewards are compared. In the loss it
+would do nothing: the gradient of a mean of log π is 0. k3 there has the gradient of another divergence, and a
+variance that explodes once the policies differ (Composer 2 report, arXiv 2603.24477, section 4.1). And it is of the
+whole rollout, not of each token by itself: what a token makes likely later counts, too, so that the estimate has no
+bias; a token's own term alone would be quieter and pull towards another optimum.
+
+π_ref is scored as the policy is: at each token's temperature, over the set that it was drawn from. It goes its own
+routes, since it is another model; μ is what the engine reported. Owns the reference's weights and its scores, not β
+and not rewards.
+
+Shape legend: N scored tokens.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.models.checkpoint import load_state
+from etude.models.decoder import Decoder
+from etude.trainer.scores import sampled_logprobs, sampled_tokens
+from etude.types import Trajectory
+
+
+class Reference:
+    """Frozen weights that score what a policy sampled."""
+
+    def __init__(self, model: Decoder, state: Mapping[str, Tensor]) -> None:
+        """Compute as ``model`` does, on its device, with the weights ``state``; both are copied."""
+        self._scorer = copy.deepcopy(model).eval().requires_grad_(False)
+        load_state(self._scorer, state)
+
+    @torch.inference_mode()
+    def divergences(self, microbatch: Sequence[Trajectory]) -> list[float]:
+        """Σ_t (log μ(y_t) − log π_ref(y_t)) over the sampled tokens of each trajectory, in nats.
+
+        They go through the model together. A rollout with several branches has one such sum for each, and all count.
+        """
+        device = self._scorer.embedding.device
+        tokens = sampled_tokens(microbatch, [trajectory.loss_mask for trajectory in microbatch], device)
+        nats_N = (tokens.engine_logprobs_N - sampled_logprobs(self._scorer, tokens)).cpu().numpy().astype(np.float64)
+        sums: list[float] = np.bincount(tokens.trajectories_N.cpu().numpy(), nats_N, len(microbatch)).tolist()
+        return sums

@@ -1,0 +1,154 @@
+"""Micro-batches as tensors, and what a model says of the tokens in them that were sampled.
+
+    trajectories   ▒▒▒▒███▒▒██ │ ▒▒██ │ ▒▒▒▒▒███     back to back, nothing between them: T tokens
+    scored tokens      ███  ██ │   ██ │      ███     each from the hidden state before it: N of them
+
+Owns bringing trajectories to the model's device, and the one forward pass with which the loss, the mismatch probe and
+a reference score tokens. Not what is made of the scores.
+
+Shape legend: T tokens of a micro-batch, N of them scored, H hidden, V vocabulary, L tokens of a trajectory, B
+trajectories.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.models.arithmetic import Kept
+from etude.models.decoder import Decoder
+from etude.models.experts import Routing
+from etude.trainer.kept import chosen_kept, entropies, gather_kept
+from etude.trainer.parallel_context import ContextParallel
+from etude.types import Floats, Ids, Mask, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """The trajectories of a micro-batch on the model's device, and which of their tokens are scored."""
+
+    lengths: tuple[int, ...]
+    """[B] tokens of each trajectory."""
+    token_ids_T: Tensor
+    """int64: all tokens, context included."""
+    places_N: Tensor
+    """int64, ascending: where in T the scored ones are; a trajectory's first token is never predicted, hence not there.
+    """
+    scored_ids_N: Tensor
+    """int64: their ids."""
+    trajectories_N: Tensor
+    """int64, ascending: which trajectory of the micro-batch, 0 … B − 1."""
+    engine_logprobs_N: Tensor
+    """float32: what the engine that sampled the token gave it."""
+    versions_N: Tensor
+    """int32: the weight version that sampled it."""
+    advantages_N: Tensor
+    """float32."""
+    temperatures_N: Tensor
+    """float32; 0: taken greedily."""
+    kept: Kept | None
+    """From which sets tokens were drawn; ``None`` where none was cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a model says of tokens that were sampled, under the distribution that they were sampled from."""
+
+    logprobs_N: Tensor
+    """With gradient."""
+    entropies_N: Tensor
+    """Nats, without gradient."""
+
+
+def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> SampledTokens:
+    """The tokens that are true in ``masks`` ([L] each), trajectory by trajectory, with all that is known of them.
+
+    Without trajectories it is one token, of which nothing is scored: a rank that has nothing left to compute still has
+    to be there for the others.
+    """
+    if not trajectories:
+        return _nothing(device)
+    masks = [_predicted(mask) for mask in masks]
+
+    def chosen(arrays: Sequence[Floats] | Sequence[Ids]) -> Tensor:
+        return torch.from_numpy(np.concatenate([x[mask] for x, mask in zip(arrays, masks, strict=True)])).to(device)
+
+    counts = torch.tensor([int(mask.sum()) for mask in masks])
+    return SampledTokens(
+        lengths=tuple(len(mask) for mask in masks),
+        token_ids_T=torch.from_numpy(np.concatenate([t.token_ids for t in trajectories])).to(device).long(),
+        scored_ids_N=chosen([t.token_ids for t in trajectories]).long(),
+        places_N=torch.from_numpy(np.flatnonzero(np.concatenate(masks))).to(device),
+        trajectories_N=torch.arange(len(masks)).repeat_interleave(counts).to(device),
+        engine_logprobs_N=chosen([t.logprobs for t in trajectories]),
+        versions_N=chosen([t.versions for t in trajectories]),
+        advantages_N=chosen([t.advantages for t in trajectories]),
+        temperatures_N=chosen([t.temperatures for t in trajectories]),
+        kept=gather_kept(trajectories, masks, device),
+    )
+
+
+def score(
+    model: Decoder, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
+) -> Scores:
+    """One forward pass: log-probabilities of the scored tokens, with gradient, and the entropies of what they were
+    sampled from.
+
+    Tokens that were taken greedily have logprob and entropy 0 and no gradient. ``routing`` counts all T tokens. With a
+    ``context`` the ranks that share it score together: each the tokens that it computes, all of them know all scores.
+    """
+    if context is not None:
+        return _score_together(model, tokens, routing, context)
+    logits_NV = _logits(model, tokens, routing)
+    return Scores(
+        logprobs_N=model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept),
+        entropies_N=entropies(logits_NV, tokens.temperatures_N, tokens.kept),
+    )
+
+
+def _score_together(model: Decoder, tokens: SampledTokens, routing: Routing | None, context: ContextParallel) -> Scores:
+    hidden_tH, own_t = context.hidden(model, tokens.token_ids_T, tokens.lengths, routing)
+    owners_N = context.owners(tokens.lengths).to(own_t.device)[tokens.places_N - 1]
+    mine_N = owners_N == context.rank
+    logits_nV = model.logits(hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)])
+    temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.kept, mine_N)
+    logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, kept)
+    return Scores(
+        logprobs_N=context.gathered(logprobs_n, owners_N),
+        entropies_N=context.gathered(entropies(logits_nV, temperatures_n, kept), owners_N),
+    )
+
+
+def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
+    """[N] float32: the log-probabilities of :func:`score` alone."""
+    logits_NV = _logits(model, tokens, routing)
+    return model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept)
+
+
+def _logits(model: Decoder, tokens: SampledTokens, routing: Routing | None) -> Tensor:
+    """[N,V]: only of what is scored; a prompt's logits would be most of a long pass's memory."""
+    hidden_TH = model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)
+    return model.logits(hidden_TH[tokens.places_N - 1])
+
+
+def _predicted(mask_L: Mask) -> Mask:
+    """[L] the same without the first token."""
+    return np.append(np.False_, mask_L[1:])
+
+
+def _nothing(device: torch.device) -> SampledTokens:
+    none = torch.zeros(0, device=device)
+    return SampledTokens(
+        lengths=(1,),
+        token_ids_T=torch.zeros(1, dtype=torch.int64, device=device),
+        places_N=none.long(),
+        scored_ids_N=none.long(),
+        trajectories_N=none.long(),
+        engine_logprobs_N=none,
+        versions_N=none.int(),
+        advantages_N=none,
+        temperatures_N=none,
+        kept=None,
+    )

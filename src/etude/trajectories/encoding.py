@@ -1,0 +1,53 @@
+"""Trajectories as bytes, bit for bit, for those that train on them in another process.
+
+A safetensors file in memory: one array per field and trajectory, what is no array in the header. Owns the form only;
+where the bytes go is its caller's.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load, save
+
+from etude.types import KeptSets, Trajectory
+
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "advantages")
+HEADER = "header"
+"""Holds what is no array, as JSON in bytes."""
+
+
+def encode(trajectories: Sequence[Trajectory]) -> bytes:
+    """All of them, in order."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    rows = []
+    for index, trajectory in enumerate(trajectories):
+        rows.append({"rollout_id": trajectory.rollout_id, "turn_starts": list(trajectory.turn_starts)})
+        found: dict[str, npt.NDArray[Any]] = {name: getattr(trajectory, name) for name in ARRAYS}
+        if trajectory.routes is not None:
+            found["routes"] = trajectory.routes
+        if trajectory.kept is not None:
+            found |= {"offsets": trajectory.kept.offsets, "kept_ids": trajectory.kept.token_ids}
+        arrays |= {f"{index}/{name}": np.ascontiguousarray(array) for name, array in found.items()}
+    arrays[HEADER] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
+    return save(arrays)
+
+
+def decode(payload: bytes) -> tuple[Trajectory, ...]:
+    """What :func:`encode` was given."""
+    arrays = load(payload)
+    rows = json.loads(arrays[HEADER].tobytes())
+    return tuple(_trajectory(arrays, index, row) for index, row in enumerate(rows))
+
+
+def _trajectory(arrays: dict[str, npt.NDArray[Any]], index: int, row: dict[str, Any]) -> Trajectory:
+    offsets = arrays.get(f"{index}/offsets")
+    return Trajectory(
+        rollout_id=row["rollout_id"],
+        turn_starts=tuple(row["turn_starts"]),
+        routes=arrays.get(f"{index}/routes"),
+        kept=None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[f"{index}/kept_ids"]),
+        **{name: arrays[f"{index}/{name}"] for name in ARRAYS},
+    )

@@ -1,0 +1,220 @@
+"""Whatever happens in whatever order, and whoever is killed in between: no group is lost, none is trained twice.
+
+Two rollouts processes and two trainers share a ledger. Each may be killed at any point and started again, or be thought
+dead while it only slept; then it wakes, and nothing that it tries is kept.
+"""
+
+import os
+from collections.abc import Callable
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from etude.clock import VirtualClock
+from etude.config.recipe import LedgerConfig
+from etude.errors import FencedError
+from etude.ledger.changes import TRAINER
+from etude.ledger.leases import BEATS_PER_TERM
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.states import GroupState, quorum
+from etude.types import Task
+from ledgers import NewPlace, rollout, task
+
+GROUP_SIZE = 3
+SEATS = ("rollouts-0", "rollouts-1")
+SOME = settings(
+    max_examples=100 if os.environ.get("ETUDE_LONG") else 10,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+CONFIG = LedgerConfig(lease_s=20.0)
+
+
+def draw(position: int) -> Task:
+    """Training data in which every second task is known."""
+    return task(position // 2)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Drives the doors of a ledger at random and compares it with what a perfect memory would say."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.clock = VirtualClock()
+        self.names = count()
+        self.zombies: list[Ledger] = []
+        self.reader = Ledger.open(place, CONFIG)
+        self.doors = {seat: self.started(seat) for seat in SEATS}
+        self.trainer = self.started(TRAINER)
+        self.due: dict[int, dict[int, int]] = {}  # open group → slot → its next attempt
+        self.graded: dict[int, int] = {}
+        self.seat: dict[int, str] = {}
+        self.waiting: list[int] = []  # kept groups that no step has claimed, in admission order
+        self.position: list[int] = []
+        self.dropped: set[int] = set()
+        self.claimed: list[int] = []
+        self.consumed: list[int] = []
+        self.steps_done = self.drawn = self.committed = 0
+
+    def started(self, lease: str) -> Ledger:
+        """A process that comes up in the place of the one before, which is known to be dead."""
+        door = Ledger.open(self.place, CONFIG, self.clock)
+        assert door.leases.take(lease, f"host:{lease}") is not None
+        return door
+
+    def teardown(self) -> None:
+        for door in (self.reader, self.trainer, *self.doors.values(), *self.zombies):
+            door.close()
+
+    @rule(seat=st.sampled_from(SEATS), window=st.integers(1, 6))
+    def admit(self, seat: str, window: int) -> None:
+        kept = len(self.position) - len(self.dropped)
+        slots = self.doors[seat].admit_next(draw, size=GROUP_SIZE, version=0, kept_below=len(self.consumed) + window)
+        if kept >= len(self.consumed) + window:
+            assert slots is None
+            return
+        index = len(self.position)
+        assert slots is not None
+        assert [(slot.group_index, slot.slot, slot.attempt) for slot in slots] == [
+            (index, slot, 0) for slot in range(GROUP_SIZE)
+        ]
+        self.position.append(self.drawn + self.drawn % 2)
+        self.drawn = self.position[-1] + 1
+        self.due[index], self.graded[index], self.seat[index] = dict.fromkeys(range(GROUP_SIZE), 0), 0, seat
+        self.waiting.append(index)
+
+    @precondition(lambda self: self.due)
+    @rule(data=st.data(), end=st.sampled_from(["graded", "graded", "failed", "lost"]))
+    def end(self, data: st.DataObject, end: str) -> None:
+        index = data.draw(st.sampled_from(sorted(self.due)))
+        self.end_slot(index, data.draw(st.sampled_from(sorted(self.due[index]))), end)
+
+    @precondition(lambda self: self.due)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from(sorted(self.due)))
+        for slot in sorted(self.due[index]):
+            self.end_slot(index, slot, "graded")
+
+    def end_slot(self, index: int, slot: int, end: str) -> None:
+        door, due = self.doors[self.seat[index]], self.due[index]
+        attempt = due[slot]
+        if end != "lost":
+            done = rollout(index, slot, attempt, reward=1.0 if end == "graded" else None)
+            for _ in range(2):  # the second time, as after a lost reply, changes nothing
+                assert door.record(done, TRAIN) == (attempt + 1 if end == "failed" else None)
+        if end == "failed":
+            due[slot] += 1
+            return
+        del due[slot]
+        self.graded[index] += end == "graded"
+        hopeless = self.graded[index] + len(due) < quorum(GROUP_SIZE)
+        if end == "lost":
+            state = door.lose_slot(TRAIN, index, slot, "infra")
+            assert state is (GroupState.DROPPED if hopeless else GroupState.OPEN if due else GroupState.READY)
+        if hopeless:
+            self.waiting.remove(index)
+            self.dropped.add(index)
+        if hopeless or not due:
+            del self.due[index]
+
+    @rule(size=st.integers(1, 3))
+    def claim(self, size: int) -> None:
+        groups = self.trainer.claim_batch(self.steps_done + 1, size)
+        indices = None if groups is None else [group.index for group in groups]
+        if self.claimed:
+            assert indices == self.claimed
+            return
+        heads = self.waiting[:size]
+        if len(heads) < size or any(index in self.due for index in heads):
+            assert indices is None
+            return
+        assert indices == heads
+        self.claimed, self.waiting = heads, self.waiting[size:]
+
+    @precondition(lambda self: self.claimed)
+    @rule()
+    def commit(self) -> None:
+        self.steps_done += 1
+        self.trainer.commit_step(self.steps_done)
+        self.consumed += self.claimed
+        self.claimed = []
+        self.committed = min((self.position[index] for index in self.waiting), default=self.drawn)
+
+    @rule()
+    def restart_trainer(self) -> None:
+        self.zombies.append(self.trainer)
+        self.trainer = self.started(TRAINER)
+
+    @rule(seat=st.sampled_from(SEATS))
+    def restart_rollouts(self, seat: str) -> None:
+        self.zombies.append(self.doors[seat])
+        self.doors[seat] = self.started(seat)
+        left = {(slot.group_index, slot.slot): slot.attempt for slot in self.doors[seat].open_slots(TRAIN)}
+        assert left.keys() >= {
+            (index, slot) for index, due in self.due.items() if self.seat[index] == seat for slot in due
+        }
+
+    @rule(heir=st.sampled_from(SEATS))
+    def silence(self, heir: str) -> None:
+        """One process sleeps for longer than a term, the other one goes on with its groups, and it wakes."""
+        (other,) = set(SEATS) - {heir}
+        for _ in range(BEATS_PER_TERM + 2):
+            self.clock.advance(CONFIG.lease_s)  # however long it is: only what the heir watched counts
+            slots = self.doors[heir].open_slots(TRAIN)
+        assert {slot.group_index for slot in slots} == set(self.due)
+        robbed = any(self.seat[index] == other for index in self.due)
+        self.seat |= dict.fromkeys(self.due, heir)
+        if robbed:
+            self.zombies.append(self.doors[other])
+            self.doors[other] = self.started(other)
+
+    @precondition(lambda self: self.zombies)
+    @rule(data=st.data(), act=st.integers(0, 4))
+    def a_zombie_wakes(self, data: st.DataObject, act: int) -> None:
+        zombie = data.draw(st.sampled_from(self.zombies))
+        attempts: list[Callable[[], object]] = [
+            lambda: zombie.admit_next(lambda _: task(f"z{next(self.names)}"), size=1, version=0, kept_below=10**6),
+            lambda: zombie.record(rollout(0, 0, name=f"z{next(self.names)}"), TRAIN),
+            lambda: zombie.lose_slot(TRAIN, 0, 0, "infra"),
+            lambda: zombie.drop_group(TRAIN, 0, "infra"),
+            lambda: zombie.commit_step(self.steps_done + 1),
+        ]
+        with pytest.raises(FencedError):
+            attempts[act]()
+
+    @invariant()
+    def every_group_is_in_exactly_one_place(self) -> None:
+        progress = self.reader.progress()
+        assert progress.open == len(self.due)
+        assert progress.ready == len(self.waiting) - len(self.due)
+        assert progress.claimed == len(self.claimed)
+        assert progress.consumed == len(self.consumed)
+        assert progress.dropped == len(self.dropped)
+        assert progress.steps_done == self.steps_done
+        assert (progress.drawn, progress.committed) == (self.drawn, self.committed)
+        places = [*self.waiting, *self.claimed, *self.consumed, *self.dropped]
+        assert sorted(places) == list(range(progress.admitted))
+
+    @invariant()
+    def groups_are_consumed_in_admission_order(self) -> None:
+        assert self.consumed == sorted(self.consumed)
+
+    @invariant()
+    def what_is_left_to_do_is_known(self) -> None:
+        left = {(slot.group_index, slot.slot): slot.attempt for slot in self.reader.open_slots(TRAIN)}
+        assert left == {(index, slot): attempt for index, due in self.due.items() for slot, attempt in due.items()}
+
+
+@pytest.mark.timeout(1200)
+def test_nothing_is_lost_or_trained_twice(new_place: NewPlace) -> None:
+    class Somewhere(LedgerMachine):
+        def __init__(self) -> None:
+            super().__init__(new_place())
+
+    run_state_machine_as_test(Somewhere, settings=SOME)

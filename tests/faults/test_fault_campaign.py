@@ -1,0 +1,33 @@
+"""Fifty things that go wrong in two runs of real processes: nothing is lost, doubled, wrongly scored or waited for."""
+
+from pathlib import Path
+
+import pytest
+
+from etude.benchmarks.faults import FaultOptions, bench_faults, table
+from etude.benchmarks.faults_machine import missing
+
+FAULTS = 50
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.mark.timeout(1200)
+def test_fifty_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
+    options = FaultOptions(faults=FAULTS, seed=1, out=tmp_path)
+    result = bench_faults(options)
+    shown = table(result)
+    goals = result["goals"]
+    assert isinstance(goals, dict)
+    assert {name for name, goal in goals.items() if isinstance(goal, dict) and goal["met"]} == {
+        "lost",
+        "double_trained",
+        "infra_scored_zero",
+        "unbounded_waits",
+    }, shown
+    rows = result["results"]
+    assert isinstance(rows, list)
+    assert {row["case"] for row in rows if isinstance(row, dict)} == set(options.extent.kinds), shown
+    assert result["injected"] == FAULTS, shown
+    assert all(row["recovered"] == row["injected"] for row in rows if isinstance(row, dict)), shown
+    assert bench_faults(options)["results"] == rows  # read from the shelf

@@ -1,0 +1,84 @@
+"""Mid-training and SFT as processes that are killed at random points: the weights are those of a run that was not."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.config.recipe import RunConfig, parse_config
+from etude.run.folder import RunFolder
+from etude.run.lineage import Lineage, Phase
+from etude.run.phases import run_phase, run_phases
+from etude.run.supervision import THREADING
+from etude.run.weight_log import open_log
+from etude.weights.verify import verify
+
+KILLS = 2
+LONG_KILLS = 40
+"""With ``ETUDE_LONG=1``."""
+DEADLINE_S = 120.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def config_of(chats: Path) -> RunConfig:
+    return parse_config(
+        {
+            "name": "killed",
+            "seed": 7,
+            "tasks": {"kinds": ["arith"]},
+            "model": {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16},
+            "midtrain": {"tokens": 256 * 40, "batch_tokens": 256, "checkpoint_steps": 7, "threads": 1},
+            "sft": {"file": str(chats), "batch_tokens": 256, "checkpoint_steps": 7, "epochs": 6, "threads": 1},
+            "eval": {"documents": 2, "every_steps": 25},
+            "trainer": {"device": "cpu"},
+        },
+        source="test",
+    )
+
+
+def start(folder: RunFolder, phase: Phase) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "etude", phase, "--run", str(folder.path)]
+    return subprocess.Popen(command, env={**os.environ, **THREADING}, stdout=subprocess.DEVNULL)
+
+
+def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[bytes]) -> None:
+    """Until the process has begun to do something that it could lose."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    events = folder.events / f"{phase}.jsonl"
+    size = events.stat().st_size if events.exists() else 0
+    while process.poll() is None and not (events.exists() and events.stat().st_size > size):
+        assert time.monotonic() < deadline_s, f"{phase} did not begin"
+        time.sleep(0.01)
+
+
+def test_killed_phases_end_with_the_same_bits(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": f"fix f{n}"}, {"role": "assistant", "content": f"read a{n}.py"}]}
+        for n in range(60)
+    ]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, killed = (RunFolder.create(tmp_path / name, config_of(chats)) for name in ("whole", "killed"))
+    run_phases(whole)
+
+    chance = random.Random(3)
+    phases: tuple[Phase, ...] = ("midtrain", "sft")
+    kills = LONG_KILLS if os.environ.get("ETUDE_LONG") else KILLS
+    for phase in phases:
+        for _ in range(kills // len(phases)):
+            process = start(killed, phase)
+            wait_for_work(killed, phase, process)
+            time.sleep(chance.uniform(0, 0.5))
+            process.kill()
+            process.wait()
+        run_phase(killed, phase)
+    for phase in phases:
+        assert Lineage(killed).record(phase) == Lineage(whole).record(phase)
+    assert (killed.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    assert {check.fault for check in verify(open_log(killed))} == {None}

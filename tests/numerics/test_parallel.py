@@ -1,0 +1,289 @@
+"""Four processes train as one does: data, experts and contexts in parallel, every family, both optimisers.
+
+Everything happens in one group of processes, because starting it takes longer than most of the work.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from etude.config.inference import NumericsConfig
+from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.run.crew import Crew
+from etude.run.numerics import published_state
+from etude.run.states import to_stored
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.optimisation import Optimisation
+from etude.trainer.optimisers import build_optimiser
+from etude.trainer.parallel import Grid, parallelise, whole_model
+from etude.trainer.policy import PolicyTrainer
+from etude.trainer.schedule import RateSchedule
+from etude.trajectories.packing import Cost, pack
+from etude.types import UNSAMPLED, KeptSets, Trajectory
+from etude.weights.digest import state_digest
+from trainer_ranks import make_model, run_ranks, train
+
+WORLD = 4
+STEPS = 3
+TOLERANCE = 1e-5
+
+SPECS = {"moe": TINY, "latent": TINY_LATENT, "dense": TINY_DENSE}
+GRIDS = {
+    "dp": ParallelConfig(dp=4),
+    "dp ep": ParallelConfig(dp=4, ep=4),
+    "cp": ParallelConfig(cp=4),
+    "dp cp ep": ParallelConfig(dp=2, cp=2, ep=2),
+}
+CASES = [
+    *[(family, grid, "adamw") for family in ("moe", "latent") for grid in GRIDS],
+    *[("moe", "dp ep", "muon"), ("latent", "dp cp ep", "muon")],
+    *[("dense", "cp", "adamw"), ("dense", "dp", "muon")],
+]
+LOSSES = {"default": LossConfig(), "whole sequences": LossConfig(kind="gspo")}
+FORMATS = {
+    "float32": NumericsConfig(replay="off"),
+    "bfloat16": NumericsConfig(replay="off", dtype="bfloat16"),
+    "fp8": NumericsConfig(replay="off", dtype="bfloat16", experts="fp8"),
+    "nvfp4": NumericsConfig(replay="off", dtype="bfloat16", experts="nvfp4"),
+}
+
+
+def make_optimisation(model: Decoder, kind: Any) -> Optimisation:
+    optimiser = build_optimiser(model, OptimiserConfig(kind=kind), learning_rate=1e-2, betas=(0.9, 0.95))
+    schedule = RateSchedule(steps=10, warmup_steps=1, decay_share=0.0)
+    return Optimisation(model, optimiser, schedule, clip_norm=1.0)
+
+
+def make_grid(name: str) -> Grid:
+    return Grid.open(GRIDS[name], "cpu")
+
+
+def sharded(spec: ModelSpec, grid: Grid, seed: int = 0) -> Decoder:
+    model = make_model(spec, seed)
+    parallelise(model, grid)
+    return model
+
+
+def curves(rank: int, folder: Path) -> None:
+    """Write the curves of every case."""
+    found = {}
+    for family, grid_name, kind in CASES:
+        grid = make_grid(grid_name)
+        model = sharded(SPECS[family], grid)
+        model.recompute = grid_name == "dp cp ep"
+        found[f"{family} {grid_name} {kind}"] = train(model, grid, OptimiserConfig(kind=kind), STEPS)  # type: ignore[arg-type]
+    if rank == 0:
+        (folder / "curves.json").write_text(json.dumps(found))
+
+
+def publications(rank: int, folder: Path) -> None:
+    """Write the digest of what would be published of a sharded model, in every format."""
+    found: dict[str, str] = {}
+    for family in ("moe", "latent"):
+        model = whole_model(sharded(SPECS[family], make_grid("dp cp ep")), keep=rank == 0)
+        assert (model is None) == (rank > 0)
+        if model is not None:
+            found |= {f"{family} {name}": digest(model, config) for name, config in FORMATS.items()}
+    if rank == 0:
+        (folder / "published.json").write_text(json.dumps(found))
+
+
+def digest(model: Decoder, config: NumericsConfig) -> str:
+    return state_digest(to_stored(published_state(model, config)))
+
+
+def resharding(rank: int, folder: Path) -> None:
+    """Save on four ranks, continue on four that are divided otherwise, and go on as if nothing had happened."""
+    for kind in ("adamw", "muon"):
+        grid, other = make_grid("dp ep"), make_grid("dp cp ep")
+        model = sharded(TINY_LATENT, grid)
+        optimisation = make_optimisation(model, kind)
+        optimisation.step(1, [some_loss(model)])
+        Checkpoints(folder / kind, grid.everyone).save(1, optimisation.tensors())
+        again = make_optimisation(sharded(TINY_LATENT, other, seed=9), kind)
+        again.restore(Checkpoints(folder / kind, other.everyone).load(1, again.like))
+        for one in (optimisation, again):
+            one.step(2, [some_loss(one.model)])
+        whole, moved = whole_model(model), whole_model(again.model)
+        assert whole is not None
+        assert moved is not None
+        for a, b in zip(whole.parameters(), moved.parameters(), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+        Checkpoints(folder / f"{kind} again", other.everyone).save(2, again.tensors())
+    pair = DeviceMesh("cpu", [0, 1])
+    if rank < pair.size():
+        read_by_two(folder / "adamw", pair)
+    (folder / f"resharded-{rank}").touch()
+
+
+def read_by_two(folder: Path, pair: DeviceMesh) -> None:
+    """Two ranks have the halves of every tensor that four have written, and nothing else."""
+    checkpoints = Checkpoints(folder)
+    whole = checkpoints.load(1)
+
+    def like(name: str) -> torch.Tensor | None:
+        if not whole[name].ndim:
+            return None
+        own = whole[name].chunk(2)[pair.get_local_rank() :][:1]
+        return DTensor.from_local(
+            torch.zeros_like(own[0]) if own else whole[name][:0],
+            pair,
+            [Shard(0)],
+            run_check=False,
+            shape=whole[name].shape,
+            stride=whole[name].stride(),
+        )
+
+    for name, tensor in checkpoints.load(1, like).items():
+        if isinstance(tensor, DTensor):
+            assert torch.equal(tensor.to_local(), whole[name].chunk(2)[pair.get_local_rank()])
+        assert isinstance(tensor, DTensor) == bool(whole[name].ndim)
+
+
+def some_loss(model: Decoder) -> torch.Tensor:
+    """A loss whose gradient all parameters have: this rank's share of it, the same on every rank."""
+    hidden_NH = model.forward_packed(torch.arange(20))
+    return (hidden_NH * torch.linspace(-1, 1, hidden_NH.numel()).view_as(hidden_NH)).sum() / WORLD
+
+
+def make_policy(model: Decoder, loss: LossConfig, grid: Grid | None) -> PolicyTrainer:
+    context = None if grid is None else grid.context
+    return PolicyTrainer(make_optimisation(model, "adamw"), loss, NumericsConfig(replay="completion"), context)
+
+
+def make_trajectories() -> list[Trajectory]:
+    """Of different lengths, one of a single sampled token; cut to kept sets, greedy and with routes here and there."""
+    random = np.random.default_rng(0)
+    found = []
+    for index, length in enumerate((17, 5, 30, 2, 11)):
+        mask = np.arange(length) >= min(length - 1, length // 2)
+        sizes = np.where(mask, random.integers(0, 4, length), 0)
+        ids = random.integers(0, 50, length).astype(np.int32)
+        kept = [np.sort((ids[t] + np.arange(size) * 7) % 50) for t, size in enumerate(sizes)]
+        found.append(
+            Trajectory(
+                rollout_id=f"r{index}",
+                token_ids=ids,
+                loss_mask=mask,
+                logprobs=np.where(mask, random.normal(-3, 1, length), 0).astype(np.float32),
+                versions=np.where(mask, 0, UNSAMPLED).astype(np.int32),
+                temperatures=np.where(mask & (np.arange(length) % 5 == 0), 0.0, 0.8).astype(np.float32),
+                turn_starts=(int(np.flatnonzero(mask)[0]),),
+                advantages=np.where(mask, random.normal(0, 1), 0).astype(np.float32),
+                routes=np.argsort(random.random((length, 2, 3)), axis=-1).astype(np.uint16) if index % 2 else None,
+                kept=KeptSets(
+                    offsets=np.concatenate([[0], np.cumsum(sizes)]), token_ids=np.concatenate(kept).astype(np.int32)
+                ),
+            )
+        )
+    return found
+
+
+def crews(rank: int, folder: Path) -> None:
+    """Write what a crew of four measured in three steps, the second one from a checkpoint, and the weights then."""
+    for name, loss in LOSSES.items():
+        grid = make_grid("dp cp ep")
+        policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
+        crew = Crew(policy, Checkpoints(folder / f"crew {name}", grid.everyone), grid)
+        if rank > 0:
+            crew.follow()
+            continue
+        with crew:
+            measured = crew_steps(crew)
+            save_file(dict(crew.whole_model().state_dict()), folder / f"crew {name}.safetensors")
+        (folder / f"crew {name}.json").write_text(json.dumps(measured))
+
+
+def crew_steps(crew: Crew) -> list[dict[str, float]]:
+    def step(number: int, batch: list[Trajectory]) -> dict[str, float]:
+        lengths = [len(trajectory.token_ids) for trajectory in batch]
+        shares = pack(lengths, max_tokens=30, ranks=crew.shares, cost=Cost(per_token=1.0, per_pair=0.1))
+        return asdict(crew.step(number, batch, shares))
+
+    batch = make_trajectories()
+    first = step(1, batch)
+    crew.idle(0.0)
+    crew.save(1)
+    step(2, batch)
+    crew.restore(crew.saved)
+    return [first, step(2, batch), step(3, batch[:1])]  # of a lone trajectory most ranks have nothing
+
+
+def everything(rank: int, folder: Path) -> None:
+    curves(rank, folder)
+    publications(rank, folder)
+    resharding(rank, folder)
+    crews(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("ranks")
+    run_ranks(WORLD, everything, path)
+    return path
+
+
+@pytest.mark.parametrize(("family", "grid", "kind"), CASES)
+def test_the_curve_is_one_processs(folder: Path, family: str, grid: str, kind: Any) -> None:
+    found = json.loads((folder / "curves.json").read_text())[f"{family} {grid} {kind}"]
+    expected = train(make_model(SPECS[family]), None, OptimiserConfig(kind=kind), STEPS)
+    assert expected[0][0] - expected[-1][0] > 0.05  # it does learn
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=TOLERANCE)
+        assert norm == pytest.approx(expected_norm, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["moe", "latent"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_published_bytes_are_one_processs(folder: Path, family: str, form: str) -> None:
+    found = json.loads((folder / "published.json").read_text())[f"{family} {form}"]
+    assert found == digest(make_model(SPECS[family]), FORMATS[form])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_one_process_reads_what_four_wrote_bit_for_bit(folder: Path, kind: str) -> None:
+    assert len(list(folder.glob("resharded-*"))) == WORLD
+    saved = Checkpoints(folder / f"{kind} again").load(2)
+    alone = make_optimisation(make_model(TINY_LATENT, seed=5), kind)
+    alone.restore(saved)
+    for name, tensor in alone.tensors().items():
+        assert torch.equal(tensor, saved[name])
+    assert len(list((folder / f"{kind} again" / "step-00000002").glob("rank-*"))) == WORLD
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_one_process_writes_what_four_read(folder: Path, tmp_path: Path, kind: Any) -> None:
+    """The sum of a round trip through each number of ranks is nothing: the files of one hold the same numbers."""
+    saved = Checkpoints(folder / kind).load(1)
+    expected = make_optimisation(make_model(TINY_LATENT), kind)
+    expected.step(1, [some_loss(expected.model) * WORLD])
+    for name, tensor in expected.tensors().items():
+        assert torch.allclose(tensor, saved[name], atol=1e-5), name
+    Checkpoints(tmp_path).save(1, saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in Checkpoints(tmp_path).load(1).items())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
+    policy = make_policy(make_model(TINY_LATENT), LOSSES[name], None)
+    with Crew(policy, Checkpoints(tmp_path), None) as alone:
+        expected = crew_steps(alone)
+    measured = json.loads((folder / f"crew {name}.json").read_text())
+    assert min(step["grad_norm"] for step in expected[:2]) > 0.01
+    assert expected[0]["flipped_pairs"] > 0
+    for found, step in zip(measured, expected, strict=True):
+        assert found == pytest.approx(step, abs=TOLERANCE)
+    weights = load_file(folder / f"crew {name}.safetensors")
+    for key, tensor in policy.model.state_dict().items():
+        # AdamW steps by the sign of a gradient that is 0 but for rounding; that is one number in thousands.
+        assert (weights[key] - tensor).abs().mean() < 1e-6, key

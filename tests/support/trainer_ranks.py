@@ -1,0 +1,93 @@
+"""Several processes on this machine that train together over gloo, and what they are asked to do."""
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
+
+from etude.config.training import OptimiserConfig
+from etude.models.decoder import Decoder
+from etude.models.spec import ModelSpec
+from etude.trainer.optimisers import build_optimiser
+from etude.trainer.parallel import Grid, clip_gradients
+
+DEADLINE = timedelta(seconds=60)
+
+
+def run_ranks(world: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    """Call ``work(rank, folder)`` in ``world`` processes that form a gloo group; raises what one of them raises."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn(_rank, (world, port, work, folder), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=DEADLINE)
+    try:
+        work(rank, folder)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_model(spec: ModelSpec, seed: int = 0) -> Decoder:
+    model = Decoder(spec)
+    model.initialise(seed, std=0.1)
+    return model
+
+
+def make_sequences(count: int, seed: int = 0) -> list[list[int]]:
+    """Sequences of different lengths, some shorter than a context is split into parts."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 24, (count,), generator=generator).tolist()
+    return [torch.randint(0, 50, (length,), generator=generator).tolist() for length in lengths]
+
+
+def next_token_loss(model: Decoder, sequences: Sequence[Sequence[int]], grid: Grid | None) -> Tensor:
+    """Of what this rank computes, Σ −log p of every token but the first ones."""
+    ids_N = torch.tensor([token for sequence in sequences for token in sequence])
+    lengths = [len(sequence) for sequence in sequences]
+    context = None if grid is None else grid.context
+    if context is None:
+        hidden_nH, own_n = model.forward_packed(ids_N, lengths), torch.arange(len(ids_N))
+    else:
+        hidden_nH, own_n = context.hidden(model, ids_N, lengths)
+    last_N = torch.zeros(len(ids_N), dtype=torch.bool)
+    last_N[torch.tensor(lengths).cumsum(0) - 1] = True
+    chosen_n = ~last_N[own_n]
+    targets = ids_N[(own_n[chosen_n] + 1)]
+    return functional.cross_entropy(model.logits(hidden_nH[chosen_n]), targets, reduction="sum")
+
+
+def train(
+    model: Decoder, grid: Grid | None, config: OptimiserConfig, steps: int, *, learning_rate: float = 3e-3
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, of all ranks together."""
+    optimiser = build_optimiser(model, config, learning_rate=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    curve = []
+    for _ in range(steps):
+        batch = make_sequences(8)
+        tokens = sum(len(sequence) - 1 for sequence in batch)
+        if grid is not None:
+            batch = batch[grid.share :: grid.shares]
+        optimiser.zero_grad()
+        total = torch.zeros(())
+        for piece in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
+            loss = next_token_loss(model, piece, grid) / tokens
+            loss.backward()
+            total += loss.detach()
+        if grid is not None:
+            dist.all_reduce(total)
+        norm = clip_gradients(model, 1.0)
+        optimiser.step()
+        curve.append((float(total), float(norm)))
+    return curve

@@ -1,0 +1,45 @@
+"""How `etude bench loop --quality` compares bounds of staleness; its runs take hours and are not made here."""
+
+import pytest
+
+from etude.benchmarks.loop_quality import FRESH, STALE, Trial, figures, table
+from etude.clock import date_utc
+
+
+def trial(seed: int, max_staleness: int, sampled: list[float]) -> Trial:
+    return Trial(
+        seed=seed,
+        max_staleness=max_staleness,
+        rewards={"sampled": sampled, "greedy": sampled},
+        staleness_mean=float(max_staleness),
+        rl_s=1.0,
+        seconds=2.0,
+    )
+
+
+TRIALS = [
+    trial(0, FRESH, [1.0, 1.0, 0.0, 0.0]),
+    trial(0, STALE, [1.0, 0.0, 0.0, 0.0]),
+    trial(1, FRESH, [1.0, 0.0, 0.0, 0.0]),
+    trial(1, STALE, [1.0, 1.0, 0.0, 0.0]),
+]
+
+
+def test_what_staleness_costs_is_averaged_over_seeds() -> None:
+    result = figures(TRIALS)
+    goals = result["goals"]
+    assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict)
+    judged = goals["staleness_shortfall"]
+    assert (judged["value"], judged["met"], judged["seeds"]) == (0.0, True, 2)
+    assert judged["stderr_seeds"] == pytest.approx(0.25)
+    assert judged["stderr_tasks"] == pytest.approx(0.25 / 2**0.5, abs=1e-4)
+
+
+def test_one_seed_that_lost_is_not_enough() -> None:
+    result = figures(TRIALS[:2])
+    goals, rows = result["goals"], result["results"]
+    assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict) and isinstance(rows, list)
+    assert goals["staleness_shortfall"]["met"] is False
+    assert goals["staleness_shortfall"]["stderr_seeds"] is None
+    assert isinstance(rows[1], dict) and rows[1]["sampled_minus_fresh"] == -0.25
+    assert "seed" in table({"bench": "loop-quality", "date": date_utc(), "commit": "0", **result})

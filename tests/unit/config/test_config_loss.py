@@ -1,0 +1,111 @@
+"""``[loss]`` and ``[effort]``: what a choice brings along, and what is refused because it would change nothing."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from etude.config.recipe import RunConfig, dump_toml, load_recipe, parse_config
+from etude.config.training import (
+    BASELINES,
+    CORRECTIONS,
+    LOSS_BOUNDS,
+    CorrectionKind,
+    EffortConfig,
+    LossConfig,
+    LossKind,
+    MaskKind,
+)
+from etude.errors import ConfigError
+
+
+def refusal(loss: dict[str, Any]) -> str:
+    with pytest.raises(ValidationError) as caught:
+        LossConfig.model_validate(loss)
+    return str(caught.value)
+
+
+def test_the_default_is_a_truncated_policy_gradient_around_the_mean() -> None:
+    config = LossConfig()
+    assert (config.kind, config.correction, config.cap, config.baseline) == ("policy_gradient", "tis", 2.0, "mean")
+    assert config.reference_beta == 0
+    assert RunConfig().loss == config
+
+
+def test_every_choice_is_in_the_tables() -> None:
+    assert set(BASELINES) == set(CORRECTIONS) == set(get_args(LossKind))
+    assert {one for some in CORRECTIONS.values() for one in some} == set(get_args(CorrectionKind))
+    choices = {*get_args(LossKind), *get_args(CorrectionKind), *get_args(MaskKind)}
+    assert set(LOSS_BOUNDS) <= choices
+    assert {name for bounds in LOSS_BOUNDS.values() for name in bounds} <= set(LossConfig.model_fields)
+
+
+@pytest.mark.parametrize("kind", get_args(LossKind))
+def test_a_kind_alone_is_a_whole_choice(kind: LossKind) -> None:
+    """With the bounds of its paper, and printed so that it reads back as the same."""
+    config = LossConfig.model_validate({"kind": kind} | ({"sequence_tokens": 40} if kind == "dr_grpo" else {}))
+    assert config.correction == CORRECTIONS[kind][0]
+    for name, bound in LOSS_BOUNDS.get(kind, {}).items():
+        assert getattr(config, name) == (40 if name == "sequence_tokens" else bound)
+    assert LossConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
+    loss = {"kind": "gspo", "clip_high": 5e-4, "sequence_mask": "off_policy", "reference_beta": 0.01}
+    config = parse_config({"loss": loss, "effort": {"weight": 0.1, "turn": 1.0}}, source="test")
+    (tmp_path / "run.toml").write_text(dump_toml(config), encoding="utf-8")
+    assert load_recipe(tmp_path) == config
+    assert (config.loss.clip_low, config.loss.clip_high, config.loss.mask_divergence) == (3e-4, 5e-4, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"kind": "grpo", "correction": "tis"}, "'tis' does not go with loss.kind = 'grpo': expected one of none, dec"),
+        ({"correction": "none", "cap": 2.0}, "loss.cap = 2 would have no effect with"),
+        ({"floor": 0.5}, "loss.floor = 0.5 would have no effect with"),
+        ({"clip_low": 0.2}, "loss.clip_low = 0.2 would have no effect with"),
+        ({"mask_cap": 2.0}, "loss.mask_cap = 2 would have no effect with"),
+        ({"sequence_tokens": 9}, "loss.sequence_tokens = 9 would have no effect with"),
+        ({"cap": 0.9}, "loss.cap = 0.9 is below 1: on-policy tokens would be cut"),
+        ({"sequence_mask": "ratio", "mask_cap": 0.5}, "loss.mask_cap = 0.5 is below 1"),
+        ({"kind": "dr_grpo"}, "needs loss.sequence_tokens, the longest completion, say"),
+        ({"reference_version": 3}, "loss.reference_version would have no effect with loss.reference_beta = 0"),
+        ({"kind": "reinforce"}, "Input should be 'policy_gradient'"),
+        ({"kind": ["grpo"]}, "Input should be 'policy_gradient'"),
+        ({"correction": 7}, "Input should be 'none'"),
+        ({"cap": ""}, "Input should be a valid number"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(loss: dict[str, Any], said: str) -> None:
+    assert said in refusal(loss)
+
+
+def test_the_decoupled_form_needs_a_policy_between() -> None:
+    tree: dict[str, Any] = {"loss": {"kind": "ppo_clip", "correction": "decoupled"}}
+    with pytest.raises(ConfigError, match=r"'decoupled' would have no effect with rollouts\.max_staleness = 1"):
+        parse_config(tree | {"rollouts": {"max_staleness": 1}}, source="test")
+    assert parse_config(tree | {"rollouts": {"max_staleness": 2}}, source="test").loss.cap == 5.0
+
+
+@pytest.mark.parametrize(
+    ("effort", "said"),
+    [
+        ({"weight": 0.1}, "set one of thinking_token, call_token"),
+        ({"turn": 0.1}, "set effort.weight"),
+        ({"curvature": 1.0}, "effort.curvature would have no effect with weight = 0"),
+        ({"weight": 0.1, "turn": 1.0, "curvature": 0.0, "scale": 2.0}, "effort.scale would have no effect"),
+        ({"weight": 0.1, "thinking_token": 1.0}, "without effort.thinking_end_id"),
+        ({"weight": 0.1, "turn": 1.0, "thinking_end_id": 7}, "effort.thinking_end_id would have no effect"),
+    ],
+)
+def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        EffortConfig.model_validate(effort)
+
+
+def test_the_calls_of_an_external_harness_are_not_counted() -> None:
+    harness = {"kind": "command", "command": ["agent", "{prompt}", "{temperature}"], "timeout_s": 20.0}
+    with pytest.raises(ConfigError, match=r"effort\.call would have no effect"):
+        parse_config({"harness": harness, "effort": {"weight": 0.1, "call": 1.0}}, source="test")

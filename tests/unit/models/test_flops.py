@@ -1,0 +1,43 @@
+"""Costs by shape, against the matrices of real models and against what torch counts while it computes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from etude.models.decoder import Decoder
+from etude.models.flops import head_flops, pair_flops, token_flops
+from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+
+
+def entries(spec: ModelSpec) -> int:
+    """Entries of the layers' matrices that one token meets: of a layer's experts, those that it is sent to."""
+    share = spec.experts.per_token / spec.experts.count if spec.experts else 1.0
+    routed = ("gate_up", "down")
+    return round(
+        sum(
+            parameter.numel() * (share if parameter.ndim == 3 and name.endswith(routed) else 1.0)
+            for name, parameter in Decoder(spec).named_parameters()
+            if name.startswith("blocks.") and parameter.ndim > 1
+        )
+    )
+
+
+@pytest.mark.parametrize("spec", [TINY, TINY_DENSE, TINY_LATENT])
+def test_a_token_costs_two_operations_for_each_entry_that_it_meets(spec: ModelSpec) -> None:
+    assert token_flops(spec) == 2 * entries(spec)
+
+
+def test_torch_counts_the_same_for_a_dense_model() -> None:
+    model = Decoder(TINY_DENSE)
+    model.initialise(0)
+    length = 20
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model.logits(model.forward_packed(torch.arange(length)))
+    products = length * (token_flops(TINY_DENSE) + head_flops(TINY_DENSE))
+    attention = length**2 * pair_flops(TINY_DENSE)  # torch counts pairs that the causal mask leaves out, too
+    assert counted.get_total_flops() in (products, products + attention)
+
+
+def test_a_pair_costs_a_score_and_a_value_in_every_head() -> None:
+    assert pair_flops(TINY) == 2 * 2 * 4 * (16 + 16)
+    assert pair_flops(TINY_LATENT) == 2 * 3 * 4 * ((16 + 8) + 16)

@@ -1,0 +1,220 @@
+"""Whatever ends when and how: the oldest runs first, attempts are bounded, and every slot comes to an end."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from etude.ledger.ledger import OpenSlot
+from etude.rollouts.breaker import MAX_PAUSE_S, STREAK, Circuit
+from etude.rollouts.schedule import MAX_BACKOFF_S, SLOT_MOVES, Place, Schedule, SlotState, backoff_s, place_of
+from etude.types import Case, FunctionChecks, Split, Task
+
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+CONCURRENCY, MAX_ATTEMPTS = 3, 3
+
+
+def slot(group: int, number: int = 0, attempt: int = 0) -> OpenSlot:
+    return OpenSlot(task=TASK, group_index=group, slot=number, attempt=attempt)
+
+
+def schedule(*slots: OpenSlot, concurrency: int = CONCURRENCY) -> Schedule:
+    made = Schedule(concurrency=concurrency, max_attempts=MAX_ATTEMPTS, outage_s=300.0)
+    for one in slots:
+        made.add(one)
+    return made
+
+
+def places(slots: list[OpenSlot]) -> list[Place]:
+    return [place_of(one) for one in slots]
+
+
+def test_the_oldest_run_first_and_no_more_than_there_are_places() -> None:
+    here = schedule(slot(2), slot(0, 1), slot(1), slot(0, 0))
+    assert places(here.due(0.0)) == [(0, 0), (0, 1), (1, 0)]
+    assert (here.running, len(here)) == (3, 4)
+    assert here.due(0.0) == []
+    here.graded(slot(0, 1))
+    assert places(here.due(0.0)) == [(2, 0)]
+
+
+def test_a_failed_slot_comes_back_before_younger_ones() -> None:
+    here = schedule(slot(0), slot(1), slot(2), concurrency=1)
+    (first,) = here.due(0.0)
+    assert here.failed(first, due=1, now=0.0) is SlotState.BACKING_OFF
+    assert here.next_time() == backoff_s(1)
+    assert places(here.due(0.0)) == [(1, 0)]
+    here.graded(slot(1))
+    (again,) = here.due(backoff_s(1))
+    assert (place_of(again), again.attempt) == ((0, 0), 1)
+
+
+def test_a_slot_without_an_attempt_left_is_lost() -> None:
+    here = schedule(slot(0, attempt=MAX_ATTEMPTS - 1))
+    (last,) = here.due(0.0)
+    assert here.failed(last, due=MAX_ATTEMPTS, now=0.0) is SlotState.LOST
+    assert len(here) == here.running == 0
+    assert here.add(slot(1, attempt=MAX_ATTEMPTS)) is SlotState.LOST
+    assert slot(1) not in here
+
+
+def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
+    here = schedule(*(slot(0, number) for number in range(5)), slot(1))
+    started = here.due(0.0)
+    here.failed(started[0], due=1, now=0.0)
+    here.due(0.0)
+    assert sorted(here.abandon(0)) == [(0, 1), (0, 2), (0, 3)]
+    assert (len(here), here.running) == (1, 0)
+    assert places(here.due(MAX_BACKOFF_S)) == [(1, 0)]
+    assert here.next_time() is None
+
+
+def outage(here: Schedule, now: float) -> float:
+    """Let running slots fail until the circuit is open; returns when it probes."""
+    while here.breaker.circuit is Circuit.CLOSED:
+        for one in here.due(now):
+            here.failed(one, due=one.attempt + 1, now=now)
+        now += MAX_BACKOFF_S
+    return max(now, here.breaker.until_s)
+
+
+def test_while_machines_are_down_one_slot_probes_and_the_others_keep_their_attempts() -> None:
+    here = schedule(*(slot(0, number) for number in range(20)), concurrency=STREAK)
+    now, probed = outage(here, 0.0), Counter[Place]()
+    for _ in range(12):
+        (probe,) = here.due(now)
+        assert here.due(now) == []
+        probed[place_of(probe)] += 1
+        here.failed(probe, due=probe.attempt + 1, now=now)
+        assert here.due(now) == []
+        now = here.breaker.until_s
+    assert max(probed.values()) == 1
+    assert len(here) == 20
+
+
+def test_a_probe_whose_group_is_dropped_is_replaced() -> None:
+    here = schedule(*(slot(group) for group in range(STREAK + 3)), concurrency=STREAK)
+    now = outage(here, 0.0)
+    (probe,) = here.due(now)
+    assert here.due(now) == []
+    here.abandon(probe.group_index)
+    assert len(here.due(now)) == 1
+
+
+def test_once_a_probe_succeeded_everything_flows() -> None:
+    here = schedule(*(slot(0, number) for number in range(10)), concurrency=STREAK)
+    now = outage(here, 0.0)
+    (probe,) = here.due(now)
+    here.graded(probe)
+    assert len(here.due(now + MAX_PAUSE_S)) == STREAK
+
+
+def test_a_slot_that_waits_out_an_outage_is_woken_by_its_end() -> None:
+    here = schedule(*(slot(0, number) for number in range(10)), concurrency=STREAK)
+    for one in here.due(0.0):
+        here.failed(one, due=1, now=0.0)
+    assert here.next_time() == min(backoff_s(1), here.breaker.until_s)
+
+
+def test_ends_are_ends() -> None:
+    ends = {state for state, moves in SLOT_MOVES.items() if not moves}
+    assert ends == {SlotState.GRADED, SlotState.LOST, SlotState.ABANDONED}
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    assert [backoff_s(attempt) for attempt in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """Adds slots and ends them at random; what is left must always be able to end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = schedule()
+        self.now = 0.0
+        self.groups = 0
+        self.attempts = Counter[Place]()
+        self.open: set[Place] = set()
+        self.running: dict[Place, OpenSlot] = {}
+
+    @rule(size=st.integers(1, 4))
+    def admit(self, size: int) -> None:
+        for number in range(size):
+            assert self.here.add(slot(self.groups, number)) is SlotState.WAITING
+            self.open.add((self.groups, number))
+        self.groups += 1
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 4.0, 20.0]))
+    def start(self, seconds: float) -> None:
+        self.now += seconds
+        for one in self.here.due(self.now):
+            place = place_of(one)
+            assert place in self.open - self.running.keys()
+            assert one.attempt == self.attempts[place] < MAX_ATTEMPTS
+            self.running[place] = one
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fails=st.booleans())
+    def end(self, data: st.DataObject, *, fails: bool) -> None:
+        one = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        place = place_of(one)
+        if not fails:
+            self.here.graded(one)
+            self.open.remove(place)
+            return
+        self.attempts[place] += 1
+        state = self.here.failed(one, due=self.attempts[place], now=self.now)
+        assert (state is SlotState.LOST) == (self.attempts[place] == MAX_ATTEMPTS)
+        if state is SlotState.LOST:
+            self.open.remove(place)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        group, _ = data.draw(st.sampled_from(sorted(self.open)))
+        gone = {place for place in self.open if place[0] == group}
+        assert set(self.here.abandon(group)) == gone & self.running.keys()
+        self.open -= gone
+        self.running = {place: one for place, one in self.running.items() if place not in gone}
+
+    @invariant()
+    def nothing_is_forgotten(self) -> None:
+        assert len(self.here) == len(self.open)
+        assert self.here.running == len(self.running) <= CONCURRENCY
+
+    @invariant()
+    def something_can_always_happen(self) -> None:
+        """No starvation: with nothing running there is a time at which the schedule starts something."""
+        if self.open and not self.running:
+            self.now = max(self.now, self.here.next_time() or self.now)
+            self.start(0.0)
+            while not self.running:
+                self.start(1.0)
+
+    def teardown(self) -> None:
+        """When nothing fails any more, everything ends, the oldest group's slots never after younger ones."""
+        while self.open:
+            self.something_can_always_happen()
+            for place in list(self.running):
+                self.here.graded(self.running.pop(place))
+                self.open.remove(place)
+        assert len(self.here) == self.here.running == 0
+
+
+TestScheduleMachine = ScheduleMachine.TestCase
+TestScheduleMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 7])
+def test_while_nothing_fails_slots_start_strictly_in_order_of_age(concurrency: int) -> None:
+    here = schedule(*(slot(group, number) for group in (3, 1, 0, 2) for number in (1, 0)), concurrency=concurrency)
+    started: list[Place] = []
+    while len(here):
+        now_due = here.due(0.0)
+        started += places(now_due)
+        for one in now_due:
+            here.graded(one)
+    assert started == sorted(started)

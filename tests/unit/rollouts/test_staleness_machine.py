@@ -1,0 +1,324 @@
+"""The proof of docs/control.md, put to the test: several dispatchers, several engines, a trainer and a real ledger.
+
+Whatever can happen next happens in any order: hearing, counting, admitting, sampling, ending, losing, killing,
+training, publishing, pulling. The bound must hold for every trained token, every step must be reached, and each way in
+which the rule could be slightly wrong must be noticed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.config.rollouts import RolloutConfig
+from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
+from etude.rollouts.admission import Admission
+from etude.rollouts.schedule import Place, place_of
+from etude.trajectories.batch import build_batch
+from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+MAX_FAILURES = 12
+"""Attempts that fail in one history: finitely many, as liveness supposes."""
+MOST_MOVES = 2000
+"""Far more than any history needs."""
+
+MEMORY = Path("/dev/shm")
+"""Where a ledger is fastest; hundreds are made."""
+
+Move: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the window is kept; each field has a way to be wrong."""
+
+    extra: int = 0
+    """Groups by which the window is too wide."""
+    hears_published: bool = False
+    """A version counts once it is published, whatever engines serve."""
+    checks_count: bool = True
+    """The ledger compares with the window when it admits, not only the dispatcher when it counts."""
+    checks_versions: bool = True
+    """A rollout with tokens of older weights than its group was admitted at is not graded."""
+
+
+RIGHT = Rules()
+
+
+@dataclass
+class Dispatcher:
+    """What one rollouts process has in its memory."""
+
+    heard: int = 0
+    may_admit: int = 0
+    slots: dict[Place, OpenSlot] = field(default_factory=dict)
+    tokens: dict[Place, list[int]] = field(default_factory=dict)
+    """The version of each token that was sampled in a slot's present attempt."""
+
+
+@dataclass
+class Trainer:
+    """The trainer, and the engines that pull what it publishes; each numbers what is behind it."""
+
+    config: RolloutConfig
+    steps: int
+    ledger: Ledger
+    claimed: int = 0
+    published: int = 0
+    committed: int = 0
+    engines: list[int] = field(default_factory=lambda: [0, 0])
+    missing: int | None = None
+    """The engine that is out of reach: it is not counted and does not pull, and is back before anybody knows."""
+    staleness: list[int] = field(default_factory=list)
+
+    def moves(self) -> list[Move]:
+        behind = [e for e, version in enumerate(self.engines) if version < self.published and e != self.missing]
+        return [
+            *[self.claim] * (4 * self.may_claim()),
+            *[self.publish] * (self.published < self.claimed),
+            *[self.commit] * (self.committed < self.published),
+            *(partial(self.pull, engine) for engine in behind),
+        ]
+
+    def counted(self) -> int:
+        """The oldest version of the engines in reach."""
+        return min(version for engine, version in enumerate(self.engines) if engine != self.missing)
+
+    def lose_sight(self, engine: int | None) -> None:
+        """Of an engine; ``None``: it is seen again, and pulls."""
+        if self.missing is not None:
+            self.pull(self.missing)
+        self.missing = engine
+
+    def may_claim(self) -> bool:
+        return self.claimed < self.steps and self.claimed - self.committed < 2 and self.claimed <= self.published + 1
+
+    def claim(self) -> None:
+        groups = self.ledger.claim_batch(self.claimed + 1, self.config.groups_per_step)
+        if groups is not None:
+            self.claimed += 1
+            self.staleness += build_batch(self.claimed, groups).staleness.tolist()
+
+    def publish(self) -> None:
+        self.published += 1
+
+    def commit(self) -> None:
+        self.committed += 1
+        self.ledger.commit_step(self.committed)
+
+    def pull(self, engine: int) -> None:
+        self.engines[engine] = self.published
+
+
+@dataclass
+class Factory:
+    """Everything that a run consists of, and what may happen to it."""
+
+    config: RolloutConfig
+    trainer: Trainer
+    ledger: Ledger
+    rules: Rules
+    failures: int = 0
+    orphaned: bool = False
+    """Slots are in nobody's hands."""
+    dispatchers: list[Dispatcher] = field(default_factory=lambda: [Dispatcher(), Dispatcher()])
+    ids: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self.config, steps=self.trainer.steps)
+
+    @property
+    def is_done(self) -> bool:
+        return self.trainer.committed == self.trainer.steps
+
+    def moves(self, *, failing: bool = True) -> list[Move]:
+        """All that can happen next; without ``failing`` everything that does leads on."""
+        failing = failing and self.failures < MAX_FAILURES
+        found = self.trainer.moves()
+        found += [partial(self.trainer.lose_sight, engine) for engine in (0, 1)] * failing
+        found += [partial(self.trainer.lose_sight, None)] * (self.trainer.missing is not None)
+        for one in self.dispatchers:
+            found += [partial(self.hear, one)] * (one.heard < self.hearable())
+            found += [partial(self.count, one)] * (not one.may_admit)
+            found += [partial(self.admit, one)] * (2 * bool(one.may_admit))
+            found += [partial(self.take_over, one)] * self.orphaned
+            found += [partial(self.kill, one)] * (failing and bool(one.slots))
+            for slot in one.slots.values():
+                found += [partial(self.sample, one, slot)]
+                found += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
+                found += [partial(self.fail, one, slot)] * failing
+        return found
+
+    def run(self, random: Random, *, failing: bool = True) -> None:
+        """Let anything happen until the last step is done."""
+        for _ in range(MOST_MOVES):
+            if self.is_done:
+                return
+            random.choice(self.moves(failing=failing))()
+        raise AssertionError("things happen, and lead nowhere")
+
+    def hearable(self) -> int:
+        return self.trainer.published if self.rules.hears_published else self.trainer.counted()
+
+    def hear(self, one: Dispatcher) -> None:
+        one.heard = self.hearable()
+
+    def count(self, one: Dispatcher) -> None:
+        kept = self.ledger.progress().kept - self.rules.extra
+        one.may_admit = self.admission.groups_to_admit(version=one.heard, kept=kept, in_flight=len(one.slots))
+
+    def admit(self, one: Dispatcher) -> None:
+        one.may_admit -= 1
+        window = min(self.admission.window(one.heard) + self.rules.extra, self.admission.groups_needed)
+        slots = self.ledger.admit_next(
+            draw,
+            size=self.config.group_size,
+            version=one.heard,
+            kept_below=window if self.rules.checks_count else self.admission.groups_needed,
+        )
+        for slot in slots or ():
+            self.hold(one, slot)
+
+    def hold(self, one: Dispatcher, slot: OpenSlot) -> None:
+        one.slots[place_of(slot)] = slot
+        one.tokens[place_of(slot)] = []
+
+    def sample(self, one: Dispatcher, slot: OpenSlot) -> None:
+        """Each engine samples a token: turns move between engines as they like."""
+        one.tokens[place_of(slot)] += self.trainer.engines
+
+    def grade(self, one: Dispatcher, slot: OpenSlot) -> None:
+        if self.rules.checks_versions and min(one.tokens[place_of(slot)]) < slot.admitted_version:
+            self.fail(one, slot)
+        else:
+            self.ledger.record(self.ended(slot, RolloutStatus.GRADED, one.tokens[place_of(slot)]), TRAIN)
+            del one.slots[place_of(slot)]
+
+    def fail(self, one: Dispatcher, slot: OpenSlot) -> None:
+        self.failures += 1
+        due = self.ledger.record(self.ended(slot, RolloutStatus.FAILED_INFRA, []), TRAIN)
+        del one.slots[place_of(slot)]
+        if due is None:
+            return
+        if due < self.config.max_attempts:
+            self.hold(one, replace(slot, attempt=due))
+        elif self.ledger.lose_slot(TRAIN, slot.group_index, slot.slot, "infra") == "dropped":
+            for held in [held for held in one.slots if held[0] == slot.group_index]:
+                del one.slots[held]
+
+    def kill(self, one: Dispatcher) -> None:
+        """Everything in memory is gone; the next process hears and counts anew."""
+        self.failures += 1
+        self.orphaned = True
+        one.heard, one.may_admit = 0, 0
+        one.slots, one.tokens = {}, {}
+
+    def take_over(self, one: Dispatcher) -> None:
+        held = {place for other in self.dispatchers for place in other.slots}
+        for slot in self.ledger.open_slots(TRAIN):
+            if place_of(slot) not in held:
+                self.hold(one, slot)
+        self.orphaned = False
+
+    def ended(self, slot: OpenSlot, status: RolloutStatus, versions: list[int]) -> Rollout:
+        ids = np.ones(len(versions), np.int32)
+        turn = Turn(
+            prompt_ids=np.ones(1, np.int32),
+            completion_ids=ids,
+            logprobs=-ids.astype(np.float32),
+            versions=np.array(versions, np.int32),
+            finish=Finish.STOP,
+        )
+        return Rollout(
+            rollout_id=str(next(self.ids)),
+            group_index=slot.group_index,
+            slot=slot.slot,
+            attempt=slot.attempt,
+            status=status,
+            reward=float(slot.slot % 2) if versions else None,
+            turns=(turn,) if versions else (),
+        )
+
+
+def draw(position: int) -> Task:
+    """Every fourth task repeats the one before."""
+    name = f"task-{position - position // 4}"
+    return Task(task_id=name, family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+
+
+@contextmanager
+def factory(config: RolloutConfig, *, steps: int, rules: Rules = RIGHT) -> Iterator[Factory]:
+    place = MEMORY if MEMORY.is_dir() else None
+    with TemporaryDirectory(dir=place) as folder, Ledger.open(Path(folder) / "ledger.db") as ledger:
+        yield Factory(config, Trainer(config, steps, ledger), ledger, rules)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> RolloutConfig:
+    groups_per_step, group_size = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+    max_staleness = draw(st.integers(0, 2))
+    window = (max_staleness + 1) * groups_per_step * group_size
+    return RolloutConfig(
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        max_staleness=max_staleness,
+        concurrency=draw(st.integers(group_size, window)),
+        max_attempts=draw(st.integers(1, 2)),
+    )
+
+
+@settings(deadline=None, max_examples=25)
+@given(configs(), st.lists(st.integers(0, 10_000), max_size=100))
+def test_no_trained_token_is_too_stale_and_every_step_is_reached(config: RolloutConfig, choices: list[int]) -> None:
+    with factory(config, steps=2) as here:
+        for choice in choices:
+            if here.is_done:
+                break
+            moves = here.moves()
+            moves[choice % len(moves)]()
+        here.run(Random(0), failing=False)
+        assert here.ledger.progress().consumed == 2 * config.groups_per_step
+        assert 0 <= min(here.trainer.staleness) <= max(here.trainer.staleness) <= config.max_staleness
+
+
+NARROW = RolloutConfig(groups_per_step=2, group_size=2, max_staleness=1, concurrency=8, max_attempts=2)
+
+
+def worst(rules: Rules, seeds: range) -> int:
+    """The highest staleness in some histories."""
+    reached = -1
+    for seed in seeds:
+        with factory(NARROW, steps=4, rules=rules) as here:
+            here.run(Random(seed))
+            reached = max(reached, *here.trainer.staleness)
+        if reached > NARROW.max_staleness:
+            break
+    return reached
+
+
+def test_the_bound_is_reached() -> None:
+    assert worst(RIGHT, range(8)) == NARROW.max_staleness
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(Rules(extra=1), id="the window is too wide by one"),
+        pytest.param(Rules(checks_count=False), id="counted, not checked"),
+        pytest.param(Rules(checks_versions=False), id="engines that come back old are believed"),
+        pytest.param(Rules(hears_published=True, checks_versions=False), id="published, not served"),
+    ],
+)
+def test_a_rule_that_is_slightly_wrong_is_noticed(rules: Rules) -> None:
+    assert worst(rules, range(60)) > NARROW.max_staleness

@@ -1,0 +1,106 @@
+"""What a recipe takes off rewards, rollout by rollout."""
+
+import numpy as np
+import pytest
+import torch
+
+from etude.config.recipe import RunConfig
+from etude.config.training import EffortConfig, LossConfig
+from etude.models.checkpoint import state_of
+from etude.models.decoder import Decoder
+from etude.models.invariant import InvariantArithmetic
+from etude.models.spec import TINY
+from etude.rewards.effort import effort_penalty
+from etude.run.penalties import Penalties
+from etude.trainer.reference import Reference
+from etude.trajectories.build import build_trajectories
+from etude.types import (
+    Case,
+    Disposition,
+    Finish,
+    FunctionChecks,
+    Group,
+    Rollout,
+    RolloutStatus,
+    Split,
+    Task,
+    Turn,
+    Verdict,
+)
+
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+EFFORT = EffortConfig(weight=0.5, turn=1.0)
+torch.set_num_threads(1)
+
+
+def make_turn(prompt: list[int], completion: list[int]) -> Turn:
+    return Turn(
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.full(len(completion), -1.0, np.float32),
+        versions=np.zeros(len(completion), np.int32),
+        finish=Finish.STOP,
+    )
+
+
+def make_rollout(name: str, *turns: Turn, verdict: Verdict | None = None) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        group_index=0,
+        slot=0,
+        attempt=0,
+        status=RolloutStatus.GRADED,
+        reward=1.0,
+        turns=turns,
+        verdict=verdict,
+    )
+
+
+SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+PLAIN = make_rollout("plain", make_turn([1, 2], [3, 4]), make_turn([1, 2, 3, 4, 5], [6]))
+BRANCHED = make_rollout("branched", make_turn([1, 2], [3, 4, 4]), make_turn([7], [8, 9]))
+GROUPS = [
+    Group(index=0, task=TASK, admitted_version=0, rollouts=(PLAIN,)),
+    Group(
+        index=1,
+        task=TASK,
+        admitted_version=0,
+        rollouts=(BRANCHED, make_rollout("spy", make_turn([1], [2]), verdict=SUSPECT)),
+    ),
+]
+
+
+def make_reference() -> Reference:
+    model = Decoder(TINY, InvariantArithmetic())
+    model.initialise(0, std=0.2)
+    return Reference(model, state_of(model))
+
+
+def test_nothing_is_taken_off_unless_the_recipe_says_so() -> None:
+    assert Penalties(RunConfig(), None).of(GROUPS) == {}
+
+
+def test_effort_and_the_way_from_the_reference_add_up_over_all_branches() -> None:
+    config = RunConfig(effort=EFFORT, loss=LossConfig(reference_beta=0.1))
+    reference = make_reference()
+    found = Penalties(config, reference).of(GROUPS)
+    assert set(found) == {"plain", "branched"}
+    for rollout, branches in ((PLAIN, 1), (BRANCHED, 2)):
+        trajectories = build_trajectories(rollout, 0.0)
+        assert len(trajectories) == branches
+        nats = sum(nats for trajectory in trajectories for nats in reference.divergences([trajectory]))
+        assert nats != 0
+        assert found[rollout.rollout_id] == pytest.approx(effort_penalty(rollout, EFFORT) + 0.1 * nats, rel=1e-6)
+
+
+def test_a_rank_that_has_no_rollout_has_no_penalty() -> None:
+    config = RunConfig(effort=EFFORT, loss=LossConfig(reference_beta=0.1))
+    assert Penalties(config, make_reference()).of([]) == {}
+
+
+def test_a_reference_is_there_exactly_where_it_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"reference_beta = 0 does not go with"):
+        Penalties(RunConfig(), make_reference())
+    with pytest.raises(ValueError, match=r"reference_beta = 0\.1 does not go with None"):
+        Penalties(RunConfig(loss=LossConfig(reference_beta=0.1)), None)

@@ -1,0 +1,167 @@
+"""The phases before RL: one after the other, each once, one descent, and version 0 at its end."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from etude.config.recipe import RunConfig, parse_config
+from etude.environments.conversations import Conversations
+from etude.environments.mixture import Cursor, Side, Taken
+from etude.errors import ConfigError, RunFolderError
+from etude.run.folder import RunFolder
+from etude.run.lineage import Lineage
+from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
+from etude.run.weight_log import open_log
+from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
+from etude.telemetry.log import EventReader
+from etude.tokens.chat import ChatTemplate
+from etude.types import Json
+from etude.weights.pull import pull
+
+MODEL: dict[str, Json] = {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}
+STEPS = 8
+
+
+def config_of(sft: Path | None = None, **midtrain: Json) -> RunConfig:
+    tree: dict[str, Json] = {
+        "name": "phases",
+        "tasks": {"kinds": ["arith"]},
+        "model": MODEL,
+        "midtrain": {"tokens": 256 * STEPS, "batch_tokens": 256, "checkpoint_steps": 3, "threads": 1, **midtrain},
+        "eval": {"documents": 2, "every_steps": 4, "document_one_in": 5},
+        "trainer": {"device": "cpu"},
+    }
+    if sft is not None:
+        tree["sft"] = {"file": str(sft), "batch_tokens": 256, "threads": 1, "warmup_steps": 1}
+    return parse_config(tree, source="test")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    lines = [
+        {"messages": [{"role": "user", "content": f"fix f{n}"}, {"role": "assistant", "content": f"read a{n}.py"}]}
+        for n in range(40)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> RunFolder:
+    folder = RunFolder.create(tmp_path_factory.mktemp("done") / "run", config_of(chats))
+    run_phases(folder)
+    return folder
+
+
+def events_of(folder: RunFolder) -> list[object]:
+    return [logged.event for logged in EventReader(folder.events).new()]
+
+
+def test_the_phases_follow_each_other_to_version_0(done: RunFolder) -> None:
+    lineage = Lineage(done)
+    midtrain, sft = lineage.record("midtrain"), lineage.record("sft")
+    assert midtrain is not None
+    assert sft is not None
+    assert (midtrain.steps, sft.parent) == (STEPS, midtrain.digest)
+    assert sft.digest != sft.parent
+    assert lineage.pending(done.config()) == []
+    record = open_log(done).read(0)
+    assert record is not None
+    assert record.digest == sft.digest == pull(open_log(done), 0).digest, "float32 is published as it is"
+    assert (done.model / "model.safetensors").read_bytes() == (lineage.model("sft") / "model.safetensors").read_bytes()
+
+
+def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:
+    sft = Lineage(done).record("sft")
+    assert sft is not None
+    checkpoint = max(Lineage(done).checkpoints("sft").glob("step-*"))
+    tensors = load_file(next(checkpoint.glob("*.safetensors")))
+    [(documents, tokens)] = [tensor.tolist() for name, tensor in tensors.items() if name.startswith("cursor/")]
+    chat = ChatTemplate.load(done.model)
+    side = Side(seed=0, one_in=done.config().eval.document_one_in)
+    learnt = Conversations(Path(done.config().sft.file), chat, side, context_weight=0.0)
+    assert 20 < learnt.size < 40
+    assert documents == done.config().sft.epochs * learnt.size
+    assert tokens == sft.tokens == done.config().sft.epochs * learnt.tokens
+
+
+def test_the_held_out_loss_is_measured_along_the_way_and_falls(done: RunFolder) -> None:
+    losses = {(event.phase, event.step): event for event in events_of(done) if isinstance(event, HeldoutLoss)}
+    assert {step for phase, step in losses if phase == "midtrain"} == {0, 4, STEPS}
+    assert losses["midtrain", STEPS].loss < losses["midtrain", 0].loss
+    assert set(losses["midtrain", 0].sources) == {"stdlib", "code", "sessions"}
+    last = max(step for phase, step in losses if phase == "sft")
+    assert losses["sft", last].loss < losses["sft", 0].loss
+    assert losses["sft", last].action_loss == pytest.approx(losses["sft", last].loss)
+
+
+def test_what_is_done_is_not_done_again(done: RunFolder) -> None:
+    before = events_of(done)
+    run_phases(done)
+    assert events_of(done) == before
+
+
+def test_adding_sft_does_not_disturb_a_finished_mid_training(done: RunFolder, tmp_path: Path, chats: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", config_of(chats))
+    shutil.copytree(done.path / "phases" / "midtrain", folder.path / "phases" / "midtrain")
+    run_phases(folder)
+    steps = [event.phase for event in events_of(folder) if isinstance(event, ImitationProgress)]
+    assert set(steps) == {"sft"}
+    assert Lineage(folder).record("sft") == Lineage(done).record("sft")
+
+
+def test_a_phase_after_version_0_is_refused(done: RunFolder, tmp_path: Path, chats: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", config_of(chats))
+    shutil.copytree(done.path / "phases" / "midtrain", folder.path / "phases" / "midtrain")
+    shutil.copytree(done.store, folder.store)
+    with pytest.raises(RunFolderError, match=r"\[sft\] would have no effect on this run: start another"):
+        run_phases(folder)
+
+
+def test_a_copied_start_needs_no_phases(done: RunFolder, tmp_path: Path, chats: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", config_of(chats))
+    shutil.copytree(done.store, folder.store)
+    run_phases(folder)
+    assert not events_of(folder)
+
+
+def test_a_run_may_start_from_a_phase_of_another(done: RunFolder, tmp_path: Path, chats: Path) -> None:
+    config = config_of(chats, tokens=0)
+    start = str(Lineage(done).model("midtrain"))
+    config = parse_config({**config.model_dump(), "model": {"checkpoint": start}}, source="test")
+    folder = RunFolder.create(tmp_path / "run", config)
+    run_phases(folder)
+    midtrain, sft = Lineage(folder).record("midtrain"), Lineage(folder).record("sft")
+    assert midtrain is not None
+    assert (midtrain.steps, midtrain.digest) == (0, midtrain.parent)
+    assert sft == Lineage(done).record("sft")
+
+
+def test_sft_waits_for_mid_training(tmp_path: Path, chats: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", config_of(chats))
+    with pytest.raises(RunFolderError, match="sft comes after midtrain"):
+        run_phase(folder, "sft")
+    with pytest.raises(RunFolderError, match="has no phase 'sft'"):
+        run_phase(RunFolder.create(tmp_path / "other", config_of()), "sft")
+
+
+def test_bad_conversations_are_refused_before_mid_training(done: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"messages": []}\n')
+    folder = RunFolder.create(tmp_path / "run", config_of(tmp_path / "bad.jsonl"))
+    shutil.copytree(done.path / "phases" / "start", folder.path / "phases" / "start")
+    with pytest.raises(ConfigError, match="line 1: the assistant says nothing"):
+        run_phases(folder)
+    assert not [event for event in events_of(folder) if isinstance(event, ImitationProgress | PhaseEnded)]
+
+
+def test_a_cursor_is_read_back_for_its_own_data_only() -> None:
+    cursor = Cursor(taken={"text:a/b": Taken(documents=3, tokens=2**40), "code": Taken(documents=1, tokens=7)})
+    tensors = cursor_tensors(cursor, "this")
+    assert read_cursor({**tensors, "model/embedding": torch.zeros(1)}, "this") == cursor
+    with pytest.raises(RunFolderError, match="made with other data"):
+        read_cursor(tensors, "that")

@@ -1,0 +1,53 @@
+"""On one process a gradient is clipped as torch does, to the last bit; processes and recipe must agree in number."""
+
+import pytest
+import torch
+
+from etude.config.recipe import parse_config
+from etude.config.training import ParallelConfig
+from etude.errors import ConfigError
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
+from etude.run.decisions import decide
+from etude.trainer.parallel import clip_gradients, joined, whole_model
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e9])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    ours, theirs = Decoder(TINY), Decoder(TINY)
+    for model in (ours, theirs):
+        model.initialise(0)
+        model.forward_packed(torch.arange(9)).sin().sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+    assert torch.equal(clip_gradients(ours, max_norm), expected)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_one_process_has_no_grid_and_whole_weights() -> None:
+    with joined(ParallelConfig(), "cpu") as grid:
+        assert grid is None
+    model = Decoder(TINY)
+    model.initialise(0)
+    whole = whole_model(model)
+    assert whole is not None
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert torch.equal(whole.forward_packed(torch.arange(9)), model.forward_packed(torch.arange(9)))
+
+
+def test_another_number_of_processes_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"= 4, but 1 processes were started: torchrun --nproc-per-node 4"),
+        joined(ParallelConfig(dp=2, cp=2), "cpu"),
+    ):
+        pass
+
+
+def test_several_ranks_compute_with_torchs_kernels() -> None:
+    several = {"parallel": {"dp": 2}, "trainer": {"device": "cpu"}, "engine": {"device": "cpu"}}
+    numerics = decide(parse_config(several, source="test")).numerics
+    assert (numerics.arithmetic, numerics.replay) == ("fast", "completion")
+    with pytest.raises(ConfigError, match="'invariant' is for one trainer process"):
+        decide(parse_config(several | {"numerics": {"arithmetic": "invariant"}}, source="test"))
