@@ -19,6 +19,7 @@ import pytest
 
 from etude.config.recipe import RunConfig, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.states import quorum
 from etude.run.folder import RunFolder
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
@@ -116,8 +117,9 @@ def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
         assert progress.open == progress.ready == progress.claimed == 0
         groups = list(ledger.groups(TRAIN))
         assert len({group.task.task_id for group in groups}) == len(groups)
-        kept = [group for group in groups if len(group.rollouts) == GROUP_SIZE]
+        kept = [group for group in groups if len(group.rollouts) >= quorum(GROUP_SIZE)]
         assert len(kept) == STEPS * GROUPS
+        assert all(len(group.rollouts) + group.lost == GROUP_SIZE for group in kept)
         slots = Counter((group.index, rollout.slot) for group in kept for rollout in group.rollouts)
         assert set(slots.values()) == {1}
         assert all(r.status is RolloutStatus.GRADED and r.turns for group in kept for r in group.rollouts)
