@@ -218,11 +218,11 @@ def test_a_damaged_checkpoint_ends_the_run_with_its_name(folder: RunFolder) -> N
         wait_for_step(folder, 2)
         run.send_signal(signal.SIGINT)
         run.communicate(timeout=30)
-    newest = max(folder.checkpoints.glob("*.safetensors"))
+    newest = max(folder.checkpoints.glob("*/*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     resumed = etude("run", "--resume", folder.path)
     assert resumed.returncode == 2
-    assert newest.name in resumed.stderr
+    assert str(newest.relative_to(folder.checkpoints)) in resumed.stderr
     assert "Traceback" not in resumed.stderr
 
 

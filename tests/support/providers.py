@@ -125,7 +125,7 @@ def stage(name: str, make: Callable[[Path], SandboxProvider]) -> Iterator[Stage]
             yield made
             runner.run(made.provider.close())
         finally:
-            del os.environ["ETUDE_TEST_SECRET"]
+            os.environ.pop("ETUDE_TEST_SECRET", None)  # another provider's stage may have stood beside this one
         assert list(scratch.iterdir()) == []
 
 

@@ -175,12 +175,13 @@ class _Saved:
         self._parts: dict[str, list[tuple[str, Box]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        name = MANIFEST
         try:
             self._unverified = dict(json.loads((folder / MANIFEST).read_bytes())["files"])
             for name in self._unverified:
                 self._open(name)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"checkpoint {folder} cannot be read: {error!r}; {WAY_OUT}") from error
+            raise DamagedError(f"checkpoint {folder / name} cannot be read: {error!r}; {WAY_OUT}") from error
 
     @property
     def names(self) -> list[str]:

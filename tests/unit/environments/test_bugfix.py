@@ -90,7 +90,7 @@ def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
     chat = ChatTemplate.train(tokenizer_texts(practice, 0), 576)
     sources = practice_sources(practice, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     read = 0
-    for source, documents in (("stdlib", 100), ("code", 200), ("sessions", 400)):
+    for source, documents in (("stdlib", 100), ("code", 200), ("sessions", 440)):
         for index in range(documents):
             document = sources[source].document(index)
             read += len(document.token_ids)

@@ -125,5 +125,5 @@ def test_a_reader_a_thousand_versions_behind_arrives_in_few_links() -> None:
         receiver.advance(0)
         arrival = receiver.advance()
         assert arrival.version == 1000
-        assert arrival.links <= 1000 // 64 + 3 + 3 + 3
+        assert arrival.links <= 1000 // 64 + 3 * 4  # a busy machine may owe a merge at one level
         assert alike(receiver.weights().state, tiny(1000))
