@@ -14,7 +14,9 @@ is put to that proof; for the rest one run of the tests is all.
 Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
 tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
 passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
-:class:`~etude.errors.SandboxError`, and no reward at all.
+:class:`~etude.errors.SandboxError`, and no reward at all. Where only time was short, machines are slower here than
+where the task was made, an emulated processor perhaps: everybody is given more of it from then on, and the work is
+judged again.
 
 Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
 knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
@@ -45,8 +47,18 @@ PREPARE_TIMEOUT_S = 60.0
 """For a world to be made ready."""
 GRACE_S = 600.0
 """How much longer than its runs a world may live."""
+PACES = (1.0, 4.0, 16.0)
+"""How many times a task's own time it may take, from the machine that it was made on to the slowest there is."""
 SOUND_TASKS = 4096
 """Tasks that are remembered to run in an untouched world."""
+
+
+class _TooSlow(Exception):
+    """Not even a world that nobody has touched got through its tests in time."""
+
+    def __init__(self, trouble: SandboxError) -> None:
+        super().__init__(str(trouble))
+        self.trouble = trouble
 
 
 class HiddenTestGrader:
@@ -74,6 +86,8 @@ class HiddenTestGrader:
         self._rng = rng or random.SystemRandom()
         self._artefact_limit_bytes = artefact_limit_bytes
         self._sound: OrderedDict[str, None] = OrderedDict()
+        self._pace = 0
+        """Of ``PACES``: machines become no faster."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
@@ -87,8 +101,19 @@ class HiddenTestGrader:
         Raises :class:`~etude.errors.SandboxError` for trouble of ours, also for a task that cannot be graded, and
         :class:`~etude.errors.ConfigError` for an image that is gone.
         """
+        while True:
+            pace, checks = self._pace, _test_checks(task)
+            paced = replace(task, checks=replace(checks, timeout_s=checks.timeout_s * PACES[pace]))
+            try:
+                return await self._grade(paced, sandbox, submitted=float(result.reason == SUBMITTED))
+            except _TooSlow as slow:
+                if pace + 1 == len(PACES):
+                    raise slow.trouble from None
+                self._pace = max(self._pace, pace + 1)
+
+    async def _grade(self, task: Task, sandbox: Sandbox, *, submitted: float) -> Reward:
+        """The reward, if machines are as fast as the task takes them to be. Raises :class:`_TooSlow`."""
         checks = _test_checks(task)
-        submitted = float(result.reason == SUBMITTED)
         async with self._untouched(task) as base:
             papers = Papers(await _sources(base, checks), checks.must_pass, self._rng)
             if not papers.guarded and not checks.probes:
@@ -139,7 +164,8 @@ class HiddenTestGrader:
     async def _check_sound(self, task: Task, *, has_time: bool) -> None:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
 
-        Asked once per task; without ``has_time`` always, since a machine may be too busy now.
+        :class:`_TooSlow` if they may, given more time. Asked once per task; without ``has_time`` always, since a
+        machine may be too busy now.
         """
         if has_time and task.task_id in self._sound:
             return
@@ -149,11 +175,12 @@ class HiddenTestGrader:
         others = checks.must_pass[checks.about :]
         in_time = report.ended and not report.result.timed_out
         if not (report.started and in_time and (not others or report.passed.intersection(others))):
-            raise SandboxError(
+            trouble = SandboxError(
                 f"the hidden tests of task {task.task_id} ({task.template}) do not run in a world that nobody has "
                 f"touched (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
                 f"set it aside\n{report.tail}"
             )
+            raise _TooSlow(trouble) if report.result.timed_out else trouble
         self._sound[task.task_id] = None
         if len(self._sound) > SOUND_TASKS:
             self._sound.popitem(last=False)

@@ -168,6 +168,21 @@ def test_a_broken_task_is_our_fault(bench: Bench, changes: dict[str, object], me
         bench.grade({}, task=with_checks(**changes))
 
 
+def test_right_work_on_a_slow_machine_is_given_more_time(bench: Bench) -> None:
+    slow = with_checks(timeout_s=0.2)  # pytest takes longer to start, and not sixteen times as long
+    assert bench.grade({"pkg/half.py": RIGHT}, task=slow).value == 1.0
+
+
+def test_a_machine_that_is_far_too_slow_is_our_fault(bench: Bench) -> None:
+    with pytest.raises(SandboxError, match="do not run in a world"):
+        bench.grade({"pkg/half.py": RIGHT}, task=with_checks(timeout_s=0.002))
+
+
+def test_work_that_hangs_is_the_agents_fault(bench: Bench) -> None:
+    hangs = "import time\n\ndef half(n):\n    time.sleep(600)\n\ndef one():\n    return 1\n"
+    assert bench.grade({"pkg/half.py": hangs}, task=with_checks(timeout_s=2.0)).value == 0.0
+
+
 def test_services_need_a_provider_that_has_them(bench: Bench) -> None:
     world = World(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
     with pytest.raises(Unsupported, match="ServicedSandboxes"):
