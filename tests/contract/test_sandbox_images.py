@@ -173,6 +173,21 @@ def test_forks_have_the_same_files_and_are_independent(stage: Stage) -> None:
     assert with_forks(stage, change, 2, BEGIN) == [same, same, "fork 0", "fork 1", "first"]
 
 
+def test_a_sandbox_is_forked_again_and_again_as_it_goes_on(stage: Stage) -> None:
+    async def go_on(sandbox: Sandbox, forks: Sequence[Sandbox]) -> list[str]:
+        seen = [await output(forks[0], "print(open('a').read())")]
+        for number in range(3):
+            await output(sandbox, f"open('a', 'w').write('{number}')")
+            (fork,) = await sandbox.fork()
+            try:
+                seen.append(await output(fork, "print(open('a').read())"))
+            finally:
+                await fork.close()
+        return seen
+
+    assert with_forks(stage, go_on, 1, "open('a', 'w').write('begin')") == ["begin\n", "0\n", "1\n", "2\n"]
+
+
 def test_a_fork_outlives_its_original_and_can_be_forked(stage: Stage) -> None:
     async def outlive(sandbox: Sandbox, forks: Sequence[Sandbox]) -> str | None:
         await sandbox.close()

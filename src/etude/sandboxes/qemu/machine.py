@@ -196,7 +196,10 @@ class Machine:
             raise SandboxError(f"{error}{self._last_words()}") from error
 
     async def _split_disk(self, folder: Path, *, keep: bool) -> Disks:
-        """Make what was written so far read-only and move it to ``folder``; if need be, go on in a new file."""
+        """Make what was written so far read-only and bring it to ``folder``; if need be, go on in a new file.
+
+        A machine that goes on finds it at its old place as well: QEMU looks there again at the next snapshot.
+        """
         top = self.disks.upper[-1]
         kept = folder / top.name
         if keep:
@@ -208,7 +211,9 @@ class Machine:
             below = f"disk{UPPER}" if self._tops == 1 else f"top{self._tops - 1}"
             await self._ask("blockdev-snapshot", node=below, overlay=name)
             self.disks = replace(self.disks, upper=(*self.disks.upper[:-1], kept, fresh))
-        top.rename(kept)  # it stays open where it is in use
+            kept.hardlink_to(top)
+        else:
+            top.rename(kept)
         return replace(self.disks, upper=(*self.disks.upper[:-2], kept) if keep else (*self.disks.upper[:-1], kept))
 
     async def _start(self, program: str, boot: Boot | None, state: int | None, link: Link) -> None:
