@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from etude.cli.words import SANDBOXES, USER_ERROR, Commands
-from etude.config.recipe import load_recipe
+from etude.config.recipe import is_recipe, load_recipe
 from etude.config.tasks import SandboxConfig
 from etude.errors import ConfigError
 
@@ -123,7 +123,7 @@ def _ls(options: argparse.Namespace) -> int:
     from etude.run.reading import task_lines
 
     source: Path = options.source
-    if source.suffix == ".toml" or (source / "run.toml").is_file():
+    if is_recipe(source):
         lines = list(task_lines(load_recipe(source), options.split, options.count))
     else:
         lines = folder_lines(source, options.split, options.count)

@@ -156,6 +156,11 @@ class RunConfig(Section):
         return self
 
 
+def is_recipe(path: Path) -> bool:
+    """Whether a path is that of a recipe: a TOML file, or a folder with ``run.toml``."""
+    return path.suffix == ".toml" or (path / "run.toml").is_file()
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
 

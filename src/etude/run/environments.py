@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.config.recipe import load_recipe
+from etude.config.recipe import is_recipe, load_recipe
 from etude.config.tasks import SandboxConfig
 from etude.environments.fidelity import audit, render, to_json
 from etude.environments.fidelity_probes import diff, probe, render_diff
@@ -41,7 +41,6 @@ from etude.sandboxes.images import ImageStore
 from etude.sandboxes.remote_server import Permissions, SandboxServer
 from etude.types import Split
 
-RECIPE = "run.toml"
 SOLVE = """#!/bin/bash
 cp -r "$(dirname "$0")/files/." .
 """
@@ -99,7 +98,7 @@ def export_tasks(source: Path, out: Path, split: str, count: int) -> bool:
 
     A task built from a repository brings its answer as ``solution/``.
     """
-    if source.suffix == ".toml" or (source / RECIPE).is_file():
+    if is_recipe(source):
         config = load_recipe(source)
         family, images = open_family(config), image_store(config.sandboxes, config.tasks)
         tasks = [family.task(Split(split), index) for index in range(count)]
