@@ -4,6 +4,7 @@ weight store ──pull, verify, prepare (a thread)──▶ swap between two st
 """
 
 import asyncio
+import logging
 import os
 import time
 from contextlib import closing
@@ -13,6 +14,7 @@ import torch
 from etude.config.recipe import RunConfig
 from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
+from etude.errors import InfrastructureError
 from etude.models.checkpoint import load_spec
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
@@ -30,29 +32,48 @@ LOOK_S = 1.0
 STATS_S = 1.0
 """How often the load is reported."""
 
+logger = logging.getLogger(__name__)
+
 
 async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLog) -> None:
     """Swap every new version into ``engine``, for ever.
 
     consumes: commit records; produces: swaps; waits for: the record after the one served; woken by: its own polling;
-    on shutdown: cancelled between two polls.
+    on shutdown: cancelled between two polls. While the store is out of reach the engine serves what it has: admission
+    counts the version that is served, so the bound of staleness holds and the run slows down by itself.
     """
-    looked_s = time.monotonic()
+    away = False
     while True:
-        if follower.log.read(engine.weights.version + 1) is None:
-            await asyncio.sleep(POLL_S)
-            if time.monotonic() - looked_s < LOOK_S:
-                continue
-            looked_s = time.monotonic()
+        try:
+            await _move_on(follower, engine, events)
+            away = False
+        except InfrastructureError as error:
+            if not away:
+                logger.warning("weight version %d is served on until the store answers: %s", _version(engine), error)
+            away = True
+            await asyncio.sleep(LOOK_S)
+
+
+async def _move_on(follower: WeightFollower, engine: NativeEngine, events: EventLog) -> None:
+    """Wait for the next version as long as it pays to look for that one only, then swap in the newest there is."""
+    looked_s = time.monotonic()
+    while await asyncio.to_thread(follower.log.read, _version(engine) + 1) is None:
+        await asyncio.sleep(POLL_S)
+        if time.monotonic() - looked_s >= LOOK_S:
             await asyncio.to_thread(follower.prefetch)
-            if follower.log.latest(after=engine.weights.version) == engine.weights.version:
-                continue
-        started_s = time.perf_counter()
-        weights, scatters = await asyncio.to_thread(follower.stage)
-        stage_s = time.perf_counter() - started_s
-        pause_s = await follower.swap_into(engine, weights, scatters)
-        await asyncio.to_thread(follower.settle)
-        events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
+            if await asyncio.to_thread(follower.log.latest, after=_version(engine)) == _version(engine):
+                return
+            break
+    started_s = time.perf_counter()
+    weights, scatters = await asyncio.to_thread(follower.stage)
+    stage_s = time.perf_counter() - started_s
+    pause_s = await follower.swap_into(engine, weights, scatters)
+    await asyncio.to_thread(follower.settle)
+    events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
+
+
+def _version(engine: NativeEngine) -> int:
+    return engine.weights.version
 
 
 async def report_load(engine: NativeEngine, events: EventLog) -> None:

@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, final
@@ -20,12 +21,12 @@ from torch import Tensor
 from etude.config.inference import NumericsConfig
 from etude.engines.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.engines.native import NativeEngine, Weights
-from etude.errors import DamagedError
+from etude.errors import DamagedError, InfrastructureError
 from etude.models.spec import ModelSpec
 from etude.run.numerics import load_published, serving_model
 from etude.run.states import to_tensors
 from etude.weights.log import WeightLog
-from etude.weights.pull import Receiver
+from etude.weights.pull import Arrival, Receiver
 from etude.weights.replica import ChangedNumbers, PulledWeights
 
 PROOF_EVERY = 16
@@ -115,10 +116,10 @@ class WeightFollower:
         """Fetch the newest version and prepare it; nothing that serves is touched.
 
         Returns what shall serve and what has to be written into it in the pause, which is nothing when there is a
-        spare. To be swapped in before the next call.
+        spare. To be swapped in before the next call. After an :class:`~etude.errors.InfrastructureError` of the store
+        the next call goes on from there.
         """
-        arrival = self._receiver.advance()
-        self._renew_lease()
+        arrival = self._advance()
         pulled = self._receiver.weights()
         dense = self._receiver.changed_share(arrival) * RELOAD_SHARE > 1
         changed = None if dense else self._receiver.changed(arrival)
@@ -153,6 +154,20 @@ class WeightFollower:
         """Let go of the log."""
         self._lease.release()
         self._receiver.close()
+
+    def _advance(self) -> Arrival:
+        """Move the copy on the host. Of a journey that broke off nobody knows what it changed: all is loaded then."""
+        before = self._receiver.version
+        try:
+            arrival = self._receiver.advance()
+        except InfrastructureError:
+            if self._receiver.version != before:
+                for resident in self._residents:
+                    resident.fall_behind(None)
+            raise
+        with suppress(InfrastructureError):  # what arrived must not be lost over it; the next call tries again
+            self._renew_lease()
+        return arrival
 
     def _renew_lease(self) -> None:
         now_s = time.monotonic()

@@ -39,7 +39,7 @@ from etude.weights.state import State
 ANCHOR = "-anchor"
 """What the packs of an anchor are gathered for, after those of the version itself."""
 MOST_FOLLOW_UPS = 4
-"""Commits whose merged links are still unwritten; beyond this the shortest links are skipped: long ones save more."""
+"""Commits whose merged links are being written; beyond this the shortest links wait: long ones save more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,7 @@ class Publisher:
         self._uploaders = ThreadPoolExecutor(self._options.uploads, "upload")
         self._follow_ups = ThreadPoolExecutor(1, "compact")
         self._pending: list[Future[None]] = []
+        self._owed: list[int] = []
         self._failed: list[BaseException] = []
 
     def __enter__(self) -> Self:
@@ -154,6 +155,7 @@ class Publisher:
     def settle(self) -> None:
         """Wait for everything under way, links and anchors included; raises what went wrong with those."""
         self._in_order.submit(lambda: None).result()
+        self._compact(len(self._owed))
         pending, self._pending = self._pending, []
         wait(pending)
         failed, self._failed = [*self._failed, *filter(None, (one.exception() for one in pending))], []
@@ -311,14 +313,23 @@ class Publisher:
         self._failed = [*self._failed, *filter(None, (one.exception() for one in done))][:MOST_FOLLOW_UPS]
         self._pending = [future for future in self._pending if not future.done()]
         links = ladder(record.version) if self._options.compact and self._rank.index == 0 else []
-        if len(links) > 1 or (links and len(self._pending) < MOST_FOLLOW_UPS):
-            self._pending.append(self._follow_ups.submit(self._compactor.after, record.version))
+        is_long = len(links) > 1
+        if is_long:
+            self._owed.clear()  # readers pass the short ones by
+        if links:
+            self._owed.append(record.version)
+        self._compact(max(MOST_FOLLOW_UPS - len(self._pending), int(is_long)))
         every = self._options.anchor_every
         if every and record.base is not None and needs_anchor(record.version, every):
             try:
                 self._write_anchor(record)  # at once, so that all ranks do it at the same point
             except EtudeError as error:
                 self._failed.append(error)
+
+    def _compact(self, most: int) -> None:
+        """Begin to write the merged links of so many versions that still have none."""
+        due, self._owed = self._owed[: max(most, 0)], self._owed[max(most, 0) :]
+        self._pending += [self._follow_ups.submit(self._compactor.after, version) for version in due]
 
     def _write_anchor(self, record: WeightVersion) -> None:
         """Store this rank's share whole; rank 0 links all of them."""

@@ -1,6 +1,7 @@
 """An engine that follows a log holds every version bit for bit, however little or much changed."""
 
 import asyncio
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
+from etude.errors import InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
@@ -16,7 +18,8 @@ from etude.run.numerics import published_state, training_model
 from etude.run.states import to_stored
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
-from etude.weights.publish import Publisher
+from etude.weights.publish import Publisher, PublishOptions
+from etude.weights.records import pack_key
 from etude.weights.store import ObjectStore
 
 SPARSE, DENSE = 0.01, 0.9
@@ -79,6 +82,33 @@ def test_versions_that_were_skipped_are_caught_up_with() -> None:
             if version % 3 == 0:
                 asyncio.run(follower.swap_into(engine, *follower.stage()))
                 assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+        follower.close()
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(tmp_path: Path, spare: bool) -> None:
+    trained = Decoder(TINY)
+    trained.initialise(0)
+    log = WeightLog(ObjectStore(str(tmp_path)))
+    with Publisher(log, PublishOptions(compact=False, anchor_every=0)) as publisher:
+        publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
+        follower = WeightFollower(log, serving(torch.float32, spare=spare))
+        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        for version in (1, 2):
+            train(trained, SPARSE, version)
+            record = publisher.publish(to_stored(state_of(trained)), version=version, step=version).result()
+        place = tmp_path / pack_key(record.packs[0].digest)
+        data = place.read_bytes()
+        place.unlink()
+        place.symlink_to(place)  # cannot be read, and is not missing
+        with pytest.raises(InfrastructureError):
+            follower.stage()
+        assert engine.weights.version == 0
+        place.unlink()
+        place.write_bytes(data)
+        asyncio.run(follower.swap_into(engine, *follower.stage()))
+        assert engine.weights.version == 2
+        assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(to_stored(state_of(trained)))
         follower.close()
 
 
