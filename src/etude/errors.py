@@ -18,6 +18,7 @@
         ├── CaptureError        an engine's record of what it did is missing or does not fit
         ├── LedgerUnavailable   the ledger stayed out of reach (defined there)
         ├── SessionLost         the gateway no longer knows a session (it restarted)
+        ├── JudgeUnavailable    no judgement could be had in time, or for what it may cost
         └── SandboxError        a sandbox could not start or died under a command
             ├── Unsupported     its provider does not claim to be capable of that
             └── SandboxesBusy   a pool has as many waiting as it takes (defined there, with when to come back)
@@ -92,6 +93,10 @@ class CaptureError(InfrastructureError):
 
 class SessionLost(InfrastructureError):
     """The gateway no longer knows this session."""
+
+
+class JudgeUnavailable(InfrastructureError):
+    """No judgement can be had: the judge is down or late, or what it may cost is spent. It is never a zero."""
 
 
 class SandboxError(InfrastructureError):

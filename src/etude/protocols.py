@@ -5,12 +5,12 @@ Stages import these, never each other; ``run/`` picks one leaf per protocol and 
 
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from etude.types import Finish, Floats, Ids, KeptSets, Routes, Split, Task, TokenIds, Turn
+from etude.types import Finish, Floats, Hint, Ids, KeptSets, Routes, Split, Task, TokenIds, Turn
 from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 
@@ -259,6 +259,10 @@ class HarnessResult:
     """Why it stopped: ``submit``, ``turns``, ``length``, ``context``; an external command's ``timeout``, ``exit N``."""
     counts: Mapping[str, int]
     """What the agent did: tool name → calls; ``malformed`` counts the unreadable ones."""
+    answer: str = ""
+    """Its last words, where the task asks for some."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """What the harness measured beside: recorded with the parts of the reward, and no part of it."""
 
 
 class Harness(Protocol):
@@ -282,4 +286,24 @@ class Grader(Protocol):
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """Grade a finished rollout. Infrastructure trouble raises; bad work is a low reward."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appraisal:
+    """What a finished rollout is worth, all considered, and what can be learnt from its single turns."""
+
+    reward: Reward
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, or none at all."""
+    hints: tuple[Hint, ...] = ()
+    masked: str = ""
+    """Why it must not be trained on, though graded; empty: it may be."""
+
+
+class Appraiser(Protocol):
+    """Looks at a whole rollout after it was graded: what was said in it is known by then."""
+
+    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+        """Infrastructure trouble raises: then the rollout is tried again, and is never worth zero for it."""
         ...

@@ -160,7 +160,20 @@ class QueryChecks:
             raise ValueError(f"the task about {self.path!r} asks its database nothing: it could not be graded")
 
 
-Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerChecks:
+    """How a task is graded: the agent's last words are compared with the right ones, white space aside."""
+
+    answer: str
+    facts: tuple[str, ...] = ()
+    """Pieces of the material that the answer takes, as they stand there: what a good summary keeps."""
+
+    def __post_init__(self) -> None:
+        if not self.answer.split():
+            raise ValueError("the right answer of a task has no word: nothing could be compared with it")
+
+
+Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks
 """How a task is graded."""
 
 
@@ -212,6 +225,15 @@ class Finish(StrEnum):
     """It sampled its end-of-turn token, which is the last of ``completion_ids``."""
     LENGTH = "length"
     """It was cut: it ran out of its token allowance, or its caller wanted no more."""
+
+
+class TurnKind(StrEnum):
+    """What a turn was asked for."""
+
+    ACT = "act"
+    """The next thing to say or do."""
+    SUMMARY = "summary"
+    """What shall be left of the context when it starts anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +333,8 @@ class Turn:
     finish: Finish
     temperature: float = 1.0
     """What the logits were divided by; 0 is greedy."""
+    kind: TurnKind = TurnKind.ACT
+    """What it was asked for, as far as its harness said so."""
     routes: Routes | None = None
     """[P + C − 1, layers, k] of every token that was read: all but the last one sampled."""
     kept: KeptSets | None = None
@@ -381,6 +405,31 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """What somebody would have told the model just before one of its turns."""
+
+    turn: int
+    """Index of the turn in its rollout."""
+    text: str
+    source: str
+    """Who says so: the name of a rule, or of a judge."""
+
+    def __post_init__(self) -> None:
+        if self.turn < 0 or not self.text:
+            raise ValueError(f"hint {self.text!r} for turn {self.turn}: expected some text and a turn from 0 on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """Where a rollout left another one of its group: the turns before are the same ones, sampled once."""
+
+    rollout_id: str
+    """The one that sampled them."""
+    turns: int
+    """How many they share: all of them, where that one ended before it came to branch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
 
@@ -403,6 +452,12 @@ class Rollout:
     seconds: float = 0.0
     verdict: Verdict | None = None
     """What was made of it; ``None`` where nobody looked for cheating. ``reward`` is the verdict's."""
+    turn_rewards: tuple[float, ...] = ()
+    """What each turn earned by itself, beside ``reward``; empty where turns are not rewarded."""
+    hints: tuple[Hint, ...] = ()
+    """At most one for each turn."""
+    branch: Branch | None = None
+    """``None`` where it was sampled from its beginning."""
 
     @property
     def is_quarantined(self) -> bool:
@@ -414,6 +469,14 @@ class Rollout:
             raise ValueError(f"rollout {self.rollout_id}: status {self.status} with reward {self.reward!r}")
         if self.status is RolloutStatus.GRADED and not self.turns:
             raise ValueError(f"rollout {self.rollout_id} is graded but has no turn")
+        turns = len(self.turns)
+        if self.turn_rewards and len(self.turn_rewards) != turns:
+            raise ValueError(f"rollout {self.rollout_id}: {len(self.turn_rewards)} turn rewards for {turns} turns")
+        beyond = [hint.turn for hint in self.hints if hint.turn >= turns]
+        if beyond or len({hint.turn for hint in self.hints}) < len(self.hints):
+            raise ValueError(f"rollout {self.rollout_id} of {turns} turns has two hints for a turn, or for one beyond")
+        if self.branch is not None and not 0 < self.branch.turns <= turns:
+            raise ValueError(f"rollout {self.rollout_id} of {turns} turns shares {self.branch.turns} with another one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

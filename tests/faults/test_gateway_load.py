@@ -35,10 +35,10 @@ from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_secret
 from etude.gateway.recorder import Recorder
 from etude.gateway.standing import EngineEntry
+from etude.ledger.turns import decode_turns
 from etude.run.endpoints import probe_port
 from etude.run.gateway_parts import Plan, Running, running
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.turns import decode_turns
 from etude.types import Turn
 
 SECONDS = 60.0 if os.environ.get("ETUDE_LONG") else 10.0

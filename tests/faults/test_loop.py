@@ -23,7 +23,7 @@ from etude.ledger.states import quorum
 from etude.run.folder import RunFolder
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
-from etude.telemetry.events import ProcessStarted, StepDone
+from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.verify import verify
@@ -85,6 +85,23 @@ def running(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def seat(folder: RunFolder, number: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "etude", "rollouts", "--run", str(folder.path), "--seat", str(number)]
+    return subprocess.Popen(command)
+
+
+def graded_by(folder: RunFolder, writer: str) -> int:
+    logged = EventReader(folder.events).new()
+    return sum(one.process == writer and isinstance(one.event, RolloutClosed) for one in logged)
+
+
+def wait_for_rollouts_of(folder: RunFolder, writer: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not graded_by(folder, writer):
+        assert time.monotonic() < deadline_s, f"{writer} has done nothing: {read_logs(folder)}"
+        time.sleep(0.05)
 
 
 def steps_done(folder: RunFolder) -> int:
@@ -152,6 +169,19 @@ def test_the_run_survives_the_death_of(process: str, number: signal.Signals, fol
     assert run.returncode == 0, output + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
     assert report(folder)["restarts"] == 1
+
+
+def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
+    with running(folder) as run:
+        wait_for_step(folder, 1)
+        helpers = [seat(folder, 1), seat(folder, 2)]
+        wait_for_rollouts_of(folder, "rollouts-1")
+        helpers[0].kill()
+        output, _ = run.communicate(timeout=DEADLINE_S)
+        last = helpers[1].wait(30)
+    assert (run.returncode, last) == (0, 0), output + read_logs(folder)
+    check_nothing_lost_or_doubled(folder)
+    assert graded_by(folder, "rollouts") > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -4,7 +4,7 @@ Everything happens in one group of processes, because starting it takes longer t
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from etude.config.hints import HintsConfig
 from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.decoder import Decoder
@@ -23,6 +24,7 @@ from etude.run.crew import Crew
 from etude.run.numerics import published_state
 from etude.run.states import to_stored
 from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.distillation import NO_COURSE, Course, Lesson
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
 from etude.trainer.parallel import Grid, parallelise, whole_model
@@ -50,6 +52,8 @@ CASES = [
     *[("dense", "cp", "adamw"), ("dense", "dp", "muon")],
 ]
 LOSSES = {"default": LossConfig(), "whole sequences": LossConfig(kind="gspo")}
+HINTS = {"full": HintsConfig(weight=3.0), "sampled": HintsConfig(weight=3.0, estimator="sampled")}
+"""One of them with each loss."""
 FORMATS = {
     "float32": NumericsConfig(replay="off"),
     "bfloat16": NumericsConfig(replay="off", dtype="bfloat16"),
@@ -158,7 +162,11 @@ def some_loss(model: Decoder) -> torch.Tensor:
 
 def make_policy(model: Decoder, loss: LossConfig, grid: Grid | None) -> PolicyTrainer:
     context = None if grid is None else grid.context
-    return PolicyTrainer(make_optimisation(model, "adamw"), loss, NumericsConfig(replay="completion"), context)
+    hints = HINTS["full" if loss.kind == "policy_gradient" else "sampled"]
+    return PolicyTrainer(make_optimisation(model, "adamw"), loss, NumericsConfig(replay="completion"), context, hints)
+
+
+PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "advantages")
 
 
 def make_trajectories() -> list[Trajectory]:
@@ -190,7 +198,9 @@ def make_trajectories() -> list[Trajectory]:
 
 
 def crews(rank: int, folder: Path) -> None:
-    """Write what a crew of four measured in three steps, the second one from a checkpoint, and the weights then."""
+    """Write what a crew of four measured in four steps, the second one from a checkpoint, the last one with lessons,
+    and the weights then.
+    """
     for name, loss in LOSSES.items():
         grid = make_grid("dp cp ep")
         policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
@@ -204,11 +214,25 @@ def crews(rank: int, folder: Path) -> None:
         (folder / f"crew {name}.json").write_text(json.dumps(measured))
 
 
+def make_course(batch: list[Trajectory], shares: int) -> Course:
+    """The teacher reads four tokens more, so that other ranks have its tokens."""
+    lessons = []
+    for student in batch:
+        arrays: dict[str, Any] = {
+            name: np.insert(getattr(student, name), [0] * 4, getattr(student, name)[0]) for name in PER_TOKEN
+        }
+        teacher = replace(student, **arrays, routes=None, kept=None, turn_starts=(student.turn_starts[0] + 4,))
+        lessons.append(Lesson(student=student, teacher=teacher))
+    lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
+    dealt = pack(lengths, max_tokens=40, ranks=shares, cost=Cost(per_token=1.0, per_pair=0.1))
+    return Course(lessons=tuple(lessons), shares=tuple(map(tuple, dealt)), sampled_tokens=50)
+
+
 def crew_steps(crew: Crew) -> list[dict[str, float]]:
-    def step(number: int, batch: list[Trajectory]) -> dict[str, float]:
+    def step(number: int, batch: list[Trajectory], course: Course = NO_COURSE) -> dict[str, float]:
         lengths = [len(trajectory.token_ids) for trajectory in batch]
         shares = pack(lengths, max_tokens=30, ranks=crew.shares, cost=Cost(per_token=1.0, per_pair=0.1))
-        return asdict(crew.step(number, batch, shares))
+        return asdict(crew.step(number, batch, shares, course=course))
 
     batch = make_trajectories()
     first = step(1, batch)
@@ -216,7 +240,8 @@ def crew_steps(crew: Crew) -> list[dict[str, float]]:
     crew.save(1)
     step(2, batch)
     crew.restore(crew.saved)
-    return [first, step(2, batch), step(3, batch[:1])]  # of a lone trajectory most ranks have nothing
+    lone = step(3, batch[:1])  # of a lone trajectory most ranks have nothing
+    return [first, step(2, batch), lone, step(4, batch, make_course(batch, crew.shares))]
 
 
 def everything(rank: int, folder: Path) -> None:
@@ -281,6 +306,7 @@ def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: st
     measured = json.loads((folder / f"crew {name}.json").read_text())
     assert min(step["grad_norm"] for step in expected[:2]) > 0.01
     assert expected[0]["flipped_pairs"] > 0
+    assert abs(expected[3]["hint_nats"]) > 0.01
     for found, step in zip(measured, expected, strict=True):
         assert found == pytest.approx(step, abs=TOLERANCE)
     weights = load_file(folder / f"crew {name}.safetensors")

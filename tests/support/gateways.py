@@ -21,11 +21,11 @@ from etude.gateway.recorder import Recorder
 from etude.gateway.sessions import SessionLimits
 from etude.gateway.standing import EngineEntry
 from etude.ledger.payloads import Payloads
+from etude.ledger.turns import decode_turns
 from etude.protocols import Engine
 from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.turns import decode_turns
 from etude.types import Json, RouteSpace, Turn
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
@@ -137,6 +137,7 @@ class Setting:
     access_log: Path | None = None
     budget: Limits = field(default_factory=Limits)
     port: int = 0
+    max_length: int = MAX_LENGTH
 
 
 def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 0.0) -> FakeEngine:
@@ -151,7 +152,7 @@ def key_of(key_id: str, secret: str, scope: Scope, limits: Limits | None = None)
 async def gateway(setting: Setting) -> AsyncIterator[Caller]:
     plan = Plan(
         chat=template(),
-        max_length=MAX_LENGTH,
+        max_length=setting.max_length,
         recorder=Recorder(Payloads(Path("/nowhere")), setting.space),
         engines=(EngineEntry(name="one", url="http://fake"),),
         keys=(

@@ -32,6 +32,27 @@ def test_a_shipped_recipe_resolves(recipe: str, capsys: pytest.CaptureFixture[st
     assert load_recipe(resolved) == load_recipe(RECIPES / recipe, ["seed=7"])
 
 
+def test_a_dry_run_says_what_the_reward_can_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(RECIPES / "tab"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "# reward: from -0." in said
+    assert "#   rejected: -0.5 to 0, -0.5 × grader.wrong, version 1" in said
+    assert main(["run", str(QUICKSTART), "--dry-run"]) == 0
+    assert "# reward" not in capsys.readouterr().out
+
+
+def test_a_behaviour_of_another_version_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = (RECIPES / "tab" / "run.toml").read_text()
+    old = 'source = "behaviour.sampled_tokens"\nversion = 1'
+    assert old in recipe
+    (tmp_path / "run.toml").write_text(recipe.replace(old, old.replace("= 1", "= 7")))
+    said = fail(capsys, "run", tmp_path, "--out", tmp_path / "out")
+    assert "'tokens' was written for version 7 of 'behaviour.sampled_tokens', which is 1 here" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'recipes/nowhere'" in fail(capsys, "run", "recipes/nowhere")
 

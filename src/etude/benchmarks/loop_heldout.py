@@ -7,11 +7,14 @@ runs are over. A rate of a few hundred tasks is some points off, and the first v
 would win; so a curve is the rising function that is closest to what was measured.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from etude.benchmarks.loop_contestants import Course
-from etude.run.evaluate import evaluate_version
+from etude.dashboard.evaluation import Try
+from etude.run.evaluate import Wanted, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json
 
@@ -88,12 +91,16 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def _measured(folder: RunFolder, version: int, tasks: int, *, step: int, seconds: float) -> Point:
-    found = evaluate_version(folder, version=version, tasks=tasks)
-    rates = {name: value for name, value in found.items() if isinstance(value, float)}
+    evaluation = evaluate(folder, Wanted(version=version, tasks=tasks))
+    sampled, greedy = (_rewards(evaluation.tries[way]) for way in ("sampled", "greedy"))
     return Point(
         step=step,
         seconds=seconds,
-        passed=rates["sampled_pass"],
-        stderr=rates["sampled_stderr"],
-        greedy=rates["greedy_pass"],
+        passed=fmean(sampled),
+        stderr=stdev(sampled) / math.sqrt(len(sampled)),
+        greedy=fmean(greedy),
     )
+
+
+def _rewards(passes: Sequence[Sequence[Try | None]]) -> list[float]:
+    return [attempt.reward for tries in passes for attempt in tries if attempt is not None]

@@ -11,7 +11,6 @@ tasks of these very models, and over seeds. Run folders are kept, and a call goe
 """
 
 import math
-import shutil
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.benchmarks.loop_runs import run_midtraining
+from etude.benchmarks.loop_runs import begin_from, run_midtraining
 from etude.benchmarks.quantised import WAYS, paired
 from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import build_report, figure
@@ -100,7 +99,7 @@ def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[s
     config = load_recipe(recipe, [*overrides, f"seed={seed}", f"rollouts.max_staleness={bound}"])
     path = out / f"s{seed}-staleness{bound}"
     begun = path.exists()
-    folder = RunFolder.open(path) if begun else _prepared(path, config, _midtrained(out, config, seed))
+    folder = RunFolder.open(path) if begun else begin_from(_midtrained(out, config, seed), path, config)
     if not folder.report_json.exists():
         run_local(folder, resumed=begun, out=sys.stderr)
     return _read(folder, config, seed, bound)
@@ -110,17 +109,6 @@ def _midtrained(out: Path, config: RunConfig, seed: int) -> RunFolder:
     """The run folder with the start of both trials of a seed."""
     path = out / f"s{seed}-start"
     return run_midtraining(RunFolder.open(path) if path.exists() else RunFolder.create(path, config))
-
-
-def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:
-    """A new run that begins where ``start`` ended."""
-    partial = path.with_name(f".{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    folder = RunFolder.create(partial, config)
-    shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store)
-    partial.rename(path)
-    return RunFolder.open(path)
 
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:

@@ -17,6 +17,7 @@ from typing import Self, TypeAlias, final
 
 from etude.benchmarks import usage
 from etude.benchmarks.loop_contestants import Contestant, Course, LoopOptions, Mark, recipe
+from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
 from etude.errors import InfrastructureError
@@ -41,6 +42,17 @@ def run_midtraining(folder: RunFolder) -> RunFolder:
     if status != 0:
         raise InfrastructureError(f"mid-training of {folder.path} ended with status {status}: see above")
     return folder
+
+
+def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
+    """A new run in ``path`` whose version 0 is that of ``start``; there is no folder until it has all of it."""
+    partial = path.with_name(f".{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder = RunFolder.create(partial, config)
+    shutil.copytree(start.model, folder.model)
+    shutil.copytree(start.store, folder.store)
+    partial.rename(path)
+    return RunFolder.open(path)
 
 
 def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> Course:

@@ -2,9 +2,20 @@
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 from etude.cli.words import Commands, names
+from etude.types import Json
+
+Measured: TypeAlias = tuple[dict[str, Json], Callable[[dict[str, Json]], str]]
+"""A bench object, and how it is drawn for people."""
+TRIALS: Mapping[str, str] = MappingProxyType(
+    {"quantised": "quickstart", "hints": "quickstart", "summaries": "self-summary"}
+)
+"""Bench of whole runs → the recipe that it runs."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -24,6 +35,8 @@ def _add_bench(commands: Commands) -> None:
         ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
         ("numerics", "how far the trainer's logprobs are from the engine's, and what replay removes"),
         ("quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
+        ("hints", "how fast a bad habit goes by a hint on the turn that has it, against reward alone"),
+        ("summaries", "what RL learns with summaries, without training on them, without any, with room for all"),
         ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
         ("sandbox", "starting sandboxes, how many live, what they leave, beside bubblewrap, crun, podman and gVisor"),
         ("grading", "attacks on graders, and honest solutions: what is accepted"),
@@ -41,14 +54,17 @@ def _add_bench(commands: Commands) -> None:
     loop.add_argument("--seeds", type=int, default=3, help="of --quality: how many")
     parsers["weights"].add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
     parsers["engine"].add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
-    quantised = parsers["quantised"]
-    quantised.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="what is learnt")
-    quantised.add_argument("--out", type=Path, default=Path("runs/bench-quantised"), help="keeps the runs; goes on")
-    quantised.add_argument("--seeds", type=int, default=3, help="how many")
-    quantised.add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
-    quantised.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
-    )
+    for name, recipe in TRIALS.items():
+        trials = parsers[name]
+        trials.add_argument("--recipe", type=Path, default=Path("recipes") / recipe, help="what is learnt")
+        trials.add_argument("--out", type=Path, default=Path(f"runs/bench-{name}"), help="keeps the runs; goes on")
+        trials.add_argument("--seeds", type=int, default=3, help="how many")
+        trials.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override its recipe"
+        )
+    parsers["quantised"].add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
+    parsers["summaries"].add_argument("--contestants", metavar="A,B,…", help="only these arms (default: all)")
+    parsers["hints"].add_argument("--weight", type=float, default=1.0, help="of hints, beside reward (default: 1)")
     faults = parsers["faults"]
     faults.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
     faults.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")
@@ -62,6 +78,13 @@ def _add_bench(commands: Commands) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     """Measure and print."""
+    result, table = (_run_trials if options.name in TRIALS else _run_once)(options)
+    print(json.dumps(result, indent=2) if options.json else table(result))
+    return 0
+
+
+def _run_once(options: argparse.Namespace) -> Measured:
+    """A bench that measures all in one sitting."""
     match options.name:
         case "loop" if options.quality:
             from etude.benchmarks.loop_quality import bench_quality, table
@@ -113,19 +136,39 @@ def run_bench(options: argparse.Namespace) -> int:
             result = bench_faults(
                 fault_options(options.faults, seed=options.seed, out=options.out, quick=options.quick)
             )
+        case _:
+            from etude.benchmarks.sync import bench_sync, table
+
+            result = bench_sync()
+    return result, table
+
+
+def _run_trials(options: argparse.Namespace) -> Measured:
+    """A bench of whole runs, seed by seed, which are kept."""
+    seeds = range(options.seeds)
+    match options.name:
         case "quantised":
             from etude.benchmarks.quantised import FORMATS, bench_quantised, table
 
             result = bench_quantised(
                 options.recipe,
                 options.out,
-                seeds=range(options.seeds),
+                seeds=seeds,
                 formats=names(options.formats) or FORMATS,
                 overrides=options.set,
             )
-        case _:
-            from etude.benchmarks.sync import bench_sync, table
+        case "hints":
+            from etude.benchmarks.hints import bench_hints, table
 
-            result = bench_sync()
-    print(json.dumps(result, indent=2) if options.json else table(result))
-    return 0
+            result = bench_hints(options.recipe, options.out, seeds=seeds, weight=options.weight, overrides=options.set)
+        case _:
+            from etude.benchmarks.summaries import ARMS, bench_summaries, table
+
+            result = bench_summaries(
+                options.recipe,
+                options.out,
+                seeds=seeds,
+                arms=names(options.contestants) or ARMS,
+                overrides=options.set,
+            )
+    return result, table

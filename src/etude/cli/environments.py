@@ -120,7 +120,7 @@ def _check(options: argparse.Namespace) -> int:
 
 def _ls(options: argparse.Namespace) -> int:
     from etude.run.environments import folder_lines
-    from etude.run.reading import task_lines
+    from etude.run.listing import task_lines
 
     source: Path = options.source
     if is_recipe(source):

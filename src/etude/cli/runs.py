@@ -5,12 +5,14 @@ import json
 import sys
 from pathlib import Path
 
-from etude.cli.words import SANDBOXES, USER_ERROR, Commands
+from etude.cli.words import SANDBOXES, USER_ERROR, Commands, numbers
 from etude.config.recipe import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
 
 OF_NEW_RUNS = ("recipe", "seed", "out", "sandbox", "ledger")
 """Options of ``etude run`` that decide what a run is, and would have no effect on one that exists."""
+OF_LISTS = ("reward", "outcome", "reason", "version", "has_summary", "has_hint", "sort", "limit")
+"""Options of ``etude show`` that list rollouts."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -48,22 +50,60 @@ def _add_processes(commands: Commands) -> None:
     ):
         process = commands.add_parser(name, help=text)
         process.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run folder")
-        process.set_defaults(command=run_process, process=name)
+        if name == "rollouts":
+            process.add_argument(
+                "--seat", type=int, default=0, metavar="N", help="a further process beside seat 0: 1, 2, …"
+            )
+        process.set_defaults(command=run_process, process=name, seat=0)
 
 
 def _add_eval(commands: Commands) -> None:
-    evaluate = commands.add_parser("eval", help="measure a weight version of a finished run on the held-out tasks")
+    evaluate = commands.add_parser("eval", help="try a weight version of a run on the held-out tasks, or compare two")
     evaluate.add_argument("run", type=Path, help="the run folder")
     evaluate.add_argument("--version", type=int, help="weight version (default: the newest)")
+    evaluate.add_argument(
+        "--against", metavar="VERSION|RUN[:VERSION]", help="compare with another version, or one of another run"
+    )
     evaluate.add_argument("--tasks", type=int, help="number of held-out tasks (default: the recipe's)")
+    evaluate.add_argument("--passes", type=int, default=1, metavar="K", help="sampled tries of each task (default: 1)")
+    evaluate.add_argument("--k", metavar="K,…", help="of which pass@k is told (default: 1 and --passes)")
+    evaluate.add_argument("--no-greedy", action="store_true", help="sampled tries only")
+    evaluate.add_argument(
+        "--passes-above", type=float, default=0.0, metavar="X", help="a reward above this passes (default: 0)"
+    )
+    evaluate.add_argument(
+        "--prices",
+        type=float,
+        nargs=3,
+        metavar=("READ", "CACHED", "SAMPLED"),
+        help="of a million tokens: prompt tokens that are new, that an earlier turn had, sampled ones",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     evaluate.set_defaults(command=_eval)
 
 
 def _add_show(commands: Commands) -> None:
-    show = commands.add_parser("show", help="read the rollouts of a run")
+    show = commands.add_parser("show", help="read the rollouts of a run: what there is, a list, a group, one of them")
     show.add_argument("run", type=Path, help="the run folder")
-    show.add_argument("--group", type=int, help="group to show (default: the last complete one)")
-    show.add_argument("--purpose", default="train", help="train, or before-sampled, after-greedy, …")
+    which = show.add_mutually_exclusive_group()
+    which.add_argument("--group", type=int, metavar="N", help="the rollouts of a group, turn by turn")
+    which.add_argument("--rollout", metavar="ID", help="one rollout, by its id or the beginning of it")
+    show.add_argument("--slot", type=int, metavar="S", help="only this slot of the group")
+    show.add_argument("--tokens", action="store_true", help="every sampled token: logprob, mismatch, version, routes")
+    show.add_argument("--purpose", metavar="NAME", help="train (the default), or before-sampled, after-greedy, …")
+    show.add_argument("--reward", metavar="COMPARISON", help="list those with such a reward: '>=0.5', '<0', '=1'")
+    show.add_argument(
+        "--outcome", choices=("graded", "failed", "dropped", "quarantined"), help="list those that ended so"
+    )
+    show.add_argument("--reason", metavar="TEXT", help="list those whose end or verdict is due to that: 'submit'")
+    show.add_argument("--version", type=int, metavar="V", help="list those that this weight version had a part in")
+    show.add_argument("--has-summary", action="store_true", help="list those that summarised their context")
+    show.add_argument("--has-hint", action="store_true", help="list those with a hint")
+    show.add_argument(
+        "--sort", choices=("newest", "reward", "tokens", "turns", "staleness"), help="what is listed first"
+    )
+    show.add_argument("--limit", type=int, metavar="N", help="list so many (default: 20)")
+    show.add_argument("--json", action="store_true", help="one JSON object a line")
     show.set_defaults(command=_show)
 
 
@@ -80,6 +120,7 @@ def _add_doctor(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from etude.rewards.parts import describe
     from etude.run.folder import RunFolder
 
     if options.resume is not None:
@@ -95,8 +136,10 @@ def _run(options: argparse.Namespace) -> int:
         kind = [] if options.sandbox is None else [f"sandboxes.kind={options.sandbox}"]
         ledger = [] if options.ledger is None else [f"ledger.url={json.dumps(options.ledger)}"]
         config = load_recipe(options.recipe, [*options.set, *seed, *kind, *ledger])
+        about_reward = describe(config.reward)
         if options.dry_run:
             print(dump_toml(config), end="")
+            print("".join(f"# {line}\n" for line in about_reward), end="")
             return 0
         from etude.run.local import default_out
 
@@ -119,24 +162,70 @@ def run_process(options: argparse.Namespace) -> int:
     from etude.run import processes
     from etude.run.folder import RunFolder
 
-    processes.run_process(options.process, RunFolder.open(options.run))
+    if options.seat < 0:
+        raise ConfigError(f"--seat {options.seat}: the first process has seat 0, further ones 1, 2, …")
+    processes.run_process(options.process, RunFolder.open(options.run), options.seat)
     return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from etude.run.evaluate import evaluate_version
+    from etude.dashboard.evaluation import Measure, Prices
+    from etude.run.evaluate import Wanted
     from etude.run.folder import RunFolder
+    from etude.run.measuring import compare_runs, measure_run
 
-    result = evaluate_version(RunFolder.open(options.run), version=options.version, tasks=options.tasks)
-    print(json.dumps(result, indent=2))
+    folder = RunFolder.open(options.run)
+    wanted = Wanted(version=options.version, tasks=options.tasks, passes=options.passes, greedy=not options.no_greedy)
+    measure = Measure(
+        passes_above=options.passes_above,
+        ks=tuple(numbers("--k", options.k)) if options.k else tuple(sorted({1, options.passes})),
+        prices=options.prices and Prices(new=options.prices[0], cached=options.prices[1], sampled=options.prices[2]),
+    )
+    if options.against is None:
+        measure_run(folder, wanted, measure, as_json=options.json)
+    else:
+        compare_runs(folder, options.against, wanted, measure, as_json=options.json)
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
+    from etude.ledger.archive import Order, Outcome, Search
     from etude.run.folder import RunFolder
-    from etude.run.reading import group_lines
+    from etude.run.showing import Wish, parse_comparison, show
 
-    print("\n".join(group_lines(RunFolder.open(options.run), options.purpose, options.group)))
+    asked = [name for name in OF_LISTS if getattr(options, name) not in (None, False)]
+    reads = options.group is not None or options.rollout is not None
+    if reads and asked:
+        raise ConfigError(f"--{asked[0].replace('_', '-')} would have no effect: --group and --rollout say which")
+    if not reads and (options.tokens or options.slot is not None):
+        raise ConfigError(f"--{'tokens' if options.tokens else 'slot'} needs --group N or --rollout ID: of which?")
+    if options.rollout is not None and (options.slot is not None or options.purpose is not None):
+        raise ConfigError("--slot and --purpose would have no effect: --rollout says which")
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit}: expected 1 or more")
+    purpose = options.purpose or "train"
+    search = Search(
+        purpose=purpose,
+        reward=options.reward and parse_comparison(options.reward),
+        outcome=options.outcome and Outcome(options.outcome),
+        reason=options.reason or "",
+        version=options.version,
+        has_summary=options.has_summary,
+        has_hint=options.has_hint,
+        order=Order(options.sort or "newest"),
+        limit=options.limit or 20,
+    )
+    lists = bool(asked) or options.purpose is not None
+    wish = Wish(
+        search=search if lists else None,
+        group=options.group,
+        slot=options.slot,
+        purpose=purpose,
+        rollout=options.rollout,
+        tokens=options.tokens,
+        as_json=options.json,
+    )
+    show(RunFolder.open(options.run), wish)
     return 0
 
 

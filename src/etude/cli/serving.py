@@ -67,7 +67,7 @@ def _gateway(options: argparse.Namespace) -> int:
         ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, [])]
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --run: a run keeps its recipe")
-        return run_process(argparse.Namespace(process="gateway", run=options.run))
+        return run_process(argparse.Namespace(process="gateway", run=options.run, seat=0))
     if not options.engine:
         raise ConfigError("which engines? give --engine http://HOST:PORT, as often as there are any")
     from etude.run.gateway import Alone, run_alone

@@ -3,6 +3,8 @@
 import argparse
 from typing import TypeAlias
 
+from etude.errors import ConfigError
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """A set of subcommands; argparse has no public name for it."""
 SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
@@ -14,3 +16,11 @@ USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
 def names(listed: str | None) -> tuple[str, ...] | None:
     """The names in a list with commas; ``None`` for all there are."""
     return None if listed is None else tuple(listed.split(","))
+
+
+def numbers(option: str, listed: str) -> list[int]:
+    """The whole numbers in a list with commas. Raises :class:`~etude.errors.ConfigError` naming the option."""
+    try:
+        return [int(number) for number in listed.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} {listed!r}: expected whole numbers with commas, such as 1,4") from error

@@ -145,3 +145,9 @@ class TranscriptConfig(Section):
     """Probability of testing after an edit."""
     retry: float = Field(default=0.45, ge=0, le=1)
     """Probability of trying again after a failing test."""
+    bad_call: float = Field(default=0.0, ge=0, le=1)
+    """Probability that an edit is first written as ``edit FILE:N``, which is no call, and then rightly."""
+    reminded: float = Field(default=0.0, ge=0, le=1)
+    """Probability that the user reminds of how an edit is written, right before one; then it is written rightly."""
+    keep_fact: float = Field(default=0.8, ge=0, le=1)
+    """Probability that a summary has a fact that is asked for, rather than another one (``lookup``)."""

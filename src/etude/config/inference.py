@@ -120,10 +120,20 @@ class GatewayConfig(Section):
     """How long a call waits for engines that are down before it fails as infrastructure."""
     max_body_mb: float = Field(default=16.0, gt=0)
     """Longer requests are refused unread; a context of a million tokens fits."""
+    max_session_turns: int = Field(default=4096, ge=1)
+    """Model calls of one session; each costs some kilobytes beside its tokens."""
+    max_session_tokens: int = Field(default=2**24, ge=1)
+    """Tokens that one session holds, each branch of its conversation counted once: calls beyond are refused, which ends
+    the rollout. At most 6 bytes each and what their text takes; sampled ones take 12 more.
+    """
     keys: str = ""
     """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
     access_log: bool = False
     """Whether each call leaves a line of JSON; never what was said."""
+    summary_mark: str = ""
+    """A call whose last message is the user's and contains this text is recorded as one for a summary: for harnesses
+    that compact their own history and cannot send ``X-Etude-Turn``.
+    """
 
     @property
     def max_body_bytes(self) -> int:

@@ -9,19 +9,30 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 from urllib.parse import urlsplit
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from etude.config.credit import CreditConfig
+from etude.config.hints import HintsConfig
 from etude.config.imitation import MidtrainConfig, SftConfig, TranscriptConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
+from etude.config.judge import JudgeConfig
+from etude.config.reward import RewardConfig
 from etude.config.rollouts import HarnessConfig, RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import CheatingConfig, SandboxConfig, TaskConfig
 from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
 from etude.errors import ConfigError
+
+WITHOUT_MACHINES = ("bugfix", "lookup", "nextedit", "summaries")
+"""Families whose tasks are a few files, and no program has to be there to work on them."""
+OF_ANSWERS = ("lookup", "nextedit", "summaries")
+"""Families that ask for an answer, which an external harness has no way to give."""
+FILE_TABLES = (("harness", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
+"""Section and key of tables whose texts may lie in files beside the recipe."""
 
 
 class LedgerConfig(Section):
@@ -103,8 +114,16 @@ class RunConfig(Section):
     """The door to it."""
     loss: LossConfig = LossConfig()
     """How rewards become a gradient."""
+    credit: CreditConfig = CreditConfig()
+    """Which of its turns a rollout's reward is credited to."""
+    reward: RewardConfig = RewardConfig()
+    """What a rollout is worth."""
     effort: EffortConfig = EffortConfig()
     """What a rollout's effort costs it."""
+    hints: HintsConfig = HintsConfig()
+    """Which turns it is told about."""
+    judge: JudgeConfig = JudgeConfig()
+    """Who grades aspects of a rollout that no program can."""
     trainer: TrainerConfig = TrainerConfig()
     """The RL optimiser."""
     optimiser: OptimiserConfig = OptimiserConfig()
@@ -118,10 +137,26 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _housed(self) -> Self:
-        if self.tasks.family != "bugfix" and self.sandboxes.kind == "local":
+        if self.tasks.family not in WITHOUT_MACHINES and self.sandboxes.kind == "local":
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} needs a machine around its files: set sandboxes.kind = 'ns'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _answerable(self) -> Self:
+        if self.tasks.family in OF_ANSWERS and self.harness.kind != "coding":
+            raise ValueError(
+                f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
+                f"has no way to give: leave harness.kind out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judged(self) -> Self:
+        for aspect in self.reward.names("judge"):
+            if aspect not in self.judge.rubrics:
+                raise ValueError(f"reward.parts: there is no judge.rubrics.{aspect}: write one, or leave the part out")
         return self
 
     @model_validator(mode="after")
@@ -130,6 +165,67 @@ class RunConfig(Section):
             raise ValueError(
                 f"loss.correction = 'decoupled' would have no effect with rollouts.max_staleness = "
                 f"{self.rollouts.max_staleness}: a policy between the engine's and the trainer's needs 2 at least"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _credited(self) -> Self:
+        credit, size = self.credit, self.rollouts.group_size
+        if credit.is_by_turn and self.loss.baseline == "mean_std":
+            raise ValueError(
+                f"credit.kind = {credit.kind!r} does not go with loss.kind = {self.loss.kind!r}, which divides by the "
+                f"deviation of the group's rewards: values of single turns have others; choose another loss"
+            )
+        if credit.branches > 1 and (size % credit.branches or size == credit.branches):
+            raise ValueError(
+                f"credit.branches = {credit.branches} must divide rollouts.group_size = {size} and be below it: what "
+                f"all rollouts of a group share has nothing to be compared with"
+            )
+        if credit.kind in ("shaped", "shared_prefix") and self.harness.kind != "coding":
+            raise ValueError(
+                f"credit.kind = {credit.kind!r} needs the built-in harness, whose turns can be told good from bad and "
+                f"gone through again: set harness.kind = 'coding' or choose another kind"
+            )
+        if credit.summaries == "mask" and self.harness.kind == "coding" and self.harness.context != "summary":
+            raise ValueError("credit.summaries = 'mask' would have no effect: no context of harness.context = "
+                             f"{self.harness.context!r} is ever summarised; leave it out")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _hinted(self) -> Self:
+        if self.hints.judge and self.judge.url in ("", "rules"):
+            raise ValueError("hints.judge = true needs a model that can be asked: set judge.url and judge.model")
+        planted = next((name for name in ("bad_call", "reminded") if getattr(self.transcripts, name)), None)
+        if planted and (self.tasks.family, self.harness.kind) != ("bugfix", "coding"):
+            raise ValueError(
+                f"transcripts.{planted} would have no effect: only sessions with the built-in tools on tasks.family = "
+                f"'bugfix' are written with it; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _summarised(self) -> Self:
+        harness, max_length = self.harness, self.engine.max_length
+        summary = harness.max_tokens_per_summary if harness.context == "summary" else 0
+        if harness.context != "grow" and harness.summary_at_tokens + summary >= max_length:
+            raise ValueError(
+                f"harness.summary_at_tokens={harness.summary_at_tokens} and a summary of {summary} tokens do not fit "
+                f"into engine.max_length={max_length}: no context would ever start anew; lower one of them"
+            )
+        if harness.kind == "coding" and self.gateway.summary_mark:
+            raise ValueError(
+                "gateway.summary_mark would have no effect: the built-in harness says by itself which call is for a "
+                "summary; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _roomy(self) -> Self:
+        turns = self.harness.max_turns
+        if self.harness.kind == "coding" and turns > self.gateway.max_session_turns:
+            raise ValueError(
+                f"harness.max_turns = {turns} is more than a session may have, gateway.max_session_turns = "
+                f"{self.gateway.max_session_turns}: raise that one"
             )
         return self
 
@@ -143,6 +239,8 @@ class RunConfig(Section):
                 )
             if self.effort.call:
                 raise ValueError("effort.call would have no effect: an external harness's calls are not counted")
+            if self.reward.names("measure"):
+                raise ValueError(f"reward.parts: an external harness measures no {self.reward.names('measure')[0]!r}")
             if self.eval.enabled and not self.harness.fills("temperature"):
                 raise ValueError(
                     "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
@@ -175,7 +273,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(tree, override)
-    _read_harness_files(tree, file)
+    for table in FILE_TABLES:
+        _read_files(tree, table, file)
     return parse_config(tree, source=str(file))
 
 
@@ -202,10 +301,10 @@ def dump_toml(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
-def _read_harness_files(tree: dict[str, Any], recipe: Path) -> None:
-    """Replace ``"@NAME"`` in ``harness.files`` by text, so that a run holds all that decides it."""
-    harness = tree.get("harness")
-    files: Any = harness.get("files") if isinstance(harness, dict) else None
+def _read_files(tree: dict[str, Any], table: tuple[str, str], recipe: Path) -> None:
+    """Replace ``"@NAME"`` in a table of texts by the text, so that a run holds all that decides it."""
+    section = tree.get(table[0])
+    files: Any = section.get(table[1]) if isinstance(section, dict) else None
     if not isinstance(files, dict):
         return  # absent, or refused later
     for name, text in files.items():
@@ -213,7 +312,8 @@ def _read_harness_files(tree: dict[str, Any], recipe: Path) -> None:
             try:
                 files[name] = (recipe.parent / text[1:]).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{recipe}: harness.files.{name} = {text!r} cannot be read: {error}") from error
+                key = ".".join((*table, name))
+                raise ConfigError(f"{recipe}: {key} = {text!r} cannot be read: {error}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -254,7 +354,9 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
 def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
     section: type[BaseModel] = RunConfig
     for parent in parents:
-        annotation = section.model_fields[str(parent)].annotation
-        assert isinstance(annotation, type)
-        section = annotation
+        if isinstance(parent, str):  # a number is the place in an array of tables, which are all of one kind
+            annotation = section.model_fields[parent].annotation
+            kind = next(iter(get_args(annotation)), annotation)
+            assert isinstance(kind, type)
+            section = kind
     return list(section.model_fields)

@@ -9,7 +9,11 @@ from etude.config.section import Section
 
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
 """What ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
-OF_CODING = ("max_turns", "max_tokens_per_turn", "turn_timeout_s")
+OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
+"""Keys of ``[harness]`` that say when a context starts anew, and how."""
+OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
+"""Those of them that say how a summary is asked for."""
+OF_CODING = ("max_turns", "max_tokens_per_turn", "turn_timeout_s", "context", *OF_CONTEXTS)
 """Keys of ``[harness]`` that an external command knows nothing of."""
 OF_COMMAND = ("command", "environment", "files", "mounts", "timeout_s", "success_codes")
 """Keys of ``[harness]`` that the built-in harness has no use for."""
@@ -21,9 +25,23 @@ class HarnessConfig(Section):
     kind: Literal["coding", "command"] = "coding"
     """The built-in coding agent, or any program that talks to a model over HTTP."""
     max_turns: int = Field(default=8, ge=1)
-    """Model calls per rollout."""
+    """Model calls per rollout, those for summaries included."""
     max_tokens_per_turn: int = Field(default=40, ge=4)
     """Sampled tokens per model call."""
+    context: Literal["grow", "summary", "truncate"] = "grow"
+    """What becomes of a full context: the rollout ends; it starts anew from the task and a summary that the model
+    writes; or, to compare with, from the task and the last result only.
+    """
+    summary_at_tokens: int = Field(default=0, ge=0)
+    """Tokens of a context, up to the end of the last reply, from which on it is full. The result of the last action,
+    the request and the summary come on top: leave them room in ``engine.max_length``.
+    """
+    summary_request: str = Field(default="Please summarize the conversation.", min_length=1)
+    """Asks for a summary, behind the result of the last action."""
+    max_tokens_per_summary: int = Field(default=256, ge=4)
+    """Sampled tokens of a summary; a longer one is taken as far as it got."""
+    max_summaries: int = Field(default=64, ge=1)
+    """How often the context of one rollout may start anew; the last one grows until it is full."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
     command: tuple[str, ...] = ()
@@ -49,11 +67,25 @@ class HarnessConfig(Section):
                 raise ValueError(f"harness.{name} would have no effect with harness.kind = {self.kind!r}; leave it out")
         if self.kind == "command":
             self._check_command()
+        else:
+            self._check_context()
         return self
 
     def fills(self, placeholder: str) -> bool:
         """Whether the command line or a variable takes ``placeholder``."""
         return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
+
+    def _check_context(self) -> None:
+        idle = {"grow": OF_CONTEXTS, "truncate": OF_SUMMARIES, "summary": ()}[self.context]
+        for name in idle:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"harness.{name} would have no effect with harness.context = {self.context!r}; leave it out"
+                )
+        if self.context != "grow" and not self.summary_at_tokens:
+            raise ValueError(
+                f"harness.context = {self.context!r} needs harness.summary_at_tokens: how full a context may become"
+            )
 
     def _check_command(self) -> None:
         if not self.command or "=" in self.command[0]:

@@ -10,14 +10,26 @@ OF_FOLDER = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
 OF_BUGFIX = ("kinds", "hidden_cases")
 """Keys of ``[tasks]`` that other families know nothing of."""
+OF_LOOKUP = ("pages", "page_facts", "asked")
+"""Likewise."""
+
+
+OF_ONE_ANSWER = {
+    "harbor": "Harbor's verifiers",
+    "lookup": "a single right answer",
+    "nextedit": "a single right line",
+    "summaries": "a single right line",
+}
+"""Families whose checks cannot be made to contradict each other, and what those are."""
 
 
 class TaskConfig(Section):
     """``[tasks]``: what is practised and how it is held out."""
 
-    family: Literal["bugfix", "repository", "migrations", "harbor"] = "bugfix"
+    family: Literal["bugfix", "repository", "migrations", "harbor", "lookup", "nextedit", "summaries"] = "bugfix"
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
-    PostgreSQL; tasks in Harbor's format.
+    PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context;
+    functions of the standard library to be told in a line; edits of it to be gone on with.
     """
     folder: str = ""
     """Where the tasks of a ``repository`` or ``harbor`` family lie."""
@@ -33,17 +45,27 @@ class TaskConfig(Section):
     """Every how manieth template is held out."""
     hidden_cases: int = Field(default=10, ge=2, le=50)
     """Cases that grade a rollout; the agent never sees them."""
+    pages: int = Field(default=15, ge=1, le=26)
+    """Pages of a lookup task's material, each named by a letter."""
+    page_facts: int = Field(default=5, ge=1, le=20)
+    """Facts on a page."""
+    asked: int = Field(default=2, ge=1, le=8)
+    """Facts that are asked for."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
         if (self.family in OF_FOLDER) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
-        if self.impossible_share and self.family == "harbor":
-            raise ValueError("tasks.impossible_share would have no effect on Harbor's verifiers; leave it out")
+        if self.impossible_share and self.family in OF_ONE_ANSWER:
+            raise ValueError(
+                f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
+            )
         if self.brief and self.family != "repository":
             raise ValueError(f"tasks.brief would have no effect with tasks.family = {self.family!r}; leave it out")
-        for name in OF_BUGFIX if self.family != "bugfix" else ():
+        idle = [*(OF_BUGFIX if self.family != "bugfix" else ()), *(OF_LOOKUP if self.family != "lookup" else ())]
+        idle += ["heldout_one_in"] if self.family == "nextedit" else []  # eval.document_one_in says it of texts
+        for name in idle:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"tasks.{name} would have no effect with tasks.family = {self.family!r}; leave it out")
         return self

@@ -19,8 +19,9 @@ def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
         last = recent[-1]
         bound = config.numerics.warn_k3
         warning = f" above {bound:g}!" if last.mismatch_k3 > bound else ""
+        hints = f"{last.hinted_turns} turns hinted at {last.hint_kl:.2f} nats, " if last.hinted_turns else ""
         return (
-            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, "
-            f"entropy {last.entropy:.3f}, staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
+            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, entropy {last.entropy:.3f}, "
+            f"{hints}staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
         )
     return start

@@ -222,7 +222,7 @@ def _heldout_curve(story: RunStory) -> list[Json]:
             "step": step,
             "loss": _ratio(found.loss),
             "action_loss": _ratio(found.action_loss),
-            "sources": {name: _ratio(loss) for name, loss in found.sources.items()},
+            "sources": _ratios(found.sources),
         }
         for (phase, step), found in sorted(story.heldout.items())
     ]
@@ -233,6 +233,8 @@ def _heldout_curve(story: RunStory) -> list[Json]:
             "tasks": done.tasks,
             "sampled_pass": _ratio(done.sampled_pass),
             "sampled_stderr": _ratio(done.sampled_stderr),
+            "sampled_parts": _ratios(done.sampled_parts),
+            "greedy_parts": _ratios(done.greedy_parts),
         }
         for done in sorted(story.evals.values(), key=lambda done: done.version)
     ]
@@ -257,9 +259,12 @@ def _curve(story: RunStory) -> list[Json]:
             "step": timed.event.step,
             "seconds": _tenth(story.phase_s("rl", until_s=timed.at_s)),
             "reward_mean": _ratio(timed.event.reward_mean),
+            "reward_parts": _ratios(timed.event.reward_parts),
             "staleness_mean": _ratio(_divide(timed.event.staleness_sum, timed.event.staleness_tokens)),
             "staleness_max": timed.event.staleness_max if timed.event.staleness_tokens else None,
             "entropy": _ratio(timed.event.entropy if timed.event.loss_tokens else None),
+            "hinted_turns": timed.event.hinted_turns,
+            "hint_kl": _ratio(timed.event.hint_kl if timed.event.hinted_tokens else None),
             "k3": _significant(timed.event.mismatch_k3 if timed.event.mismatch_tokens else None),
         }
         for timed in story.steps
@@ -284,6 +289,10 @@ def _mean(weighted: Iterable[tuple[float, float]]) -> float | None:
 
 def _ratio(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def _ratios(values: Mapping[str, float]) -> dict[str, Json]:
+    return {name: _ratio(value) for name, value in values.items()}
 
 
 def _tenth(seconds: float | None) -> float | None:

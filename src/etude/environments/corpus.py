@@ -34,8 +34,8 @@ TOKENIZER_SESSIONS = 1_500
 class Practice(Protocol):
     """What a family has to learn from, of one side of its hold-out."""
 
-    def code(self, rng: Random) -> str:
-        """A piece of right code, plain or as an agent reads it."""
+    def code(self, rng: Random) -> str | Sequence[Said]:
+        """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
         ...
 
     def session(self, rng: Random) -> Sequence[Said]:
@@ -47,7 +47,7 @@ def practice_sources(practice: Practice, text: PlainText, side: Side, *, context
     """The three sources by their names in a mixture."""
     return {
         "stdlib": Library(text, side),
-        "code": Code(practice, text, side),
+        "code": Code(practice, text, side, context_weight=context_weight),
         "sessions": Sessions(practice, text.chat, side, context_weight=context_weight),
     }
 
@@ -71,21 +71,25 @@ class Library:
 
 @final
 class Code:
-    """Right code, several pieces to a document."""
+    """Right code, several pieces to a document, or one exercise."""
 
     size = None
 
-    def __init__(self, practice: Practice, text: PlainText, side: Side) -> None:
+    def __init__(self, practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> None:
         self._practice = practice
         self._text = text
+        self._context_weight = context_weight
         self.identity = f"code|{side.split}|{side.seed}"
 
     def document(self, index: int) -> Document:
-        """Pieces until there are ``CODE_TOKENS``."""
-        rng = Random(f"{self.identity}|{index}")
+        """An exercise, or pieces of code until there are ``CODE_TOKENS``."""
+        rng, chat = Random(f"{self.identity}|{index}"), self._text.chat
         ids = [*self._text.opening]
         while len(ids) < CODE_TOKENS:
-            ids += [*self._text.chat.encode(self._practice.code(rng)), self._text.chat.stop_ids[0]]
+            piece = self._practice.code(rng)
+            if not isinstance(piece, str):
+                return conversation(chat, spoken(piece), context_weight=self._context_weight)
+            ids += [*chat.encode(piece), chat.stop_ids[0]]
         return whole(np.array(ids, np.int32))
 
 

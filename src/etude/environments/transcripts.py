@@ -18,6 +18,8 @@ from etude.types import Case, FunctionChecks, Split
 
 MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
+REMINDER = "edit FILE N"
+"""What a user says who wants an edit written rightly."""
 SHOWN_SHARE = 0.7
 """Of programs that are shown as an agent reads them."""
 
@@ -50,10 +52,25 @@ def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfi
     """One session in the words of the built-in tools."""
     messages = [Message("user", f"fix {problem.function} in {problem.path}")]
     for move, lines in moves(problem, checks, config, rng):
+        if isinstance(move, tools.EditFile):
+            messages += _before_edit(move, config, rng)
         messages.append(Message("assistant", _spell(move)))
         messages.append(Message("user", _observe(move, problem, lines, checks)))
     messages.append(Message("assistant", tools.SUBMIT))
     return messages
+
+
+def _before_edit(edit: tools.EditFile, config: TranscriptConfig, rng: Random) -> list[Message]:
+    """A reminder of how an edit is written, or the same edit written as agents do that nobody reminds; often nothing.
+
+    Keys of 0 draw nothing, so that sessions without habits are what they always were.
+    """
+    if config.reminded and rng.random() < config.reminded:
+        return [Message("user", REMINDER)]
+    if config.bad_call and rng.random() < config.bad_call:
+        wrong = f"{tools.EDIT} {edit.path}:{edit.line}\n{edit.text}"
+        return [Message("assistant", wrong), Message("user", tools.BAD_CALL)]
+    return []
 
 
 TOOLS = Style(transcript, tools.number_lines)

@@ -30,13 +30,14 @@ from etude.config.inference import GatewayConfig
 from etude.errors import EngineUnavailable
 from etude.gateway.access import AccessLog, Visit
 from etude.gateway.administration import Administration
-from etude.gateway.calls import MODEL, Answer, Asked, Dialect, Refusal
+from etude.gateway.calls import MODEL, Answer, Asked, Call, Dialect, Refusal
 from etude.gateway.control import Control, Facilities
 from etude.gateway.dialects import chat, completions, messages, models, responses
 from etude.gateway.door import Headers, Reply, Visitor
 from etude.gateway.identity import Guest
 from etude.gateway.keyfile import KeyFile
 from etude.gateway.keys import retry_after
+from etude.gateway.kinds import kind_of
 from etude.gateway.metrics import OVER_BUDGET
 from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
 from etude.gateway.routes import Matched, Routes, chosen, reply_bytes
@@ -87,6 +88,7 @@ class Gateway:
         self._load = facilities.load
         self._clock = facilities.clock
         self._deadline_s = config.deadline_s
+        self._summary_mark = config.summary_mark
         self._access_log = access_log
         self._serials = Serials()
         control = Control(facilities)
@@ -130,7 +132,7 @@ class Gateway:
         body = await visitor.read()
         visit.bytes_in = len(body)
         asked = dialect.parse(body)
-        caller = self._caller(guest, visitor.headers)
+        caller = self._caller(guest, visitor.headers, asked.call)
         with self._load.call():
             try:
                 if asked.call.stream:
@@ -205,7 +207,7 @@ class Gateway:
             raise Refusal(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
         return guest
 
-    def _caller(self, guest: Guest, headers: Mapping[str, str]) -> Caller:
+    def _caller(self, guest: Guest, headers: Mapping[str, str], call: Call) -> Caller:
         """What the headers say about a call."""
         deadline_s = self._deadline_s
         asked_s = headers.get(DEADLINE)
@@ -225,6 +227,7 @@ class Gateway:
             request_id=headers.get(REQUEST_IDS[0]) or headers.get(REQUEST_IDS[1], ""),
             retried=headers.get(RETRY_COUNT, "0") != "0",
             min_version=None if oldest is None else int(oldest),
+            kind=kind_of(call, headers, self._summary_mark),
         )
 
     def _late(self, error: Exception, caller: Caller) -> Exception:

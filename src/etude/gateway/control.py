@@ -1,13 +1,15 @@
 """Sessions, and how a gateway is doing, over HTTP.
 
-    POST   /sessions         {} → session_id, api_key, base_url           admin, production
+    POST   /sessions         {} → session_id, api_key, base_url, turns    admin, production
+                             fork_of: the session that it begins as; its calls are to be made again, and are answered
+                             as they were (:mod:`etude.gateway.conversations`)
     DELETE /sessions/{id}    every turn, token for token; the key dies    admin, or whose session it is
     GET    /healthz          weights served, engines, calls, sessions     anybody
     GET    /metrics          Prometheus' text format                      admin
     GET    /openapi.json     what this gateway understands                anybody
 
 Owns these requests and answers. Who may ask is :mod:`etude.gateway.keys`' to say, how turns are spelt
-:mod:`etude.tokens.turns`'.
+:mod:`etude.ledger.turns`'.
 """
 
 import secrets
@@ -32,14 +34,14 @@ from etude.gateway.openapi import document
 from etude.gateway.pool import EnginePool
 from etude.gateway.routes import Handler, Matched, read_fields, reply_bytes, reply_json
 from etude.gateway.standing import EngineState
+from etude.ledger.turns import encode_turns
 from etude.protocols import Clock
-from etude.tokens.turns import encode_turns
 from etude.types import Json
 
 SESSION_ID_BYTES = 12
 """Randomness of a session id: unique, not secret."""
 BINARY = "application/octet-stream"
-NOTHING: frozenset[str] = frozenset()
+FORK_OF = "fork_of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +90,17 @@ class Control:
     async def _open_session(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
         key = self._key(visitor, visit, Action.SESSIONS)
         fields = await read_fields(visitor, visit)
-        fields.only(NOTHING)
+        fields.only({FORK_OF})
         if self._load.draining:
             raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
         self.expire()
         session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
-        if self._sessions.open(session_id, key.key_id, now) is None:
+        origin = fields.text(FORK_OF, "")
+        if origin:
+            conversation = self._sessions.fork(session_id, self._session_of(key, origin), now)
+        else:
+            conversation = self._sessions.open(session_id, key.key_id, now)
+        if conversation is None:
             raise Refusal(429, "too_many_sessions", f"{len(self._sessions)} sessions are open: close some first")
         rollout = Key(
             key_id=new_key_id(),
@@ -104,17 +111,22 @@ class Control:
         )
         self._keyring.add(rollout, now)
         visit.session_id = session_id
-        return reply_json(visit, {"session_id": session_id, "api_key": secret, "base_url": f"/s/{session_id}/v1"})
+        opened: dict[str, Json] = {"session_id": session_id, "api_key": secret, "base_url": f"/s/{session_id}/v1"}
+        return reply_json(visit, {**opened, "turns": len(conversation.turns)})
 
     async def _close_session(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
         key = self._key(visitor, visit, Action.SESSIONS)
-        session_id = self._identity.session_of(key, matched.parameter)
-        if session_id is None:
-            raise Refusal(404, "session_not_found", "no such session is open here, or it is another key's")
+        session_id = self._session_of(key, matched.parameter)
         conversation = self._sessions.close(session_id, self._clock.now())
         self._keyring.end_session(session_id)
         visit.session_id = session_id
         return reply_bytes(visit, encode_turns(conversation.turns), BINARY)
+
+    def _session_of(self, key: Key, name: str) -> str:
+        session_id = self._identity.session_of(key, name)
+        if session_id is None:
+            raise Refusal(404, "session_not_found", "no such session is open here, or it is another key's")
+        return session_id
 
     async def _health(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
         """503 without an engine, or while draining: the gateway lives, but nothing should be routed to it."""

@@ -1,7 +1,7 @@
 """One session's conversations, token for token: what a model is asked to continue, and what it said.
 
-Owns the rule by which a call becomes token ids, every turn as the engine sampled it, and the answers, so that a retry
-is given the one that is recorded. Knows neither HTTP nor engines nor keys; pure.
+Owns the rule by which a call becomes token ids, and the answers, so that a retry is given the one that is recorded. The
+turns are kept by :mod:`etude.gateway.tapes`. Knows neither HTTP nor engines nor keys; pure.
 
     call ──▶ prompt = ids of the deepest reply that its messages begin with    sampled, never tokenised again
                       + the id that ends a reply, if that one was cut
@@ -11,24 +11,25 @@ Text that the model wrote is not tokenised again because it need not come back a
 history that was edited or summarised continues from what is left of it or opens a new branch; the tools are part of the
 history, for they stand before it. :mod:`etude.gateway.tree` finds the reply.
 
+A conversation can be forked. The fork's first calls must be those that were answered before, in their order: a harness
+is gone through once more from its start, gets the recorded answers, and only what it asks behind them is sampled.
+
 A call may have a request id. One that comes again, same id and same call, is the retry of a caller that never got the
 answer: it is answered by the turn that is recorded, so no reply that nobody saw is kept as a turn and trained on.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from etude.errors import SessionLost
 from etude.gateway.calls import Answer, Call
-from etude.gateway.tree import Found, Node, dissolve, find, insert, new_root
+from etude.gateway.tapes import Tapes
+from etude.gateway.tree import Found, Node, dissolve, find, insert, new_root, twins_of
 from etude.tokens.messages import ChatFormat, Message, Tool
 from etude.types import Ids, Turn
-
-MAX_TURNS = 512
-"""Model calls of one session; far above what a harness allows its agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,35 +51,45 @@ class _Recorded:
     end: Node | None
     """The last message of its conversation; ``None`` for a raw prompt."""
     answer: Answer
+    """Its turns without their prompts."""
+    first_turn: int
+    """Index of the first of its turns."""
+
+    def whole(self, tapes: Tapes) -> Answer:
+        """The answer as it was given."""
+        indexed = enumerate(self.answer.replies, self.first_turn)
+        return replace(self.answer, replies=tuple(replace(reply, turn=tapes[i].whole()) for i, reply in indexed))
 
 
 class Conversation:
-    """The conversation tree of one session, its turns and answers."""
+    """The conversation tree of one session, its turns and answers.
 
-    def __init__(self, session_id: str, chat_format: ChatFormat, max_turns: int = MAX_TURNS) -> None:
+    The turns go onto ``tapes``, which bound how many there can be; ``None``: empty ones with the usual bounds.
+    """
+
+    def __init__(self, session_id: str, chat_format: ChatFormat, tapes: Tapes | None = None) -> None:
         self.session_id = session_id
-        self.turns: list[Turn] = []
-        """In the order in which they were recorded."""
         self.closed = False
         """Whether no turn may follow."""
         self._format = chat_format
-        self._max_turns = max_turns
-        self._tapes: list[_Tape] = []  # on which the prompt of each turn lies
+        self._tapes = Tapes() if tapes is None else tapes
         self._trees: list[tuple[tuple[Tool, ...], Node]] = []  # one for each set of tools
         self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; as many as there are turns at most
         self._requests: dict[str, list[_Recorded]] = {}
+        self._replays: deque[_Recorded] = deque()  # what a fork has to be asked once more, the next one first
+
+    @property
+    def turns(self) -> list[Turn]:
+        """In the order in which they were recorded; prompts of one branch are views of one array."""
+        return self._tapes.whole()
 
     def prompt(self, call: Call) -> Prompt:
         """The token ids that a model continues to answer ``call``.
 
         Raises ``ValueError``, with a message for the caller, on what the template or the vocabulary does not take, on
-        an unknown ``previous``, and when the session has not enough turns left.
+        an unknown ``previous``, and, as :class:`~etude.gateway.tapes.SessionFull`, when no turns or tokens are left.
         """
-        if len(self.turns) + call.sampling.count > self._max_turns:
-            raise ValueError(
-                f"the session has had {len(self.turns)} of its {self._max_turns} turns, {call.sampling.count} more are "
-                "wanted: open a new one"
-            )
+        self._tapes.check_room(call.sampling.count)
         if call.prompt is not None:
             return self._raw_prompt(call.prompt)
         messages = self._messages(call)
@@ -91,6 +102,25 @@ class Conversation:
         """What answered this very request before; ``None`` if nothing did, or if the id is empty."""
         recorded = self._requests.get(request_id) if request_id else None
         return self._same_call(call, recorded) if recorded else None
+
+    def replayed(self, call: Call, request_id: str = "") -> Answer | None:
+        """What answered the call before the fork; ``None`` if all of that has been asked once more.
+
+        Raises ``ValueError`` for another call than the one whose turn it is.
+        """
+        if not self._replays:
+            return None
+        recorded = self._replays[0]
+        answer = self._same_call(call, [recorded])
+        if answer is None:
+            raise ValueError(
+                f"session {self.session_id} was forked and is gone through once more, {len(self._replays)} calls from "
+                "where it was; this call is not the one that came then: a harness must do the same as before"
+            )
+        self._replays.popleft()
+        if request_id:
+            self._requests.setdefault(request_id, []).append(recorded)
+        return answer
 
     def last_answer(self, call: Call) -> Answer | None:
         """The newest answer to an equal call: what a caller gets that says it tries again, but not what."""
@@ -107,15 +137,20 @@ class Conversation:
         if (known := self.answered(request_id, call)) is not None:
             return known
         end, continued = self._place(call, answer)
-        prompt_ids = answer.replies[0].turn.prompt_ids
-        tape = _Tape(prompt_ids) if continued is None else self._tapes[continued].or_own(prompt_ids)
-        for reply in answer.replies:
-            if end is not None:
-                end.add(reply.message, turn=len(self.turns))
-            self.turns.append(reply.turn)
-            self._tapes.append(tape)
-        bare = Call(sampling=call.sampling, single_call=call.single_call, instructed=call.instructed)
-        recorded = _Recorded(call=bare, end=end, answer=answer)
+        first_turn = len(self._tapes)
+        self._tapes.record([reply.turn for reply in answer.replies], continued)
+        if end is not None:
+            for index, reply in enumerate(answer.replies, first_turn):
+                end.add(reply.message, turn=index)
+        replies = tuple(
+            replace(reply, turn=self._tapes[index].said) for index, reply in enumerate(answer.replies, first_turn)
+        )
+        recorded = _Recorded(
+            call=Call(sampling=call.sampling, single_call=call.single_call, instructed=call.instructed),
+            end=end,
+            answer=replace(answer, replies=replies),
+            first_turn=first_turn,
+        )
         self._answers[answer.answer_id] = recorded
         if request_id:
             self._requests.setdefault(request_id, []).append(recorded)
@@ -129,6 +164,21 @@ class Conversation:
         self._trees.clear()
         self._answers.clear()
         self._requests.clear()
+        self._replays.clear()
+
+    def fork(self, session_id: str) -> "Conversation":
+        """A conversation that goes on from here by itself, once its calls so far were made again: the same turns,
+        messages and answers.
+        """
+        forked = Conversation(session_id, self._format, self._tapes.copy())
+        twins: dict[Node, Node] = {}
+        for tools, root in self._trees:
+            twins |= twins_of(root)
+            forked._trees.append((tools, twins[root]))
+        for answer_id, known in self._answers.items():
+            forked._answers[answer_id] = replace(known, end=None if known.end is None else twins[known.end])
+        forked._replays.extend(forked._answers.values())
+        return forked
 
     def _messages(self, call: Call) -> Sequence[Message]:
         """The whole conversation of a call: that of the answer it names comes first.
@@ -152,24 +202,23 @@ class Conversation:
         """The prompt behind the reply that was found; ``None`` without one, or if the template cannot be put there."""
         if found.reply is None or found.reply.turn is None:
             return None
-        turn = self.turns[found.reply.turn]
+        turn = self._tapes[found.reply.turn]
         # The reply as its caller has it: should it have new ids for the calls, those of the tools' output fit them.
         reply = messages[found.depth - 1]
         try:
             ids = self._format.extend(reply, messages[found.depth :], tools)
         except ValueError:
             return None  # to render all of it afresh is exact, too; if the messages are at fault, that will say so
-        ended = len(turn.completion_ids) and int(turn.completion_ids[-1]) in self._format.stop_ids
+        sampled = turn.said.completion_ids
+        ended = len(sampled) and int(sampled[-1]) in self._format.stop_ids
         ids = ids if ended else [self._format.stop_ids[0], *ids]
-        behind = np.concatenate([turn.completion_ids, np.array(ids, np.int32)])
-        return self._behind(found.reply.turn, behind)
+        whole = np.concatenate([turn.prompt_ids, sampled, np.array(ids, np.int32)])
+        return Prompt(token_ids=whole, reused=turn.tokens)
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
         ids = self._raw_ids(prompt)
-        turn = self._longest_beginning(ids)
-        if turn is None:
-            return Prompt(token_ids=ids, reused=0)
-        return self._behind(turn, ids[len(self.turns[turn].prompt_ids) :])
+        turn = self._tapes.longest_beginning(ids)
+        return Prompt(token_ids=ids, reused=0 if turn is None else self._tapes[turn].tokens)
 
     def _raw_ids(self, prompt: str | tuple[int, ...]) -> Ids:
         ids = self._format.encode(prompt) if isinstance(prompt, str) else prompt
@@ -180,30 +229,10 @@ class Conversation:
             raise ValueError(f"the prompt has token id {wrong}: ids are 0 … {self._format.vocab_size - 1}")
         return np.array(ids, np.int32)
 
-    def _longest_beginning(self, ids: Ids) -> int | None:
-        """The turn with the most tokens, prompt and completion, that ``ids`` begin with; the newest of equal ones."""
-        best, most = None, 0
-        for index, turn in enumerate(self.turns):
-            middle, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
-            if (
-                most <= end <= len(ids)
-                and np.array_equal(ids[middle:end], turn.completion_ids)
-                and np.array_equal(ids[:middle], turn.prompt_ids)
-            ):
-                best, most = index, end
-        return best
-
-    def _behind(self, turn: int, ids: Ids) -> Prompt:
-        """The prompt of a turn with ``ids`` behind it, of which the first are what it sampled."""
-        start = len(self.turns[turn].prompt_ids)
-        return Prompt(
-            token_ids=self._tapes[turn].continued(start, ids), reused=start + len(self.turns[turn].completion_ids)
-        )
-
     def _place(self, call: Call, answer: Answer) -> tuple[Node | None, int | None]:
         """Where a call ends in the tree, what was not known put in; and which turn its prompt continues."""
         if call.prompt is not None:
-            return None, self._longest_beginning(answer.replies[0].turn.prompt_ids)
+            return None, self._tapes.longest_beginning(answer.replies[0].turn.prompt_ids)
         root = self._tree(call.tools)
         if not root.children:
             self._trees.append((call.tools, root))
@@ -221,37 +250,8 @@ class Conversation:
         for recorded in reversed(candidates):
             same = any(end is recorded.end for end in ends)
             if ids is not None and recorded.end is None:
-                same = np.array_equal(ids, recorded.answer.replies[0].turn.prompt_ids)
+                same = np.array_equal(ids, self._tapes[recorded.first_turn].prompt_ids)
             settings = (recorded.call.sampling, recorded.call.single_call)
             if same and settings == (call.sampling, call.single_call):
-                return recorded.answer
+                return recorded.whole(self._tapes)
         return None
-
-
-class _Tape:
-    """The token ids of one branch. Prompts are views of its beginning, so a branch costs memory once, not per turn.
-
-    What a view shows never changes: ids are only written behind the last one.
-    """
-
-    def __init__(self, ids: Ids) -> None:
-        self._ids: npt.NDArray[np.int32] = ids
-        self._length = len(ids)
-
-    def or_own(self, ids: Ids) -> "_Tape":
-        """The tape on which ``ids`` lie: this one if they are a view of it, else one of their own."""
-        return self if ids.base is self._ids else _Tape(ids)
-
-    def continued(self, start: int, ids: Ids) -> Ids:
-        """The first ``start`` ids of the tape and then ``ids``; a copy if another continuation lies there already."""
-        end = start + len(ids)
-        written = min(self._length, end)
-        if not np.array_equal(self._ids[start:written], ids[: written - start]):
-            return np.concatenate([self._ids[:start], ids])
-        if end > len(self._ids):
-            longer = np.empty(2 * end, np.int32)
-            longer[:written] = self._ids[:written]
-            self._ids = longer
-        self._ids[written:end] = ids[written - start :]
-        self._length = max(self._length, end)
-        return self._ids[:end]

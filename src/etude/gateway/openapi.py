@@ -13,6 +13,7 @@ from etude.gateway.calls import MODEL
 from etude.gateway.dialects import chat, completions, messages, responses
 from etude.gateway.dialects.openai import nullable
 from etude.gateway.dialects.schemas import FLAG, TEXT, either, listed, record, whole, word
+from etude.gateway.kinds import KINDS
 from etude.types import Json
 
 MEANINGS: Mapping[int, str] = MappingProxyType(
@@ -22,7 +23,8 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         403: "The key does not allow this.",
         404: "There is nothing of this name, or it is another key's.",
         408: "The body did not arrive in time.",
-        409: "The name is taken, or the wanted weight version is not served yet: see Retry-After.",
+        409: "The name is taken; or the wanted weight version is not served yet: see Retry-After; or a forked session "
+        "was not asked what it was asked before.",
         413: "The body is too large.",
         429: "Too much at a time: try again after Retry-After seconds.",
         500: "The gateway failed, or an engine's record of what it sampled does not fit; a retry need not help.",
@@ -58,8 +60,10 @@ NAME: Json = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern"
 URL: Json = {"type": "string", "maxLength": MAX_TEXT, "pattern": "^https?://[A-Za-z0-9_.:/-]+$"}
 BUDGET = nullable(whole(1, MAX_BUDGET))
 
-NEW_SESSION = record("session_id api_key base_url", session_id=TEXT, api_key=TEXT, base_url=TEXT)
-"""A session that was opened, and the one key that opens it."""
+NEW_SESSION = record("session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT)
+"""A session that was opened, the one key that opens it, and how many turns it begins with."""
+WANTED_SESSION = record("", fork_of=TEXT)
+"""A session that begins as another one, whose calls are to be made again and are answered as they were."""
 KEY = record(
     "key_id scope",
     key_id=TEXT,
@@ -172,7 +176,7 @@ def _control_paths() -> dict[str, Json]:
     added = _operation("Add an engine", _content(ENGINE), WRITING)
     removed = _operation("Take an engine out: it gets no new calls", _content(ENGINES), READING)
     return {
-        "/sessions": {"post": {**opened, "requestBody": _body(record(""), required=False)}},
+        "/sessions": {"post": {**opened, "requestBody": _body(WANTED_SESSION, required=False)}},
         "/sessions/{id}": {"parameters": [_in_path("id", NAME)], "delete": closed},
         "/keys": {
             "get": _operation("All keys", _content(record("keys", keys=listed(KEY))), READING),
@@ -244,6 +248,7 @@ def _headers() -> list[Json]:
         _header("X-Etude-Session", "A session of this key, by a name of the caller's.", NAME),
         _header("X-Etude-Min-Version", "The oldest weight version that may answer.", _pattern(digits)),
         _header("X-Etude-Deadline-S", "Seconds until an answer is of no use.", _pattern(f"{digits}(\\.{digits})?")),
+        _header("X-Etude-Turn", "What the call is for; a summary is recorded as one.", word(*KINDS)),
         _header("X-Request-Id", "Random, the same with each retry; it gets the recorded answer.", _pattern(visible)),
     ]
 

@@ -31,10 +31,14 @@ class Recorder:
         """The same parameters, asking for what is to be recorded."""
         return replace(params, want_routes=self._space is not None)
 
-    async def turn(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str) -> Turn:
+    async def turn(
+        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, reused: int = 0
+    ) -> Turn:
         """One turn; its routes and kept sets, if there are any, are on disk.
 
-        Raises :class:`~etude.errors.CaptureError` for a record that does not fit.
+        ``reused`` tokens of the prompt are an earlier turn of the session, prompt and completion: its routes, which are
+        of all of them but the last, are not written again. Raises :class:`~etude.errors.CaptureError` for a record that
+        does not fit.
         """
         wanted = replace(
             completion,
@@ -44,11 +48,14 @@ class Recorder:
         if wanted.routes is None and wanted.kept is None:
             return self._checked(prompt_ids, params, wanted)
         # To check megabytes of routes takes longer than a loop that serves others may be kept from them.
-        return await asyncio.to_thread(self._stowed, prompt_ids, params, wanted, session_id)
+        known = max(reused - 1, 0)
+        return await asyncio.to_thread(self._stowed, prompt_ids, params, wanted, session_id, known)
 
-    def _stowed(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str) -> Turn:
+    def _stowed(
+        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, known: int
+    ) -> Turn:
         assert self._payloads is not None, "what is bulky is only wanted where there is a folder for it"
-        return self._payloads.stow(self._checked(prompt_ids, params, completion), session_id)
+        return self._payloads.stow(self._checked(prompt_ids, params, completion), session_id, known)
 
     def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
         try:

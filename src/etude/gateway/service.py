@@ -28,9 +28,10 @@ from etude.gateway.line import Line
 from etude.gateway.pool import EnginePool, Want
 from etude.gateway.recorder import Recorder, cut
 from etude.gateway.serials import Serials
+from etude.gateway.tapes import SessionFull
 from etude.protocols import Clock, Completion, Piece, SamplingParams
 from etude.tokens.messages import CallDelta, ChatFormat, Delta, Message, ReplyReader, TextDelta, ThinkingDelta
-from etude.types import Finish
+from etude.types import Finish, TurnKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Caller:
     """Whether the caller says that this is a retry, without saying of what."""
     min_version: int | None = None
     """Oldest weight version that may answer."""
+    kind: TurnKind = TurnKind.ACT
+    """What the call is recorded as."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,10 +257,15 @@ class Service:
             completion = cut(completion, end)
         message = reader.message()
         turn = await self._recorder.turn(
-            job.prompt.token_ids, job.params_of(index), completion, job.caller.conversation.session_id
+            job.prompt.token_ids,
+            job.params_of(index),
+            completion,
+            job.caller.conversation.session_id,
+            reused=job.prompt.reused,
         )
         ending = _ending(message, reader, completion.finish)
-        return Reply(message=message, ending=ending, stop_text=reader.stop_text, turn=turn)
+        kind = job.caller.kind
+        return Reply(message=message, ending=ending, stop_text=reader.stop_text, turn=replace(turn, kind=kind))
 
     async def _spoken(self, job: _Job) -> AsyncGenerator[tuple[int, Spoken | Reply], None]:
         """The parts of all replies, as they come."""
@@ -298,15 +306,23 @@ class Service:
 
 
 def _known(call: Call, caller: Caller) -> Answer | None:
-    """What this very request was answered before, if the caller says that it asks again."""
-    if caller.request_id:
-        return caller.conversation.answered(caller.request_id, call)
+    """What this very request was answered before: its caller says that it asks again, or its session was forked."""
+    if caller.request_id and (known := caller.conversation.answered(caller.request_id, call)) is not None:
+        return known
+    try:
+        replayed = caller.conversation.replayed(call, caller.request_id)
+    except ValueError as error:
+        raise Refusal(409, "another_call", str(error)) from error
+    if replayed is not None or caller.request_id:
+        return replayed
     return caller.conversation.last_answer(call) if caller.retried else None
 
 
 def _prompt(conversation: Conversation, call: Call) -> Prompt:
     try:
         return conversation.prompt(call)
+    except SessionFull as error:
+        raise Refusal(400, "session_full", str(error)) from error
     except ValueError as error:
         raise Refusal(400, "invalid_request", str(error), param=_param(call)) from error
 

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from etude.errors import SessionLost
-from etude.gateway.conversations import MAX_TURNS, Conversation
+from etude.gateway.conversations import Conversation
+from etude.gateway.tapes import MAX_TOKENS, MAX_TURNS, Tapes
 from etude.tokens.messages import ChatFormat
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -25,6 +26,8 @@ class SessionLimits:
     """Sessions open at a time; a rollout has one, so this is far above any sensible concurrency."""
     max_turns: int = MAX_TURNS
     """Replies of one session."""
+    max_tokens: int = MAX_TOKENS
+    """Tokens that one session holds."""
     idle_s: float = 900.0
     """A session is forgotten this long after its last call began, or a killed rollouts process would leave its sessions
     here for ever. The longest gap in a rollout is one answer, for which an engine may take 10 minutes, and one command.
@@ -63,13 +66,27 @@ class Sessions:
             raise ValueError(f"session {session_id!r} is open already")
         if len(self) >= self._limits.max_sessions:
             return None
-        conversation = self.detached(session_id)
-        self._by_id[session_id] = _Entry(conversation=conversation, owner=owner, used_at=now)
-        return conversation
+        return self._keep(self.detached(session_id), owner, now)
+
+    def fork(self, session_id: str, origin: str, now: float) -> Conversation | None:
+        """Open a session that begins as the open one called ``origin``, and is its owner's; ``None`` if as many as may
+        be are open already.
+
+        Raises :class:`~etude.errors.SessionLost` if ``origin`` is not open, ``ValueError`` if ``session_id`` is.
+        """
+        conversation, owner = self.find(origin, now), self.owner(origin)
+        if conversation is None or owner is None:
+            raise SessionLost(f"no session {origin!r} is open here: it was closed, expired or never opened")
+        if session_id in self._by_id:
+            raise ValueError(f"session {session_id!r} is open already")
+        if len(self) >= self._limits.max_sessions:
+            return None
+        return self._keep(conversation.fork(session_id), owner, now)
 
     def detached(self, session_id: str) -> Conversation:
         """A conversation for one call that nobody can find again."""
-        return Conversation(session_id, self.chat_format, self._limits.max_turns)
+        tapes = Tapes(max_turns=self._limits.max_turns, max_tokens=self._limits.max_tokens)
+        return Conversation(session_id, self.chat_format, tapes)
 
     def find(self, session_id: str, now: float) -> Conversation | None:
         """An open session, counted as used now; ``None`` if there is none of this id."""
@@ -115,6 +132,10 @@ class Sessions:
         self._expire(now)
         expired, self._expired = tuple(self._expired), []
         return expired
+
+    def _keep(self, conversation: Conversation, owner: str, now: float) -> Conversation:
+        self._by_id[conversation.session_id] = _Entry(conversation=conversation, owner=owner, used_at=now)
+        return conversation
 
     def _expire(self, now: float) -> None:
         while self._by_id:

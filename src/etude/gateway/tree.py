@@ -119,6 +119,18 @@ def insert(found: Found, messages: Sequence[Message]) -> Node:
     return node
 
 
+def twins_of(root: Node) -> dict[Node, Node]:
+    """A copy of a whole tree: every node of it and its twin. Messages, which never change, are shared."""
+    twins, nodes = {root: Node(root.message)}, [root]
+    while nodes:
+        node = nodes.pop()
+        for child in node.children:
+            twins[child] = twins[node].add(child.message, child.turn)
+            twins[child].echo = child.echo
+        nodes.extend(node.children)
+    return twins
+
+
 def dissolve(root: Node) -> None:
     """Take a tree apart, so that its memory is free at once and not when the garbage collector comes by."""
     nodes = [root]

@@ -1,9 +1,11 @@
 """The built-in coding agent: one tool call in plain text per turn, until it submits or a limit is reached.
 
     prompt ──▶ model ──call──▶ sandbox ──observation──▶ model ──▶ … ──▶ submit
+                 ╰─ full context ─▶ model ──summary──▶ a new context from task, to-do list and summary
 
-Owns the conversation and what tools do in a sandbox. The words are those of :mod:`etude.sandboxes.tools`, the way to
-the model is :mod:`etude.harnesses.completions`. Does not grade.
+Owns what is asked of the model and what tools do in a sandbox. The words are those of :mod:`etude.sandboxes.tools` and
+:mod:`etude.sandboxes.summaries`, when a context starts anew is the decision of :mod:`etude.harnesses.contexts`, the way
+to the model is :mod:`etude.harnesses.completions`. Does not grade.
 """
 
 from collections import Counter
@@ -11,11 +13,13 @@ from collections import Counter
 import aiohttp
 
 from etude.config.rollouts import HarnessConfig
-from etude.harnesses.completions import CompletionClient, Message
+from etude.harnesses.completions import CompletionClient, Message, Reply
+from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes import tools
 from etude.sandboxes.calls import call_function, same_value
-from etude.types import Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+from etude.sandboxes.summaries import KeptState, open_again, read_summary
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks, TurnKind
 
 OBSERVATION_CHARACTERS = 20_000
 """Longest observation: far beyond any context here, far below what a gateway refuses to read."""
@@ -25,10 +29,12 @@ COUNTED_AS = {
     tools.ReadFile: tools.READ,
     tools.EditFile: tools.EDIT,
     tools.RunTests: tools.TEST,
+    tools.OpenItem: tools.TODO,
+    tools.CloseItem: tools.DONE,
     tools.Submit: tools.SUBMIT,
     tools.Malformed: "malformed",
 }
-"""Kind of call → its name in the counts."""
+"""Kind of call → its name in the counts; ``answer`` is a ``submit`` with words."""
 
 
 class CodingHarness:
@@ -36,41 +42,132 @@ class CodingHarness:
 
     def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession) -> None:
         """``http`` is shared by all sessions and stays the caller's to close."""
-        self._max_turns = config.max_turns
-        self._model = CompletionClient(http, max_tokens=config.max_tokens_per_turn, timeout_s=config.turn_timeout_s)
+        self._config = config
+        actor = CompletionClient(http, max_tokens=config.max_tokens_per_turn, timeout_s=config.turn_timeout_s)
+        summariser = CompletionClient(
+            http, max_tokens=config.max_tokens_per_summary, timeout_s=config.turn_timeout_s, kind=TurnKind.SUMMARY
+        )
+        self._models = {Step.ACT: actor, Step.SUMMARISE: summariser}
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Work until ``submit``, the last turn (``turns``), a cut turn (``length``) or a full context (``context``).
 
-        Counts calls by the tool's word, and ``malformed``; a turn that was cut is no call. Raises
-        :class:`~etude.errors.InfrastructureError` for trouble with gateway, session or sandbox.
+        Counts calls by the tool's word, and ``malformed``; a turn that was cut is no call. Measures ``todo_opened``
+        and ``todo_open`` (items), ``summaries`` and ``restarts`` (contexts beyond the first); where contexts start from
+        summaries and the task's answer takes facts, ``facts_seen`` and ``facts_kept``
+        (:class:`~etude.harnesses.contexts.Recall`). Raises :class:`~etude.errors.InfrastructureError` for trouble with
+        gateway, session or sandbox.
         """
-        messages: list[Message] = [{"role": "user", "content": task.prompt}]
-        counts: Counter[str] = Counter()
-        for _ in range(self._max_turns):
-            reply = await self._model.complete(session, messages, temperature=temperature)
-            if reply.finish != "stop":
-                return HarnessResult(reason=reply.finish, counts=counts)
-            call = tools.parse_call(reply.text)
-            counts[COUNTED_AS[type(call)]] += 1
-            if isinstance(call, tools.Submit):
-                return HarnessResult(reason=tools.SUBMIT, counts=counts)
-            messages.append({"role": "assistant", "content": reply.text})
-            messages.append({"role": "user", "content": await observe(call, task.checks, sandbox)})
-        return HarnessResult(reason="turns", counts=counts)
+        work = _Work(self._config, task, sandbox)
+        while (step := work.window.step) is not Step.STOP:
+            if step is Step.RESTART:
+                work.restart()
+                continue
+            reply = await self._models[step].complete(session, work.question(), temperature=temperature)
+            if reply.finish == "context":
+                work.make_room()
+            elif step is Step.ACT:
+                await work.act(reply)
+            else:
+                work.summarise(reply)
+        return work.result()
+
+
+class _Work:
+    """One session: where it stands, and what came of it so far."""
+
+    def __init__(self, config: HarnessConfig, task: Task, sandbox: Sandbox) -> None:
+        self._config = config
+        self._task = task
+        self._sandbox = sandbox
+        self.window = Window(config)
+        self.context = Context(task.prompt)
+        self._counts: Counter[str] = Counter()
+        self._todo = TodoList()
+        self._recall = Recall(task.checks.facts if isinstance(task.checks, AnswerChecks) else ())
+        self._summary = ""  # the newest
+        self._answer = ""
+
+    def question(self) -> list[Message]:
+        """What the model is asked now."""
+        return self.context.ask(self._config.summary_request if self.window.step is Step.SUMMARISE else "")
+
+    def make_room(self) -> None:
+        """There was none for the question: another one, or the same with less of the last result."""
+        if self.window.refused(can_shorten=self.context.can_shorten):
+            self.context.shorten()
+
+    async def act(self, reply: Reply) -> None:
+        """Carry out what the model asked for."""
+        self._recall.show(self.context.unseen)
+        if reply.finish == "length":
+            self.window.stop("length")
+            return
+        call = tools.parse_call(reply.text)
+        self._counts[COUNTED_AS[type(call)]] += 1
+        if isinstance(call, tools.Submit):
+            self._answer = call.answer
+            self.window.stop(tools.SUBMIT)
+            return
+        self.context.acted(reply.text, await self._carry_out(call))
+        self.window.replied(reply.tokens)
+
+    def summarise(self, reply: Reply) -> None:
+        """Take a summary as it is: cut, empty or good, it is what the model goes on from."""
+        self._recall.show(self.context.unseen)
+        self._summary = read_summary(reply.text).text
+        self._recall.summarise(self._summary)
+        self.window.replied(reply.tokens)
+
+    def restart(self) -> None:
+        """Begin a new context."""
+        self.window.restarted()
+        prompt = self._task.prompt
+        if self._config.context == "truncate":
+            self.context = Context(prompt, self.context.unseen)
+            return
+        kept = KeptState(summaries=self.window.restarts, open_items=self._todo.open_items)
+        self.context = Context(open_again(prompt, self._summary, kept))
+
+    def result(self) -> HarnessResult:
+        """How the session went."""
+        summarises = self._config.context == "summary"
+        measures = {
+            "todo_opened": self._todo.opened,
+            "todo_open": len(self._todo.open_items),
+            "summaries": self.window.restarts if summarises else 0,
+            "restarts": self.window.restarts,
+        }
+        if summarises and self._recall.facts:
+            measures |= {"facts_seen": self._recall.seen, "facts_kept": self._recall.kept}
+        return HarnessResult(reason=self.window.reason, counts=self._counts, answer=self._answer, measures=measures)
+
+    async def _carry_out(self, call: tools.Call) -> str:
+        """What comes of a call that does not end the session, as it is shown."""
+        match call:
+            case tools.OpenItem(text):
+                return f"{tools.TODO} {self._todo.add(text)}"
+            case tools.CloseItem(number):
+                return tools.OK if self._todo.close(number) else tools.NO_TODO
+            case _:
+                return await observe(call, self._task.checks, self._sandbox)
 
 
 async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
-    """Carry a call out in a sandbox and say what the agent sees. Raises :class:`~etude.errors.SandboxError`."""
+    """Carry a call out in a sandbox and say what the agent sees: ``bad call``, if there is nothing to do there.
+
+    Raises :class:`~etude.errors.SandboxError`.
+    """
     match call:
         case tools.ReadFile(path, first):
             text = await _read(sandbox, path)
-            return tools.NO_FILE if text is None else tools.number_lines(text, first)[:OBSERVATION_CHARACTERS]
+            shown = tools.NO_FILE if text is None else tools.number_lines(text, first)
+            return tools.limit(shown, OBSERVATION_CHARACTERS)
         case tools.EditFile():
             return await _edit(sandbox, call)
         case tools.RunTests():
-            return (await _test(sandbox, checks))[:OBSERVATION_CHARACTERS]
-        case tools.Submit() | tools.Malformed():
+            return tools.limit(await _test(sandbox, checks), OBSERVATION_CHARACTERS)
+        case tools.OpenItem() | tools.CloseItem() | tools.Submit() | tools.Malformed():
             return tools.BAD_CALL
 
 
@@ -101,8 +198,8 @@ async def _test(sandbox: Sandbox, checks: Checks) -> str:
         case TestChecks():
             command = [*checks.command, *PYTEST_OPTIONS, *checks.visible]
             result = await sandbox.exec(command, timeout_s=checks.timeout_s)
-            return tools.PASS if result.exit_code == 0 else tools.render_summary(result.stdout)
-        case ScriptChecks() | QueryChecks():
+            return tools.PASS if result.exit_code == 0 else tools.render_report(result.stdout)
+        case ScriptChecks() | QueryChecks() | AnswerChecks():
             return tools.NO_TESTS
 
 

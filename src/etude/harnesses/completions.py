@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Literal, TypeAlias
 
 import aiohttp
@@ -19,11 +20,16 @@ import orjson
 
 from etude.errors import EngineUnavailable, SessionLost
 from etude.protocols import Session
+from etude.types import TurnKind
 
 MODEL = "policy"
 """The name under which a gateway serves the model that is being trained."""
 BUSY = (429, 502, 503, 504)
 """Statuses that mean: later. The middle ones come from proxies on the way."""
+FULL = ("context_length_exceeded", "session_full")
+"""Codes of a 400 that mean: no more of this conversation, or of the whole session. To try again would not help."""
+TURN = "X-Etude-Turn"
+"""Header by which the gateway learns what a call is for; without it, it is for an action."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Between attempts; doubled each time, then halved at random so that callers do not come back together."""
 REQUEST_ID_BYTES = 12
@@ -42,6 +48,8 @@ class Reply:
     text: str
     finish: Literal["stop", "length", "context"]
     """It ended its turn · was cut at ``max_tokens`` · could not be asked, the conversation being too long."""
+    tokens: int = 0
+    """Of the conversation up to the end of this reply; 0 where nothing was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +62,15 @@ class Trouble:
 
 
 class CompletionClient:
-    """Asks for completions; each call has ``timeout_s``, repetitions and pauses included."""
+    """Asks for completions of one ``kind``; each call has ``timeout_s``, repetitions and pauses included."""
 
-    def __init__(self, http: aiohttp.ClientSession, *, max_tokens: int, timeout_s: float) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, *, max_tokens: int, timeout_s: float, kind: TurnKind = TurnKind.ACT
+    ) -> None:
         self._http = http
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
+        self._said = {} if kind is TurnKind.ACT else {TURN: kind.value}
 
     async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Reply:
         """Sample the next assistant message.
@@ -74,6 +85,7 @@ class CompletionClient:
             "Authorization": f"Bearer {session.api_key}",
             "Content-Type": "application/json",
             "X-Request-Id": secrets.token_hex(REQUEST_ID_BYTES),
+            **self._said,
         }
         trouble = Trouble("no answer to the first attempt")
         with suppress(TimeoutError):
@@ -88,7 +100,8 @@ class CompletionClient:
 
     async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply | Trouble:
         try:
-            async with self._http.post(url, data=body, headers=headers, timeout=NO_TIMEOUT) as response:
+            # Of a body of bytes aiohttp would send all at once; a context of 200k tokens is a megabyte.
+            async with self._http.post(url, data=BytesIO(body), headers=headers, timeout=NO_TIMEOUT) as response:
                 return judge_answer(response.status, response.headers.get("Retry-After"), await response.read())
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             return Trouble(f"{type(error).__name__}: {error}")
@@ -103,11 +116,12 @@ def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | T
         if status == 200:
             choice = answer["choices"][0]
             was_cut = choice["finish_reason"] == "length"
-            return Reply(choice["message"]["content"] or "", "length" if was_cut else "stop")
+            finish: Literal["length", "stop"] = "length" if was_cut else "stop"
+            return Reply(choice["message"]["content"] or "", finish, answer["usage"]["total_tokens"])
         code, reason = answer["error"]["code"], answer["error"]["message"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         raise EngineUnavailable(f"HTTP {status} without a completion or an error: {body[:200]!r}") from None
-    if (status, code) == (400, "context_length_exceeded"):
+    if status == 400 and code in FULL:
         return Reply("", "context")
     if (status, code) in ((404, "session_not_found"), (401, "invalid_api_key")):
         raise SessionLost(f"the gateway knows no such session (any more): {reason}")

@@ -20,12 +20,13 @@ from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, rows
+from etude.ledger.archive import read_group
 from etude.ledger.changes import ANYBODY, NotAdmitted
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leasing import Leases
 from etude.ledger.places import open_database
-from etude.ledger.records import decode_rollout, encode_rollout
+from etude.ledger.records import encode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
 from etude.ledger.transactions import Transactions
@@ -222,7 +223,7 @@ class Ledger:
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        return self._db.read(lambda db: _group(db, purpose, index))
+        return self._db.read(lambda db: read_group(db, purpose, index))
 
     def groups(self, purpose: str) -> Iterator[Group]:
         """Every group of a purpose in admission order, whatever its state, read one at a time."""
@@ -275,15 +276,4 @@ def _opening(group: rows.GroupRow) -> Callable[..., OpenSlot]:
         task=decode_task(group.task),
         group_index=group.group_index,
         admitted_version=group.admitted_version,
-    )
-
-
-def _group(db: Database, purpose: str, index: int) -> Group:
-    group = rows.group(db, purpose, index)
-    return Group(
-        index=index,
-        task=decode_task(group.task),
-        admitted_version=group.admitted_version,
-        rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
-        lost=len(rows.slots(db, purpose, group).lost),
     )

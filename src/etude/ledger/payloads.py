@@ -5,16 +5,23 @@ trainer; everything between handles a :class:`~etude.types.PayloadRef`: 64 chara
 
     payloads/3f/3f9a…c2.safetensors      named by the SHA-256 of its bytes; metadata: the session it is from
 
+A turn reads again what the turns before it read. Its file has the routes of the tokens that are new in it; those before
+are of the turn that it goes on from. In memory the routes of a branch are one array, which those of its turns are views
+of, so that files and memory grow with what was read, not with the square of it.
+
 Owns the files' form, their verification and removal. Does not own what routes mean or whether they fit a model
 (:class:`~etude.types.RouteSpace`). A write is complete or absent after ``kill -9`` of any process; a power cut may
 lose the last ones, which reading then says by name.
+
+Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes that its file has.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -23,10 +30,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
-from etude.types import KeptSets, PayloadRef, Turn
+from etude.ledger.turns import begins_with
+from etude.types import KeptSets, PayloadRef, Routes, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
-"""Names of the tensors: uint16 [P + C − 1, layers, k], int64 [C + 1], int32 [Σ kept]."""
+"""Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
 
 
 class Payloads:
@@ -35,13 +43,15 @@ class Payloads:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def stow(self, turn: Turn, session: str) -> Turn:
+    def stow(self, turn: Turn, session: str, known: int = 0) -> Turn:
         """The same turn with a reference in place of its routes and kept sets, which are written to disk.
 
-        A turn that has neither comes back as it is. ``session`` goes into the file, so that equal turns of one session
-        share it and those of two sessions do not: either rollout can be done with before the other.
+        The first ``known`` rows of its routes are left out: all that an earlier turn of the conversation has, from
+        which this one goes on. A turn that has neither comes back as it is. ``session`` goes into the file, so that
+        equal turns of one session share it and those of two sessions do not: either rollout can be done with before
+        the other.
         """
-        arrays = _arrays(turn)
+        arrays = _arrays(turn, known)
         if not arrays:
             return turn
         data = save(arrays, metadata={"session": session})
@@ -49,21 +59,37 @@ class Payloads:
         self._write(self._file(ref), data)
         return replace(turn, routes=None, kept=None, payload=ref)
 
-    def fetch(self, turn: Turn) -> Turn:
-        """The turn that :meth:`stow` was given. Raises :class:`~etude.errors.DamagedError` naming the file."""
-        if turn.payload is None:
-            return turn
-        file = self._file(turn.payload)
+    def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
+
+        Raises :class:`~etude.errors.DamagedError` naming the file.
+        """
+        found = [{} if turn.payload is None else self._read(turn.payload) for turn in turns]
+        routes = _joined(turns, [arrays.get(ROUTES) for arrays in found])
+        return tuple(
+            turn if turn.payload is None else self._restored(turn, turn.payload, arrays, rows)
+            for turn, arrays, rows in zip(turns, found, routes, strict=True)
+        )
+
+    def _read(self, ref: PayloadRef) -> dict[str, npt.NDArray[Any]]:
+        file = self._file(ref)
         try:
             data = file.read_bytes()
-            if hashlib.sha256(data).hexdigest() != turn.payload.digest:
+            if hashlib.sha256(data).hexdigest() != ref.digest:
                 raise DamagedError(f"payload {file} does not match its name, a SHA-256; {_WAY_OUT}")
-            arrays = load(data)
-            offsets = arrays.get(KEPT_OFFSETS)
-            kept = None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[KEPT_IDS])
-            return replace(turn, routes=arrays.get(ROUTES), kept=kept, payload=None)
+            return load(data)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise DamagedError(f"payload {file} cannot be read: {error}; {_WAY_OUT}") from error
+
+    def _restored(
+        self, turn: Turn, ref: PayloadRef, arrays: dict[str, npt.NDArray[Any]], routes: Routes | None
+    ) -> Turn:
+        try:
+            offsets = arrays.get(KEPT_OFFSETS)
+            kept = None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[KEPT_IDS])
+            return replace(turn, routes=routes, kept=kept, payload=None)
+        except (ValueError, KeyError) as error:
+            raise DamagedError(f"payload {self._file(ref)} is of another turn: {error}; {_WAY_OUT}") from error
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
         """Remove files whose rollouts will not be read again; those that are gone already are no fault."""
@@ -90,11 +116,57 @@ class Payloads:
 _WAY_OUT = "restore it from a copy of the run folder: what an engine did cannot be computed again"
 
 
-def _arrays(turn: Turn) -> dict[str, npt.NDArray[np.generic]]:
+def _arrays(turn: Turn, known: int) -> dict[str, npt.NDArray[np.generic]]:
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if turn.routes is not None:
-        arrays[ROUTES] = np.ascontiguousarray(turn.routes)
+        arrays[ROUTES] = np.ascontiguousarray(turn.routes[known:])
     if turn.kept is not None:
         arrays[KEPT_OFFSETS] = np.ascontiguousarray(turn.kept.offsets)
         arrays[KEPT_IDS] = np.ascontiguousarray(turn.kept.token_ids)
     return arrays
+
+
+def _joined(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[Routes | None]:
+    """The routes of all that each turn read, of which ``fresh`` [R, layers, k] are the last ones.
+
+    Each branch is put together once, for the last of its turns; the others get views of it. Where rows are missing that
+    no earlier turn has, they stay missing.
+    """
+    above = _predecessors(turns, fresh)
+    whole: list[Routes | None] = [None] * len(turns)
+    for index in reversed(range(len(turns))):
+        rows = fresh[index]
+        if rows is None or whole[index] is not None:
+            continue
+        if above[index] is None:
+            whole[index] = rows
+            continue
+        branch = np.empty((_rows_read(turns[index]), *rows.shape[1:]), rows.dtype)
+        place: int | None = index
+        while place is not None and (part := fresh[place]) is not None:
+            end = _rows_read(turns[place])
+            branch[end - len(part) : end] = part
+            whole[place] = branch[:end] if whole[place] is None else whole[place]
+            place = above[place]
+    return whole
+
+
+def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:
+    """For each turn the earlier one that has all rows that its own lack; ``None``: they lack none, or nobody has."""
+    above: list[int | None] = []
+    complete: dict[tuple[int, ...], list[int]] = {}  # by the shape of all their rows, oldest first
+    for index, (turn, rows) in enumerate(zip(turns, fresh, strict=True)):
+        place = None
+        if rows is not None:
+            missing = _rows_read(turn) - len(rows)
+            having = complete.get((missing, *rows.shape[1:]), ()) if missing > 0 else ()
+            place = next((one for one in reversed(having) if begins_with(turn.prompt_ids, turns[one])), None)
+            if missing == 0 or place is not None:
+                complete.setdefault((_rows_read(turn), *rows.shape[1:]), []).append(index)
+        above.append(place)
+    return above
+
+
+def _rows_read(turn: Turn) -> int:
+    """A row for every token but the last one that was sampled."""
+    return len(turn.prompt_ids) + len(turn.completion_ids) - 1

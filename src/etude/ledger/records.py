@@ -1,13 +1,15 @@
 """Rollouts as bytes, and back, without pickle.
 
-A rollout is a JSON header and the raw arrays of all its turns, end to end, little-endian:
+    ┌─────────────┬────────┬───────────────────────────────────────┐
+    │ header size │ header │ turns                                 │
+    │ uint32      │ JSON   │ as :mod:`etude.ledger.turns` has them │
+    └─────────────┴────────┴───────────────────────────────────────┘
 
-    ┌─────────────┬────────┬─────────────────┬─────────────────┬───────────────┬───────────────┐
-    │ header size │ header │ prompt ids      │ completion ids  │ logprobs      │ versions      │
-    │ uint32      │ JSON   │ int32 [ΣP]      │ int32 [ΣC]      │ float32 [ΣC]  │ int32 [ΣC]    │
-    └─────────────┴────────┴─────────────────┴─────────────────┴───────────────┴───────────────┘
+Routes and kept sets of a turn are not in here but in a file that the turn refers to (:mod:`etude.ledger.payloads`).
 
-Routes and kept sets of a turn are not in here but in a file that the header refers to (:mod:`etude.ledger.payloads`).
+In a record of the first form the header lists the turns, and behind it lie the raw arrays of all of them, end to end,
+little-endian: prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC]. It is still
+read.
 
 Array legend: P prompt tokens of a turn, C sampled tokens of a turn.
 """
@@ -22,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.errors import DamagedError
-from etude.types import Disposition, Finish, PayloadRef, Rollout, RolloutStatus, Turn, Verdict
+from etude.ledger.turns import decode_turns, encode_turns
+from etude.types import Branch, Disposition, Finish, Hint, PayloadRef, Rollout, RolloutStatus, Turn, Verdict
 
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
@@ -30,7 +33,7 @@ FLOAT32 = np.dtype("<f4")
 
 
 def encode_rollout(rollout: Rollout) -> bytes:
-    """A rollout with all its turns; the size is the arrays' plus a few hundred bytes.
+    """A rollout with all its turns; the size is that of their blob plus a few hundred bytes.
 
     Raises ``ValueError`` for a turn whose routes or kept sets were not written to a file before.
     """
@@ -46,23 +49,16 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
         "verdict": None if rollout.verdict is None else asdict(rollout.verdict),
-        "turns": [_turn_header(turn) for turn in rollout.turns],
+        "turn_rewards": rollout.turn_rewards,
+        "hints": [asdict(hint) for hint in rollout.hints],
+        "branch": None if rollout.branch is None else asdict(rollout.branch),
     }
     text = json.dumps(header).encode()
-    return b"".join(
-        (
-            HEADER_SIZE.pack(len(text)),
-            text,
-            *(turn.prompt_ids.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
-            *(turn.completion_ids.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
-            *(turn.logprobs.astype(FLOAT32, copy=False).tobytes() for turn in rollout.turns),
-            *(turn.versions.astype(INT32, copy=False).tobytes() for turn in rollout.turns),
-        )
-    )
+    return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns)))
 
 
 def decode_rollout(data: bytes) -> Rollout:
-    """The rollout that :func:`encode_rollout` was given; its arrays are read-only views of ``data``.
+    """The rollout that :func:`encode_rollout` was given; its arrays are read-only and share memory.
 
     Raises :class:`~etude.errors.DamagedError`.
     """
@@ -70,9 +66,18 @@ def decode_rollout(data: bytes) -> Rollout:
         (size,) = HEADER_SIZE.unpack_from(data)
         body = HEADER_SIZE.size + size
         header = json.loads(data[HEADER_SIZE.size : body])
-        turns = _decode_turns(header.pop("turns"), data, body)
-        verdict = _decode_verdict(header.pop("verdict"))
-        return Rollout(status=RolloutStatus(header.pop("status")), turns=turns, verdict=verdict, **header)
+        listed = header.pop("turns", None)
+        turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
+        branch = header.pop("branch", None)
+        return Rollout(
+            status=RolloutStatus(header.pop("status")),
+            turns=turns,
+            verdict=_decode_verdict(header.pop("verdict")),
+            turn_rewards=tuple(header.pop("turn_rewards", ())),
+            hints=tuple(Hint(**hint) for hint in header.pop("hints", ())),
+            branch=None if branch is None else Branch(**branch),
+            **header,
+        )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
 
@@ -84,19 +89,8 @@ def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:
     return Verdict(disposition=disposition, flags=flags, **fields)
 
 
-def _turn_header(turn: Turn) -> dict[str, Any]:
-    if turn.routes is not None or turn.kept is not None:
-        raise ValueError("a turn still holds its routes or kept sets: a ledger records where they lie, stow them first")
-    return {
-        "prompt": len(turn.prompt_ids),
-        "completion": len(turn.completion_ids),
-        "finish": turn.finish,
-        "temperature": turn.temperature,
-        "payload": None if turn.payload is None else [turn.payload.digest, turn.payload.size_bytes],
-    }
-
-
-def _decode_turns(headers: Sequence[dict[str, Any]], data: bytes, offset: int) -> tuple[Turn, ...]:
+def _listed_turns(headers: Sequence[dict[str, Any]], data: bytes, offset: int) -> tuple[Turn, ...]:
+    """The turns of a record of the first form, whose arrays begin at ``offset``: views of ``data``."""
     prompts = [header["prompt"] for header in headers]
     completions = [header["completion"] for header in headers]
     if len(data) != (expected := offset + 4 * (sum(prompts) + 3 * sum(completions))):

@@ -10,7 +10,7 @@ from etude.ledger.database import Database, Row
 from etude.ledger.leases import Lease
 from etude.ledger.slots import Ending, Slots
 from etude.ledger.states import GROUP_MOVES, GroupState, StepState, move
-from etude.types import Rollout, RolloutStatus
+from etude.types import Rollout, RolloutStatus, TurnKind
 
 
 class GroupRow(NamedTuple):
@@ -120,6 +120,35 @@ def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) 
         rollout.reward,
         rollout.reason,
         record,
+    )
+    _catalogue(db, purpose, rollout)
+
+
+def _catalogue(db: Database, purpose: str, rollout: Rollout) -> None:
+    """Note what people look for rollouts by, so that nobody has to read records to find one."""
+    sampled = [turn.versions for turn in rollout.turns if len(turn.versions)]
+    db.execute(
+        "INSERT INTO catalogue (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, disposition,"
+        " cause, turns, summaries, hints, prompt_tokens, sampled_tokens, first_version, last_version, seconds)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        rollout.rollout_id,
+        purpose,
+        rollout.group_index,
+        rollout.slot,
+        rollout.attempt,
+        rollout.status,
+        rollout.reward,
+        rollout.reason,
+        None if rollout.verdict is None else rollout.verdict.disposition,
+        "" if rollout.verdict is None else rollout.verdict.reason,
+        len(rollout.turns),
+        sum(turn.kind is TurnKind.SUMMARY for turn in rollout.turns),
+        len(rollout.hints),
+        sum(len(turn.prompt_ids) for turn in rollout.turns),
+        sum(len(versions) for versions in sampled),
+        min((int(versions.min()) for versions in sampled), default=None),
+        max((int(versions.max()) for versions in sampled), default=None),
+        rollout.seconds,
     )
 
 

@@ -104,6 +104,35 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         """,
         "DELETE FROM facts WHERE key = 'rollouts.next-task'",
     ),
+    6: (  # what people look for rollouts by, without the records, which make up nearly all of a ledger
+        """
+        CREATE TABLE catalogue (
+            rollout_id TEXT PRIMARY KEY REFERENCES rollouts,
+            purpose TEXT NOT NULL,              -- from here to reason as in rollouts
+            group_index INTEGER NOT NULL,
+            slot INTEGER NOT NULL,
+            attempt INTEGER NOT NULL,
+            status TEXT NOT NULL,
+            reward REAL,
+            reason TEXT NOT NULL,
+            disposition TEXT,                   -- types.Disposition; NULL where nobody looked for cheating
+            cause TEXT NOT NULL DEFAULT '',     -- what decided that
+            turns INTEGER,                      -- from here on NULL where an older étude recorded it
+            summaries INTEGER,
+            hints INTEGER,
+            prompt_tokens INTEGER,              -- of all turns, what they share counted each time
+            sampled_tokens INTEGER,
+            first_version INTEGER,              -- oldest and newest weight version that sampled some, NULL: none did
+            last_version INTEGER,
+            seconds REAL,
+            UNIQUE (purpose, group_index, slot, attempt)
+        )
+        """,
+        """
+        INSERT INTO catalogue (rollout_id, purpose, group_index, slot, attempt, status, reward, reason)
+            SELECT rollout_id, purpose, group_index, slot, attempt, status, reward, reason FROM rollouts
+        """,
+    ),
 }
 """Version → the statements that make it from the one before."""
 

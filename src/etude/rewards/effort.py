@@ -13,7 +13,7 @@ Owns what counts as effort and its price. Pure.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,17 +41,19 @@ class Effort:
     """Calls of the model."""
 
 
-def effort_of(rollout: Rollout, thinking_end_id: int) -> Effort:
-    """Count; ``thinking_end_id`` is the token that ends a turn's thinking, −1 where the model has none."""
-    thinking = [_thinking(turn, thinking_end_id) for turn in rollout.turns]
-    others = [len(turn.completion_ids) - count for turn, count in zip(rollout.turns, thinking, strict=True)]
+def effort_of(turns: Sequence[Turn], counts: Mapping[str, int], thinking_end_id: int) -> Effort:
+    """Count a rollout's turns and its calls by tool; ``thinking_end_id`` is the token that ends a turn's thinking, −1
+    where the model has none.
+    """
+    thinking = [_thinking(turn, thinking_end_id) for turn in turns]
+    others = [len(turn.completion_ids) - count for turn, count in zip(turns, thinking, strict=True)]
     return Effort(
         thinking_tokens=sum(thinking),
         call_tokens=sum(others[:-1]),
-        output_tokens=_outputs(rollout.turns),
+        output_tokens=_outputs(turns),
         final_tokens=sum(others[-1:]),
-        calls=sum(rollout.counts.values()),
-        turns=len(rollout.turns),
+        calls=sum(counts.values()),
+        turns=len(turns),
     )
 
 
@@ -59,7 +61,7 @@ def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
     """What is taken off the rollout's reward: weight · C(x), 0 or more."""
     if not config.weight:
         return 0.0
-    effort = effort_of(rollout, config.thinking_end_id)
+    effort = effort_of(rollout.turns, rollout.counts, config.thinking_end_id)
     spent = (
         config.thinking_token * effort.thinking_tokens
         + config.call_token * effort.call_tokens

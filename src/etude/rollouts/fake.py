@@ -74,6 +74,7 @@ class FakeSessions:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._turns: dict[str, list[Turn]] = {}
+        self._replays: dict[str, int] = {}  # how many turns a fork is still to be asked for once more
 
     def __len__(self) -> int:
         """Sessions that are open."""
@@ -85,13 +86,27 @@ class FakeSessions:
         self._turns[session_id] = []
         return Session(session_id=session_id, base_url="http://gateway.invalid/v1", api_key=f"key of {session_id}")
 
-    def capture(self, session: Session, turn: Turn) -> None:
-        """Pretend that an engine sampled ``turn``."""
-        self._turns[session.session_id].append(turn)
+    def capture(self, session: Session, turn: Turn) -> Turn:
+        """Pretend that an engine sampled ``turn``, and answer it; the first calls of a fork are answered as before."""
+        turns, replays = self._turns[session.session_id], self._replays.get(session.session_id, 0)
+        if replays:
+            self._replays[session.session_id] = replays - 1
+            return turns[len(turns) - replays]
+        turns.append(turn)
+        return turn
 
     def forget(self) -> None:
         """Lose every session, as a gateway does that is killed."""
         self._turns.clear()
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        """Start a session that begins with another one's turns. Raises :class:`~etude.errors.SessionLost`."""
+        if session_id not in self._turns:
+            raise SessionLost(f"no session {session_id!r}")
+        session, turns = await self.open(), self._turns[session_id]
+        self._turns[session.session_id] += turns
+        self._replays[session.session_id] = len(turns)
+        return session, len(turns)
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session. Raises :class:`~etude.errors.SessionLost` when it is not open."""
@@ -103,9 +118,15 @@ class FakeSessions:
 class FakeSandbox:
     """Files in a dict; every command succeeds and says nothing."""
 
-    def __init__(self, files: Mapping[str, str], on_close: Callable[["FakeSandbox"], None]) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, str],
+        on_close: Callable[["FakeSandbox"], None],
+        on_fork: Callable[["FakeSandbox"], None] = lambda copy: None,
+    ) -> None:
         self._files = dict(files)
         self._on_close = on_close
+        self._on_fork = on_fork
 
     async def exec(
         self,
@@ -144,8 +165,11 @@ class FakeSandbox:
         raise Unsupported("fake sandboxes keep no image: use ns")
 
     async def fork(self, count: int = 1) -> "Sequence[FakeSandbox]":
-        """Refused: whoever forks wants to see what became of it."""
-        raise Unsupported("fake sandboxes are not forked: use local")
+        """Sandboxes with the same files."""
+        copies = [FakeSandbox(self._files, self._on_close, self._on_fork) for _ in range(count)]
+        for copy in copies:
+            self._on_fork(copy)
+        return copies
 
     async def close(self) -> None:
         """Forget the sandbox."""
@@ -164,8 +188,8 @@ class FakeSandboxes:
         return len(self._open)
 
     async def capabilities(self) -> frozenset[Capability]:
-        """Nothing is held, since nothing runs."""
-        return frozenset()
+        """Nothing is held but the files, since nothing runs."""
+        return frozenset({Capability.FORK})
 
     async def open(self, task: Task) -> FakeSandbox:
         """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.Worlds`, too."""
@@ -178,7 +202,7 @@ class FakeSandboxes:
         """
         if self.broken:
             raise SandboxError(self.broken)
-        sandbox = FakeSandbox(files, self._open.discard)
+        sandbox = FakeSandbox(files, self._open.discard, self._open.add)
         self._open.add(sandbox)
         return sandbox
 

@@ -5,19 +5,24 @@
                           └──────────────────────┘        no attempt left: the slot is lost; where half its group is,
                                                           the group is dropped and its other rollouts are cancelled
 
+Where rollouts branch, a bundle of slots starts with one of them, the trunk: the others are held until it forks and go
+on from there, or take its record where it ended before. A trunk that fails before it forked is tried again, and they
+with it; a branch that fails is tried again as a rollout of its own.
+
 - consumes: slots to fill
 - produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
 - waits for: attempts, each bounded (:mod:`etude.rollouts.bounds`); pauses, which the schedule knows the ends of
 - woken by: the end of an attempt, the end of a pause
 - on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
 
-Every decision is :mod:`etude.rollouts.schedule`'s. Does not own which slots to launch
-(:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etude.rollouts.worker`).
+Every decision is :mod:`etude.rollouts.schedule`'s and :mod:`etude.rollouts.branching`'s. Does not own which slots to
+launch (:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etude.rollouts.worker`).
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -25,14 +30,15 @@ from uuid import uuid4
 
 from etude.config.rollouts import RolloutConfig
 from etude.errors import UserError
-from etude.ledger.ledger import Ledger, OpenSlot
+from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
 from etude.ledger.states import GroupState
 from etude.rollouts.bounds import Limits
+from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
-from etude.rollouts.worker import Rig, run_rollout
+from etude.rollouts.worker import Beginning, Course, Rig, Trunk, give_back, run_rollout
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog
-from etude.types import Disposition, Rollout, RolloutStatus, Task, Verdict
+from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Verdict
 
 CLEANUP_S = 60.0
 """For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
@@ -55,6 +61,9 @@ class Flight:
         self._schedule = Schedule(
             concurrency=config.concurrency, max_attempts=config.max_attempts, outage_s=config.outage_s
         )
+        self._branching = rig.branching if purpose == TRAIN else None
+        self._bundles = Bundles(1 if self._branching is None else self._branching.size)
+        self._beginnings = _Beginnings(rig, self._limits)
         self._attempts: dict[Place, asyncio.Task[None]] = {}
         self._closing = False
         self._failure: BaseException | None = None
@@ -71,25 +80,21 @@ class Flight:
         for attempt in running:
             if not attempt.cancelling():  # a second cancel would interrupt its closing
                 attempt.cancel()
+        running += self._beginnings.give_back()
         if running:
             await asyncio.wait(running, timeout=CLEANUP_S)
 
     def __len__(self) -> int:
-        """Slots that are running or waiting for their next attempt."""
-        return len(self._schedule)
+        """Slots that are running, or waiting for their next attempt or for another rollout to branch off."""
+        return len(self._schedule) + len(self._bundles)
 
     def __contains__(self, slot: OpenSlot) -> bool:
         """Whether a slot is in hand."""
-        return slot in self._schedule
+        return slot in self._schedule or slot in self._bundles
 
     def launch(self, slots: Iterable[OpenSlot]) -> None:
         """Take slots in hand; those whose attempts a predecessor used up are lost, and their group may be with them."""
-        dropped: set[int] = set()
-        for slot in slots:
-            if slot.group_index in dropped or self._schedule.add(slot) is not SlotState.LOST:
-                continue
-            if self._lose(slot, "its attempts were used up before a restart") is GroupState.DROPPED:
-                dropped.add(slot.group_index)
+        self._start(self._bundles.admit(slots))
 
     async def turn(self, timeout_s: float) -> bool:
         """Start what is due, then wait until something ends, at most ``timeout_s``; whether something did.
@@ -111,19 +116,47 @@ class Flight:
         self._changed.clear()
         return has_changed
 
+    def _start(self, slots: Iterable[OpenSlot]) -> None:
+        dropped: set[int] = set()
+        for slot in slots:
+            if slot.group_index in dropped or self._schedule.add(slot) is not SlotState.LOST:
+                continue
+            if self._lose(slot, "its attempts were used up before a restart") is GroupState.DROPPED:
+                dropped.add(slot.group_index)
+
     async def _attempt(self, slot: OpenSlot) -> None:
-        rollout_id = uuid4().hex
-        temperature = self._temperature
+        rollout_id, temperature = uuid4().hex, self._temperature
+        course = self._course(slot, rollout_id)
         try:
-            rollout = await run_rollout(slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature)
+            rollout = await run_rollout(
+                slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature, course=course
+            )
         except asyncio.CancelledError:
             if self._closing or slot in self._schedule:  # by us, at the end, or by somebody else
                 raise
             rollout = _dropped(slot, rollout_id)
-        due = self._ledger.record(rollout, self._purpose)
-        self._events.write(_closed(rollout, slot.task, self._purpose))
+        copied = self._bundles.release(slot) if rollout.status is RolloutStatus.GRADED else []
+        due = None
+        for ended in (rollout, *(_copied(rollout, other) for other in copied)):
+            due = self._ledger.record(ended, self._purpose)
+            self._events.write(_closed(ended, slot.task, self._purpose))
         if slot in self._schedule:
             self._go_on(slot, rollout, due)
+
+    def _course(self, slot: OpenSlot, rollout_id: str) -> Course:
+        """What a slot that starts shares with others."""
+        beginning, branches = self._beginnings.take(slot), self._bundles.waiting_for(slot)
+        if self._branching is None or not branches:
+            return Course(beginning=beginning)
+        point, hand_over = self._branching.fork_point(slot), partial(self._branch_off, slot)
+        return Course(trunk=Trunk(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
+
+    def _branch_off(self, trunk: OpenSlot, beginnings: Sequence[Beginning]) -> None:
+        """A trunk has forked: the slots that waited for it go on from there."""
+        slots = self._bundles.release(trunk)
+        self._start(slots)
+        self._beginnings.put([slot for slot in slots if slot in self._schedule], beginnings)
+        self._changed.set()
 
     def _go_on(self, slot: OpenSlot, rollout: Rollout, due: int | None) -> None:
         """Tell the schedule how an attempt ended; ``due`` is the next one, if the slot needs it."""
@@ -143,13 +176,17 @@ class Flight:
         state = self._ledger.lose_slot(self._purpose, slot.group_index, slot.slot, f"infra: slot {slot.slot}: {reason}")
         if state is GroupState.DROPPED:
             self._abandon(slot.group_index)
+        else:
+            self._start(self._bundles.release(slot))
         return state
 
     def _abandon(self, group_index: int) -> None:
+        self._bundles.abandon(group_index)
         for place in self._schedule.abandon(group_index):
             attempt = self._attempts[place]
             if attempt is not asyncio.current_task():
                 attempt.cancel()
+        self._beginnings.give_back(group_index)
 
     def _landed(self, slot: OpenSlot, attempt: asyncio.Task[None]) -> None:
         if self._attempts.get(place_of(slot)) is attempt:
@@ -165,6 +202,37 @@ class Flight:
         self._changed.set()
 
 
+class _Beginnings:
+    """Where branches go on that have not started; what nobody goes on from is closed."""
+
+    def __init__(self, rig: Rig, limits: Limits) -> None:
+        self._rig = rig
+        self._limits = limits
+        self._waiting: dict[Place, Beginning] = {}
+        self._closings: set[asyncio.Task[None]] = set()  # the loop itself holds none of them
+
+    def put(self, slots: Sequence[OpenSlot], beginnings: Sequence[Beginning]) -> None:
+        """One for each slot; those that are left over are closed."""
+        self._waiting |= {place_of(slot): beginning for slot, beginning in zip(slots, beginnings, strict=False)}
+        for beginning in beginnings[len(slots) :]:
+            self._close(beginning)
+
+    def take(self, slot: OpenSlot) -> Beginning | None:
+        """What a slot that starts goes on from; it is its own from here on."""
+        return self._waiting.pop(place_of(slot), None)
+
+    def give_back(self, group_index: int | None = None) -> list[asyncio.Task[None]]:
+        """Nobody starts any more, of that group or at all; what is being closed."""
+        for place in [place for place in self._waiting if group_index in (None, place[0])]:
+            self._close(self._waiting.pop(place))
+        return list(self._closings)
+
+    def _close(self, beginning: Beginning) -> None:
+        closing = asyncio.create_task(give_back(beginning, self._rig, self._limits))
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
+
+
 def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
     """Of an attempt whose group is gone."""
     return Rollout(
@@ -178,8 +246,22 @@ def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
     )
 
 
+def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
+    """A rollout that ended before it was to fork, as the record of a slot that was to branch off it."""
+    return replace(
+        rollout,
+        rollout_id=uuid4().hex,
+        slot=slot.slot,
+        attempt=slot.attempt,
+        seconds=0.0,
+        hints=(),
+        branch=Branch(rollout_id=rollout.rollout_id, turns=len(rollout.turns)),
+    )
+
+
 def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:
     verdict = rollout.verdict or UNWATCHED
+    shared = 0 if rollout.branch is None else rollout.branch.turns
     return RolloutClosed(
         rollout_id=rollout.rollout_id,
         purpose=purpose,
@@ -188,7 +270,7 @@ def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:
         reason=rollout.reason,
         reward=rollout.reward,
         turns=len(rollout.turns),
-        sampled_tokens=sum(len(turn.completion_ids) for turn in rollout.turns),
+        sampled_tokens=sum(len(turn.completion_ids) for turn in rollout.turns[shared:]),
         seconds=rollout.seconds,
         template=task.template,
         version=max((int(turn.versions.max()) for turn in rollout.turns if len(turn.versions)), default=-1),

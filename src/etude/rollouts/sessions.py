@@ -1,13 +1,15 @@
 """Sessions of a gateway over HTTP.
 
-POST   /sessions         admin key   → {"session_id", "api_key", "base_url"}    base_url: a path below the gateway's
-DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.tokens.turns` writes them, application/octet-stream
+POST   /sessions         admin key   → {"session_id", "api_key", "base_url", "turns"}    base_url: below the gateway's
+         {"fork_of": session_id}: one that begins as another one, with its turns so far
+DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.ledger.turns` writes them, application/octet-stream
 
 Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
 in the gateway, and one that was closed but whose turns were lost is lost.
 """
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain, repeat
 
@@ -15,8 +17,8 @@ import aiohttp
 import orjson
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
+from etude.ledger.turns import decode_turns
 from etude.protocols import Session
-from etude.tokens.turns import decode_turns
 from etude.types import Turn
 
 REASON_CHARS = 200
@@ -44,9 +46,15 @@ class GatewaySessions:
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable`."""
-        fields: dict[str, str] = orjson.loads(await self._call("POST", "/sessions"))
-        base_url = self._base_url + fields["base_url"]
-        return Session(session_id=fields["session_id"], base_url=base_url, api_key=fields["api_key"])
+        return self._session(orjson.loads(await self._call("POST", "/sessions")))
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        """Start a session that begins as another one, and with how many turns. Its first calls must be that one's.
+
+        Raises :class:`~etude.errors.SessionLost` when that is not known (any more), ``EngineUnavailable``.
+        """
+        fields = orjson.loads(await self._call("POST", "/sessions", {"fork_of": session_id}))
+        return self._session(fields), int(fields["turns"])
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and fetch its turns. Raises :class:`~etude.errors.SessionLost`, ``EngineUnavailable``."""
@@ -56,28 +64,34 @@ class GatewaySessions:
         except ValueError as error:
             raise SessionLost(f"the turns of session {session_id} came damaged: {error}") from error
 
-    async def _call(self, method: str, path: str) -> bytes:
+    def _session(self, fields: Mapping[str, str]) -> Session:
+        base_url = self._base_url + fields["base_url"]
+        return Session(session_id=fields["session_id"], base_url=base_url, api_key=fields["api_key"])
+
+    async def _call(self, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
         trouble = EngineUnavailable(f"{method} {self._base_url}{path}: no answer within {self._timeout_s:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 for pause_s in chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1])):
-                    answer = await self._attempt(method, self._base_url + path)
+                    answer = await self._attempt(method, self._base_url + path, body)
                     if not isinstance(answer, EngineUnavailable):
                         return answer
                     trouble = answer
                     await asyncio.sleep(pause_s)
         raise trouble
 
-    async def _attempt(self, method: str, url: str) -> bytes | EngineUnavailable:
+    async def _attempt(self, method: str, url: str, body: Mapping[str, str] | None) -> bytes | EngineUnavailable:
         """One exchange; returns trouble that may pass, raises any other."""
         try:
-            async with self._http.request(method, url, headers=self._headers, timeout=NO_TIMEOUT) as response:
-                status, body = response.status, await response.read()
+            async with self._http.request(
+                method, url, headers=self._headers, json=body, timeout=NO_TIMEOUT
+            ) as response:
+                status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
-            return body
-        refusal = f"{method} {url} → {status}: {body[:REASON_CHARS].decode(errors='replace')}"
+            return answer
+        refusal = f"{method} {url} → {status}: {answer[:REASON_CHARS].decode(errors='replace')}"
         if status in BUSY:
             return EngineUnavailable(refusal)
         if status == 404:

@@ -1,16 +1,16 @@
 """One rollout, from an open session to a graded or failed record.
 
-    open a session ──▶ make a world ──▶ the agent ──▶ look for cheating ──▶ grade ──▶ fetch the turns
-                                           └─ out of its own time: graded as it stands
+    open a session ──▶ make a world ──▶ the agent ──▶ look for cheating ──▶ grade ──▶ fetch the turns ──▶ appraise
+                    └── or branch off another rollout    └─ out of its own time: graded as it stands
 
 Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
 rollouts. Does not own how long each part may take (:mod:`etude.rollouts.bounds`), retries, or what the record is for
 (:mod:`etude.rollouts.flight`).
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,9 +18,11 @@ import aiohttp
 
 from etude.errors import EngineUnavailable, InfrastructureError
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
-from etude.rollouts.bounds import AgentTime, BoundedSandbox, Limits, OutOfTime, within
-from etude.types import Rollout, RolloutStatus, Task, Turn, Verdict
+from etude.protocols import Appraisal, Appraiser, Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
+from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, OutOfTime, within
+from etude.rollouts.branching import Branching, ForkPoint
+from etude.rollouts.replays import Note, NotedSandbox
+from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Turn, Verdict
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
@@ -37,6 +39,13 @@ class Sessions(Protocol):
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached."""
+        ...
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        """Start a session that begins as another one, and with how many turns. Its first calls must be that one's.
+
+        Raises like :meth:`close`.
+        """
         ...
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
@@ -67,6 +76,10 @@ class Watching(Protocol):
         """What becomes of it."""
         ...
 
+    def beside(self, sandbox: Sandbox) -> "Watching":
+        """The same look at another rollout, which branches off this one and goes on in a copy of its sandbox."""
+        ...
+
 
 class Watch(Protocol):
     """Looks for cheating in every rollout."""
@@ -87,18 +100,63 @@ class Rig:
     clock: Clock
     watch: Watch | None = None
     """``None``: nobody looks for cheating."""
+    appraiser: Appraiser | None = None
+    """``None``: the grader's word is all."""
+    branching: Branching | None = None
+    """How training rollouts branch; ``None``: each begins by itself."""
 
 
-async def run_rollout(slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float) -> Rollout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """Where a rollout works, how it asks the model, and what it shares with another one."""
+
+    session: Session
+    sandbox: Sandbox
+    """Bounded."""
+    watching: Watching | None = None
+    seen: tuple[Note, ...] = ()
+    """The calls to the sandbox that the other one made before."""
+    branch: Branch | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trunk:
+    """What a rollout has to do that others branch off."""
+
+    rollout_id: str
+    """Its own."""
+    point: ForkPoint
+    branches: int
+    """How many they are, itself not counted."""
+    hand_over: Callable[[Sequence[Beginning]], None]
+    """Takes them over; called once at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How a rollout is bound up with others of its group."""
+
+    beginning: Beginning | None = None
+    """Where it branches off; it is closed with the rollout. ``None``: it begins anew."""
+    trunk: Trunk | None = None
+
+
+ALONE = Course()
+"""Of a rollout that shares nothing."""
+
+
+async def run_rollout(
+    slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float, course: Course = ALONE
+) -> Rollout:
     """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
 
     Bad or malformed work of the model is graded, and so is work that used up its own time. Cancellation and bugs are
-    raised. Whatever happens, sandbox and session are closed.
+    raised. Whatever happens, sandbox and session are closed; those of branches once they were handed over are not.
     """
     ended = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     started_s = rig.clock.now()
     try:
-        played = await _play(slot, rig, limits, temperature)
+        played = await _play(slot, rig, limits, temperature, course)
     except INFRASTRUCTURE as error:
         return ended(
             status=RolloutStatus.FAILED_INFRA,
@@ -106,17 +164,27 @@ async def run_rollout(slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: s
             reason=f"{type(error).__name__}: {error}",
             seconds=rig.clock.now() - started_s,
         )
-    verdict = played.verdict
+    verdict, appraisal = played.verdict, played.appraisal
+    branch = None if course.beginning is None else course.beginning.branch
     return ended(
         status=RolloutStatus.GRADED,
-        reward=played.reward.value if verdict is None else verdict.reward,
-        reward_parts=played.reward.parts,
+        reward=appraisal.reward.value if verdict is None else verdict.reward,
+        reward_parts={**played.result.measures, **appraisal.reward.parts},
         reason=played.result.reason,
         counts=played.result.counts,
         turns=played.turns,
         seconds=rig.clock.now() - started_s,
         verdict=verdict,
+        turn_rewards=appraisal.turn_rewards,
+        hints=tuple(hint for hint in appraisal.hints if branch is None or hint.turn >= branch.turns),
+        branch=branch,
     )
+
+
+async def give_back(beginning: Beginning, rig: Rig, limits: Limits) -> None:
+    """Close what nobody is going to work in."""
+    await _quietly(limits, beginning.sandbox.close())
+    await _quietly(limits, rig.sessions.close(beginning.session.session_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,29 +192,28 @@ class _Played:
     """How a session went, what it is worth, and what was sampled in it."""
 
     result: HarnessResult
-    reward: Reward
+    appraisal: Appraisal
     turns: tuple[Turn, ...]
     verdict: Verdict | None
 
 
-async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float) -> _Played:
+async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, course: Course) -> _Played:
     task = slot.task
-    session = await within(limits.start_s, "opening a session", rig.sessions.open())
+    begun = course.beginning or await _begin(task, rig, limits)
+    session, watching = begun.session, begun.watching
     try:
-        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", rig.worlds.open(task)))
         try:
-            watching = None if rig.watch is None else await rig.watch.begin(task, sandbox)
             agent = AgentTime(limits)
-            hands = BoundedSandbox(sandbox, agent)
+            hands = _hands(begun, course, agent, rig, limits)
             try:
                 result = await agent.wait(rig.harness.run(task, session, hands, temperature=temperature))
             except OutOfTime:
                 result = HarnessResult(reason=OUT_OF_TIME, counts={})
             if watching is not None:
                 await watching.look()
-            reward = await _grade(task, sandbox, result, rig.grader, limits)
+            reward = await _grade(task, begun.sandbox, result, rig.grader, limits)
         finally:
-            await _quietly(limits, sandbox.close())
+            await _quietly(limits, begun.sandbox.close())
     except BaseException:
         await _quietly(limits, rig.sessions.close(session.session_id))
         raise
@@ -154,8 +221,100 @@ async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float) ->
     if not turns:
         raise InfrastructureError("the session has no turn: the harness never reached the gateway")
     _check_versions(turns, slot.admitted_version)
+    appraisal = Appraisal(reward=reward)
+    if rig.appraiser is not None:
+        appraising = rig.appraiser.appraise(task, result, reward, turns)
+        appraisal = await within(limits.grading_s, "appraising", appraising)
     verdict = None if watching is None else watching.judge(reward, turns)
-    return _Played(result=result, reward=reward, turns=turns, verdict=verdict)
+    return _Played(result=result, appraisal=appraisal, turns=turns, verdict=_weigh(verdict, appraisal, reward))
+
+
+async def _begin(task: Task, rig: Rig, limits: Limits) -> Beginning:
+    session = await within(limits.start_s, "opening a session", rig.sessions.open())
+    try:
+        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", rig.worlds.open(task)))
+        try:
+            watching = None if rig.watch is None else await rig.watch.begin(task, sandbox)
+        except BaseException:
+            await _quietly(limits, sandbox.close())
+            raise
+    except BaseException:
+        await _quietly(limits, rig.sessions.close(session.session_id))
+        raise
+    return Beginning(session=session, sandbox=sandbox, watching=watching)
+
+
+def _hands(begun: Beginning, course: Course, agent: AgentTime, rig: Rig, limits: Limits) -> Sandbox:
+    """The sandbox as the agent has it: its time is spent there, and what is shared with others noted or answered."""
+    hands = BoundedSandbox(begun.sandbox, agent)
+    if course.trunk is not None:
+        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, course.trunk, agent, rig, limits).note)
+    return NotedSandbox(hands, agent, begun.seen) if begun.seen else hands
+
+
+class _Fork:
+    """Watches what a trunk does in its sandbox, and forks it once."""
+
+    def __init__(self, begun: Beginning, trunk: Trunk, agent: AgentTime, rig: Rig, limits: Limits) -> None:
+        self._begun = begun
+        self._trunk = trunk
+        self._agent = agent
+        self._rig = rig
+        self._limits = limits
+        self._notes: list[Note] = list(begun.seen)
+        self._is_over = False
+
+    async def note(self, note: Note) -> None:
+        """One more call was made. Raises like what is forked: then nothing is handed over, and the trunk has failed."""
+        if self._is_over:
+            return
+        self._notes.append(note)
+        if self._trunk.point.is_due(len(self._notes), failed=note.is_failure):
+            self._is_over = True
+            self._agent.sign_of_life(COPIES_S + self._trunk.branches * self._limits.start_s)
+            self._trunk.hand_over(await self._branches())
+            self._agent.sign_of_life()
+
+    async def _branches(self) -> list[Beginning]:
+        copies = await self._begun.sandbox.fork(self._trunk.branches)
+        branches: list[Beginning] = []
+        try:
+            for copy in copies:
+                branches.append(await self._branch(copy))  # noqa: PERF401  # what there is must be closed on failure
+        except BaseException:
+            for copy in copies[len(branches) :]:
+                await _quietly(self._limits, copy.close())
+            for branch in branches:
+                await give_back(branch, self._rig, self._limits)
+            raise
+        return branches
+
+    async def _branch(self, sandbox: Sandbox) -> Beginning:
+        forking = self._rig.sessions.fork(self._begun.session.session_id)
+        session, turns = await within(self._limits.start_s, "forking a session", forking)
+        watching = self._begun.watching
+        return Beginning(
+            session=session,
+            sandbox=sandbox,
+            watching=None if watching is None else watching.beside(sandbox),
+            seen=tuple(self._notes),
+            branch=Branch(rollout_id=self._trunk.rollout_id, turns=turns) if turns else None,
+        )
+
+
+def _weigh(verdict: Verdict | None, appraisal: Appraisal, graded: Reward) -> Verdict | None:
+    """The verdict, which was on what the grader saw, once all is considered: what it keeps is worth what it was
+    appraised at, or is kept out of training where the appraiser wants that.
+    """
+    if verdict is None and not appraisal.masked:
+        return None
+    keep = Disposition.KEEP
+    kept = verdict or Verdict(disposition=keep, reward=0.0, reason="", flags=(), hacked=False, graded=graded.value)
+    if kept.disposition is not keep:
+        return kept
+    if appraisal.masked:
+        return replace(kept, disposition=Disposition.QUARANTINE, reward=0.0, reason=appraisal.masked)
+    return replace(kept, reward=appraisal.reward.value)
 
 
 def _check_versions(turns: Sequence[Turn], admitted_version: int) -> None:

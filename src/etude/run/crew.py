@@ -20,6 +20,7 @@ from typing import Self, final
 
 from etude.models.decoder import Decoder
 from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.distillation import NO_COURSE, Course, Lesson
 from etude.trainer.losses import Totals
 from etude.trainer.parallel import Grid, whole_model
 from etude.trainer.policy import PolicyTrainer, StepStats
@@ -53,6 +54,10 @@ class Order:
     trajectories: int = 0
     shares: tuple[tuple[MicroBatch, ...], ...] = ()
     """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
+    lessons: tuple[tuple[MicroBatch, ...], ...] = ()
+    """For each share its pieces of the lessons: indices of pairs, student and teacher, that are sent behind them."""
+    sampled: int = 0
+    """Sampled tokens of the whole batch, those without a signal included."""
 
 
 @final
@@ -96,8 +101,9 @@ class Crew:
         trajectories: Sequence[Trajectory],
         shares: Sequence[Sequence[MicroBatch]],
         before_update: Callable[[], None] = lambda: None,
+        course: Course = NO_COURSE,
     ) -> StepStats:
-        """One optimiser step on a batch that was divided into :attr:`shares`; statistics are of all ranks.
+        """One optimiser step on a batch and a course, each divided into :attr:`shares`; statistics are of all ranks.
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
@@ -107,9 +113,13 @@ class Crew:
             tokens=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
             trajectories=len(trajectories),
             shares=tuple(map(tuple, shares)),
+            lessons=course.shares,
+            sampled=course.sampled_tokens,
         )
-        self._tell(order, lambda: encode(trajectories))
-        return self._step(order, trajectories, before_update)
+        views = [view for lesson in course.lessons for view in (lesson.student, lesson.teacher)]
+        everything = [*trajectories, *views]
+        self._tell(order, lambda: encode(everything))
+        return self._step(order, everything, before_update)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``."""
@@ -153,11 +163,15 @@ class Crew:
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
 
-    def _step(self, order: Order, trajectories: Sequence[Trajectory], before_update: Callable[[], None]) -> StepStats:
-        share = order.shares[0 if self._grid is None else self._grid.share]
-        pieces = [tuple(trajectories[index] for index in piece) for piece in share]
-        totals = Totals(tokens=order.tokens, trajectories=order.trajectories)
-        stats = self._policy.step(order.step, pieces, totals, before_update)
+    def _step(self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]) -> StepStats:
+        """``everything`` is the batch and, behind it, the two views of each lesson."""
+        share = 0 if self._grid is None else self._grid.share
+        pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
+        views = everything[order.trajectories :]
+        lessons = [Lesson(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
+        taught = [tuple(lessons[index] for index in piece) for piece in order.lessons[share]] if lessons else []
+        totals = Totals(tokens=order.tokens, trajectories=order.trajectories, sampled=order.sampled)
+        stats = self._policy.step(order.step, pieces, totals, before_update, taught)
         return stats if self._grid is None else summed(stats, self._grid)
 
     def _tell(self, order: Order, payload: Callable[[], bytes] | None = None) -> None:
@@ -170,8 +184,9 @@ class Crew:
 
     def _hear(self) -> Order:
         fields = json.loads(self._said())
-        shares = tuple(tuple(tuple(piece) for piece in share) for share in fields.pop("shares"))
-        return Order(**fields | {"act": Act(fields["act"]), "shares": shares})
+        for name in ("shares", "lessons"):
+            fields[name] = tuple(tuple(tuple(piece) for piece in share) for share in fields[name])
+        return Order(**fields | {"act": Act(fields["act"])})
 
     def _said(self) -> bytes:
         assert self._grid is not None
@@ -180,7 +195,7 @@ class Crew:
 
 def summed(stats: StepStats, grid: Grid) -> StepStats:
     """The statistics of all ranks; ranks that share a context have counted the same tokens, and pairs of their own."""
-    counted = ("trained_tokens", "entropy", "truncated_share", "masked_share")
+    counted = ("trained_tokens", "entropy", "truncated_share", "masked_share", "hinted_tokens", "hint_nats")
     pairs = ("replayed_pairs", "flipped_pairs", "replaced_pairs")
     totals = dict(zip(counted + pairs, grid.total([getattr(stats, name) for name in counted + pairs]), strict=True))
     repeated = grid.world // grid.shares
@@ -190,6 +205,8 @@ def summed(stats: StepStats, grid: Grid) -> StepStats:
         entropy=totals["entropy"] / repeated,
         truncated_share=totals["truncated_share"] / repeated,
         masked_share=totals["masked_share"] / repeated,
+        hinted_tokens=round(totals["hinted_tokens"]) // repeated,
+        hint_nats=totals["hint_nats"] / repeated,
         replayed_pairs=round(totals["replayed_pairs"]),
         flipped_pairs=round(totals["flipped_pairs"]),
         replaced_pairs=round(totals["replaced_pairs"]),

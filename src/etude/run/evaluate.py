@@ -1,44 +1,253 @@
-"""`etude eval`: measure one published weight version of a run on the held-out tasks.
+"""`etude eval`: try a published weight version of a run on the held-out tasks, as often as wanted, and keep every try.
 
-It is served from a scratch run folder with its own ledger; the run itself is only read.
+    version ──▶ evaluations/vNNNNNN-DIGEST.db: a ledger ──▶ what is missing? ──▶ engine, gateway, rollouts ──▶ tries
+                                                                └─ nothing ────────────────────────────────────▲
+
+The version is served from a scratch run folder; what is kept is a ledger of its own beside the run's, which is only
+read. Each pass over the tasks is a purpose in it, so whatever was tried is not tried again: an evaluation that was
+interrupted goes on, more passes or more tasks cost only themselves. A try that failed by infrastructure was repeated as
+in a run; one that failed every time is missing, and gets one more round whenever somebody evaluates again.
 """
 
 import asyncio
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
 
+from etude.dashboard.evaluation import Evaluation, Try, Way
+from etude.errors import ConfigError, RunFolderError
+from etude.ledger.archive import Archive, Outcome
+from etude.ledger.ledger import Ledger
+from etude.rewards.transcript import continued
 from etude.run.folder import RunFolder
-from etude.run.rollouts import open_parts
+from etude.run.rollouts import TEMPERATURES, RolloutParts, open_parts
 from etude.run.scratch import ServedRun, serving_version
-from etude.telemetry.events import EvalDone
-from etude.types import Json
+from etude.run.weight_log import open_log
+from etude.telemetry.events import EngineStats
+from etude.telemetry.log import EventReader
+from etude.types import Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """How often engine and gateway are looked after."""
+AT_ONCE = 2
+"""Passes that are under way at a time: a run tries its two ways together, too."""
+EVALUATIONS = "evaluations"
+"""Where ledgers of tries are, in the run folder."""
+ENGINE_S = "engine-s"
+"""The fact in which a ledger of tries has its engine's busy time."""
+
+Progress = Callable[[int, int], None]
+"""Is told how many tries have ended, of how many."""
+TryAll = Callable[[str, Sequence[Task]], Awaitable[object]]
+"""Tries each task once under a label, and returns when all have ended (``Dispatcher.evaluate``)."""
 
 
-def evaluate_version(folder: RunFolder, *, version: int | None, tasks: int | None) -> dict[str, Json]:
-    """The held-out pass rates of a version (default: the newest) on ``tasks`` tasks (default: the recipe's number)."""
-    with serving_version(folder, version) as served:
-        done = asyncio.run(_evaluate(served, tasks or folder.config().eval.tasks))
-    figures: dict[str, Json] = asdict(done)
-    return figures | {"digest": served.digest}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be tried."""
+
+    version: int | None = None
+    """``None``: the newest."""
+    tasks: int | None = None
+    """``None``: the recipe's number."""
+    passes: int = 1
+    """Sampled tries of each task."""
+    greedy: bool = True
+    """Whether each task is tried greedily, too: once, as that gives nearly the same every time."""
+
+    def __post_init__(self) -> None:
+        if self.passes < 1 or (self.tasks is not None and self.tasks < 1):
+            raise ConfigError(f"passes = {self.passes}, tasks = {self.tasks}: expected 1 or more")
+
+    def labels(self) -> dict[Way, list[str]]:
+        """The purposes of the passes, way by way."""
+        sampled = [f"sampled-{number}" for number in range(self.passes)]
+        return {"sampled": sampled, "greedy": ["greedy"]} if self.greedy else {"sampled": sampled}
 
 
-async def _evaluate(served: ServedRun, tasks: int) -> EvalDone:
+def evaluate(folder: RunFolder, wanted: Wanted, progress: Progress = lambda ended, planned: None) -> Evaluation:
+    """Try what has not been tried yet, and return every try that is wanted.
+
+    Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
+    """
+    number = wanted.tasks or folder.config().eval.tasks
+    version, digest = _identified(folder, wanted.version)
+    ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
+    ledger.parent.mkdir(exist_ok=True)
+    labels = [label for way in wanted.labels().values() for label in way]
+    if not _is_done(ledger, labels, number):
+        with serving_version(folder, version, ledger=ledger) as served:
+            watch = _Watch(ledger, labels, number, progress)
+            asyncio.run(_evaluate(served, wanted, number, watch))
+    with Archive.open(ledger) as archive:
+        facts = archive.fact(ENGINE_S)
+        return Evaluation(
+            run=str(folder.path),
+            version=version,
+            digest=digest,
+            tries={way: tuple(tuple(tries(archive, label, number)) for label in labels)
+                   for way, labels in wanted.labels().items()},
+            engine_s=float(facts or 0.0),
+        )  # fmt: skip
+
+
+def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
+    """The version that is meant, and the digest of its weights."""
+    log = open_log(folder)
+    version = log.latest() if version is None else version
+    record = None if version is None else log.read(version)
+    if version is None or record is None:
+        there = log.versions()
+        range_ = f"{there[0]} to {there[-1]}" if there else "none"
+        raise RunFolderError(f"{folder.path} has no weight version {version}: it has {range_}")
+    return version, record.digest
+
+
+def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
+    """Whether every task of every pass has been tried with success."""
+    if not ledger.exists():
+        return False
+    with Archive.open(ledger) as archive:
+        return not any(missing(archive, label, tasks) for label in labels)
+
+
+async def _evaluate(served: ServedRun, wanted: Wanted, tasks: int, watch: "_Watch") -> None:
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
-    measuring = asyncio.create_task(_measure(served, tasks))
+    measuring = asyncio.create_task(_measure(served, wanted, tasks))
     try:
         while not measuring.done():
             for child in served.children:
                 child.check()
+            watch.look()
             await asyncio.wait({measuring}, timeout=POLL_S)
-        return measuring.result()
+        measuring.result()
     finally:
         measuring.cancel()
         await asyncio.gather(measuring, return_exceptions=True)
 
 
-async def _measure(served: ServedRun, tasks: int) -> EvalDone:
+async def _measure(served: ServedRun, wanted: Wanted, tasks: int) -> None:
     async with open_parts(served.folder) as parts:
         await parts.served.reach(served.version)
-        return await parts.evaluate("eval", parts.heldout_tasks(tasks), version=served.version)
+        heldout = parts.heldout_tasks(tasks)
+        places = asyncio.Semaphore(AT_ONCE)
+        passes = [
+            asyncio.create_task(_in_turn(places, one_pass(parts.ledger, try_all, label, heldout)))
+            for way, labels in wanted.labels().items()
+            for try_all in (partial(parts.dispatcher.evaluate, temperature=TEMPERATURES[way]),)
+            for label in labels
+        ]
+        try:
+            await asyncio.gather(*passes)
+        finally:
+            for one in passes:
+                one.cancel()
+            await asyncio.gather(*passes, return_exceptions=True)
+            _note_engine_time(parts, served)
+
+
+async def _in_turn(places: asyncio.Semaphore, work: Coroutine[None, None, None]) -> None:
+    try:
+        async with places:
+            await work
+    finally:
+        work.close()  # where it never had its turn
+
+
+async def one_pass(ledger: Ledger, try_all: TryAll, label: str, tasks: Sequence[Task]) -> None:
+    """Try each task once; those that every earlier round is missing get one new round.
+
+    Raises :class:`~etude.errors.RunFolderError` where other tasks were tried under that label.
+    """
+    due, is_new = list(range(len(tasks))), False
+    for name in rounds(label):
+        if not due or is_new:
+            return
+        is_new = not ledger.progress(name).admitted
+        await try_all(name, [tasks[index] for index in due])
+        groups = zip(due, ledger.groups(name), strict=False)
+        due = [index for index, group in groups if not _same(group, tasks[index]).rollouts]
+
+
+def rounds(label: str) -> Iterator[str]:
+    """The purposes of a pass: all tasks, then those that the one before is missing.
+
+    What a round is missing ascends, so more tasks add to its end: the tasks of every round stay where they are.
+    """
+    yield label
+    yield from (f"{label}.again-{number}" for number in count(1))
+
+
+def _same(group: Group, task: Task) -> Group:
+    """The group, which is one of that task. Raises :class:`~etude.errors.RunFolderError`."""
+    if group.task.task_id != task.task_id:
+        raise RunFolderError(
+            f"a held-out task was {group.task.task_id} when it was tried and is {task.task_id} now: the tasks have "
+            f"changed since; remove the run's evaluations/ to measure anew"
+        )
+    return group
+
+
+def _note_engine_time(parts: RolloutParts, served: ServedRun) -> None:
+    """Add to what is known how long the engine was busy."""
+    events = (logged.event for logged in EventReader(served.folder.events).new())
+    busy_s = sum(event.busy_s for event in events if isinstance(event, EngineStats))
+    known_s = float(parts.ledger.facts.get(ENGINE_S) or 0.0)
+    parts.ledger.facts.set(ENGINE_S, str(known_s + busy_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """Tells somebody how far an evaluation is."""
+
+    ledger: Path
+    labels: Sequence[str]
+    tasks: int
+    progress: Progress
+
+    def look(self) -> None:
+        """Count what has been tried."""
+        if self.ledger.exists():
+            with Archive.open(self.ledger) as archive:
+                of = [census for census in archive.census() if census.purpose.partition(".")[0] in self.labels]
+            ended = sum(census.outcomes[Outcome.GRADED] for census in of)
+            self.progress(ended, self.tasks * len(self.labels))
+
+
+def missing(archive: Archive, label: str, tasks: int) -> list[int]:
+    """Which tasks no round of a pass has tried."""
+    return [index for index, attempt in enumerate(tries(archive, label, tasks)) if attempt is None]
+
+
+def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
+    """The try of each task in one pass, of the round that has it."""
+    found: list[Try | None] = [None] * tasks
+    for name in rounds(label):
+        due = [index for index, attempt in enumerate(found) if attempt is None]
+        admitted = archive.admitted(name)
+        if not due or not admitted:
+            return found
+        for position, index in enumerate(due[:admitted]):
+            group = archive.group(name, position)
+            if group.rollouts:
+                found[index] = _try(group.task.task_id, group.rollouts[0])
+    raise AssertionError("rounds never end")
+
+
+def _try(task_id: str, rollout: Rollout) -> Try:
+    turns = rollout.turns
+    known = (0 if before is None else len(turns[before].prompt_ids) + len(turns[before].completion_ids)
+             for before in continued(turns))  # fmt: skip
+    prompt_tokens = sum(len(turn.prompt_ids) for turn in turns)
+    return Try(
+        task_id=task_id,
+        reward=rollout.reward or 0.0,
+        prompt_tokens=prompt_tokens,
+        new_tokens=prompt_tokens - sum(known),
+        sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
+        turns=len(turns),
+        summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),
+        seconds=rollout.seconds,
+    )

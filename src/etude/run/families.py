@@ -7,10 +7,15 @@ from etude.environments.bugfix import BugfixFamily
 from etude.environments.corpus import Practice
 from etude.environments.harbor.family import HarborTasks
 from etude.environments.impossible import WithImpossible
+from etude.environments.lookup import LookupFamily
+from etude.environments.lookup_practice import LookupPractice
 from etude.environments.migrations import MigrationFamily
+from etude.environments.nextedit import NextEditFamily
+from etude.environments.nextedit_practice import NextEditPractice
 from etude.environments.repositories.brief import BriefTasks, RepairPractice
 from etude.environments.repositories.folder import RepositoryTasks
 from etude.environments.shell_transcripts import SHELL, ShellTasks
+from etude.environments.summaries import SummariesFamily, SummariesPractice
 from etude.environments.transcripts import TOOLS, BugfixPractice
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
@@ -38,6 +43,12 @@ def _family(config: RunConfig) -> TaskFamily:
             return MigrationFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
         case "bugfix":
             return BugfixFamily(tasks, seed=config.seed)
+        case "lookup":
+            return LookupFamily(tasks, seed=config.seed)
+        case "nextedit":
+            return NextEditFamily(seed=config.seed, one_in=config.eval.document_one_in)
+        case "summaries":
+            return SummariesFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
 
 
 def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:
@@ -48,6 +59,12 @@ def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:
     family = _family(config)
     if isinstance(family, BriefTasks):
         return RepairPractice(family, config.transcripts, split)
+    if isinstance(family, LookupFamily):
+        return LookupPractice(family, config.transcripts, config.harness, split)
+    if isinstance(family, NextEditFamily):
+        return NextEditPractice(family, config.transcripts, split)
+    if isinstance(family, SummariesFamily):
+        return SummariesPractice(family, split)
     if not isinstance(family, BugfixFamily):
         raise ConfigError(
             f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: "

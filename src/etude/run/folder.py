@@ -6,7 +6,7 @@
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, kept sets of turns   report.json, report.html
-    admin.key         opens gateway sessions
+    evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -32,8 +32,11 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig) -> "RunFolder":
-        """Make a new run. Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write."""
+    def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
+        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says.
+
+        Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write.
+        """
         folder = cls(path)
         if folder.config_file.exists():
             raise RunFolderError(
@@ -44,8 +47,8 @@ class RunFolder:
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
             _write_secret(path / "admin.key")
-            if config.ledger.url:
-                place = place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
+            if ledger or config.ledger.url:
+                place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
                 (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
             folder.config_file.write_text(dump_toml(config), encoding="utf-8")
         except OSError as error:

@@ -26,6 +26,7 @@ from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.pool import EnginePool
 from etude.gateway.recorder import Recorder
+from etude.gateway.sessions import SessionLimits
 from etude.gateway.standing import EngineEntry, HealthLimits
 from etude.ledger.payloads import Payloads
 from etude.run.decisions import decide
@@ -89,6 +90,7 @@ async def _serve_run(folder: RunFolder) -> None:
         health=HealthLimits(
             healthy_poll_s=FRESH_S, suspect_poll_s=FRESH_S, max_lag=config.rollouts.max_staleness + LAG_ROOM
         ),
+        sessions=_session_limits(config.gateway),
         access_log=folder.logs / "access.jsonl" if config.gateway.access_log else None,
     )
     async with AsyncExitStack() as stack:
@@ -119,6 +121,7 @@ async def _serve_alone(told: Alone) -> None:
         recorder=Recorder(None if told.payloads is None else Payloads(told.payloads)),
         engines=tuple(entry_of(engine) for engine in told.engines),
         keys=keys,
+        sessions=_session_limits(config),
         access_log=told.access_log,
     )
     async with _connected(plan, config) as parts:
@@ -127,6 +130,10 @@ async def _serve_alone(told: Alone) -> None:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _until_told(parts, config.drain_s)
+
+
+def _session_limits(config: GatewayConfig) -> SessionLimits:
+    return SessionLimits(max_turns=config.max_session_turns, max_tokens=config.max_session_tokens)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
+from etude.run.judging import check_judge
 from etude.run.lineage import Lineage, check_complete, phases_of
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
@@ -51,6 +52,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         stack.enter_context(exclusive(folder, "supervisor"))
         folder.endpoints.reserve(config)
         _check_ledger(folder, config)
+        check_judge(config)
         events = stack.enter_context(EventLog(folder.events, "supervisor"))
         progress = stack.enter_context(Progress(folder.events, config, out))
         events.write(RunStarted(resumed=resumed))

@@ -16,8 +16,11 @@ its callers wait for a core computes small, wasteful batches.
 """
 
 
-def run_process(name: str, folder: RunFolder) -> None:
-    """Become one of the processes of a run, until it has done its work or is told to stop."""
+def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
+    """Become one of the processes of a run, until it has done its work or is told to stop.
+
+    ``seat`` tells rollouts processes of one run apart, which may be as many as there is room for.
+    """
     die_with_parent()
     rank = os.environ.get("RANK")
     ranks = folder.config().parallel.world if name == "train" else 1
@@ -25,8 +28,9 @@ def run_process(name: str, folder: RunFolder) -> None:
         _become_ranks(ranks, folder)
     os.nice(NICENESS.get(name, 0))
     place = name if rank in (None, "0") else f"{name}-{rank}"
+    place = f"{place}-{seat}" if seat else place
     with exclusive(folder, place, wait_s=PREDECESSOR_S):
-        _run(name, folder)
+        _run(name, folder, seat)
 
 
 def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
@@ -37,7 +41,7 @@ def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments], environment)
 
 
-def _run(name: str, folder: RunFolder) -> None:
+def _run(name: str, folder: RunFolder, seat: int) -> None:
     match name:
         case "midtrain" | "sft":
             from etude.run.phases import run_phase
@@ -58,7 +62,7 @@ def _run(name: str, folder: RunFolder) -> None:
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 
-            run_rollouts(folder)
+            run_rollouts(folder, seat)
         case "train":
             from etude.run.trainer import run_trainer
 

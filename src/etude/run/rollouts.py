@@ -8,6 +8,7 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,24 @@ import aiohttp
 
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, EngineUnavailable, InfrastructureError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
+from etude.rewards.answers import AnswerGrader
+from etude.rewards.kinds import GraderByKind
+from etude.rewards.parts import make_up, mean_parts
 from etude.rewards.tests import HiddenTests
+from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, Worlds
+from etude.run.appraisal import hold_reward, open_appraiser
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
+from etude.run.judging import open_judge, pins_of
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
@@ -38,7 +45,7 @@ from etude.sandboxes.ns_base import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
-from etude.types import Ids, Split, Task
+from etude.types import AnswerChecks, FunctionChecks, Ids, Split, Task
 from etude.worlds import WORKDIR, Capability, SandboxSpec
 
 POLL_S = 0.05
@@ -48,7 +55,7 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
 SEAT = "rollouts"
-"""The lease under which this process fills slots."""
+"""The lease under which this process fills slots; that of any other one has its number behind it."""
 HARNESS_FOLDER = "/harness"
 """Where a harness finds its own files, inside of a sandbox."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -58,10 +65,13 @@ TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 class ServedVersion:
     """The weight version that the engines serve at least; −1 before the first answer."""
 
-    def __init__(self, gateway_url: str, http: aiohttp.ClientSession) -> None:
+    def __init__(self, gateway_url: str, http: aiohttp.ClientSession, *, outage_s: float) -> None:
+        """``outage_s`` is how long the gateway may be silent while somebody waits."""
         self._url = f"{gateway_url}/healthz"
         self._http = http
+        self._outage_s = outage_s
         self._version = -1
+        self._heard_s = time.monotonic()
         self._watching = asyncio.create_task(self._watch())
 
     def __call__(self) -> int:
@@ -71,8 +81,10 @@ class ServedVersion:
         return self._version
 
     async def reach(self, version: int) -> None:
-        """Wait until ``version`` is served."""
+        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
         while self() < version:
+            if time.monotonic() - self._heard_s > self._outage_s:
+                raise EngineUnavailable(f"{self._url} has not named a weight version for {self._outage_s:g} s")
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
@@ -86,6 +98,7 @@ class ServedVersion:
                 async with self._http.get(self._url, timeout=HEALTH_TIMEOUT) as answer:
                     if answer.status == 200:
                         self._version = (await answer.json())["engine"]["version"]
+                        self._heard_s = time.monotonic()
             await asyncio.sleep(POLL_S)
 
 
@@ -106,6 +119,7 @@ class RolloutParts:
         sampled, greedy = await asyncio.gather(*ways)
         if not sampled or not greedy:
             raise InfrastructureError(f"evaluation {label!r}: every rollout failed by infrastructure; see the logs")
+        sampled_parts, greedy_parts = (mean_parts(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES)
         done = EvalDone(
             label=label,
             version=version,
@@ -114,6 +128,8 @@ class RolloutParts:
             sampled_stderr=_stderr(sampled),
             greedy_pass=_mean(greedy),
             greedy_stderr=_stderr(greedy),
+            sampled_parts=sampled_parts,
+            greedy_parts=greedy_parts,
         )
         self.events.write(done)
         return done
@@ -124,17 +140,19 @@ class RolloutParts:
 
 
 @contextlib.asynccontextmanager
-async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
+async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutParts]:
     """Connect to a run's gateway and ledger and start its sandboxes, for as long as the context is open."""
     config = folder.config()
+    name = f"{SEAT}-{seat}" if seat else SEAT
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        rig = await stack.enter_async_context(_rig(folder, config, http))
-        lease = leased(folder.ledger, config.ledger, name=SEAT, holder=holder(folder))
+        lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
         ledger = stack.enter_context(lease)
-        events = stack.enter_context(EventLog(folder.events, "rollouts"))
+        events = stack.enter_context(EventLog(folder.events, name))
+        hold_reward(ledger.facts, make_up(config.reward, pins_of(config)))
+        rig = await stack.enter_async_context(_rig(folder, config, http, events))
         family = open_family(config)
-        served = ServedVersion(folder.endpoints.url("gateway"), http)
+        served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
@@ -149,9 +167,16 @@ async def open_parts(folder: RunFolder) -> AsyncIterator[RolloutParts]:
         )
 
 
-def run_rollouts(folder: RunFolder) -> None:
-    """Run the whole schedule, or what is left of it."""
-    run_until_signal(_run(folder))
+def run_rollouts(folder: RunFolder, seat: int = 0) -> None:
+    """Run the whole schedule, or what is left of it; in any seat but the first only rollouts for training."""
+    run_until_signal(_run(folder) if seat == 0 else _help(folder, seat))
+
+
+async def _help(folder: RunFolder, seat: int) -> None:
+    """Fill groups beside the first process, for as long as any are wanted."""
+    async with open_parts(folder, seat) as parts:
+        await parts.served.reach(0)
+        await parts.dispatcher.train(parts.config.trainer.steps)
 
 
 async def _run(folder: RunFolder) -> None:
@@ -215,7 +240,8 @@ def evaluations_due(steps: int, config: EvalConfig) -> range:
     return range(config.every_steps, steps, config.every_steps) if wanted else range(0)
 
 
-async def _check_confinement(sandboxes: SandboxProvider, config: RunConfig) -> None:
+async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` unless sandboxes hold to what the recipe counts on."""
     granted = await sandboxes.capabilities()
     missing = [capability.replace("_", " ") for capability in CONFINEMENT if capability not in granted]
     if missing and not config.rollouts.allow_unconfined:
@@ -223,21 +249,39 @@ async def _check_confinement(sandboxes: SandboxProvider, config: RunConfig) -> N
             f"this machine does not keep sandboxes {' and '.join(missing)} (user namespaces are switched off): "
             f"programs the model writes could read your files. Enable them, or set rollouts.allow_unconfined = true"
         )
+    if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
+        raise ConfigError(
+            f"credit.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
+            f"{config.sandboxes.kind!r} does not claim to do: choose another kind, or leave credit.branches out"
+        )
 
 
 @contextlib.asynccontextmanager
-async def _rig(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Rig]:
+async def _rig(
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog
+) -> AsyncIterator[Rig]:
     """The parts that rollouts are run with."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
         worlds, grader, harness = await _stage(stack, folder, config, http)
+        judge = await stack.enter_async_context(open_judge(config, http, state=folder.path, alarm=events.write))
+        decode = decoder(folder)
         watch = CheatWatch(
-            decode=decoder(folder),
+            decode=decode,
             policy=policy_of(config.cheating),
             honeypots=config.cheating.honeypots,
             bare_shell=config.harness.kind == "command",
         )
-        yield Rig(sessions=sessions, worlds=worlds, harness=harness, grader=grader, clock=SystemClock(), watch=watch)
+        yield Rig(
+            sessions=sessions,
+            worlds=worlds,
+            harness=harness,
+            grader=grader,
+            clock=SystemClock(),
+            watch=watch,
+            appraiser=open_appraiser(config, folder, decode, judge),
+            branching=Branching.of(config.credit, config.seed),
+        )
 
 
 async def _stage(
@@ -247,9 +291,10 @@ async def _stage(
     if config.sandboxes.kind == "local" and config.harness.kind == "coding":
         local = LocalSandboxes(workers=config.rollouts.sandbox_workers)
         stack.push_async_callback(local.close)
-        await _check_confinement(local, config)
+        await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
-        return PlainWorlds(local), HiddenTests(), CodingHarness(config.harness, http)
+        grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
+        return PlainWorlds(local), grader, CodingHarness(config.harness, http)
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
@@ -257,7 +302,7 @@ async def _stage(
     provider = open_provider(sandboxes, base_store(sandboxes))
     worlds = TaskWorlds(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(worlds.close)
-    await _check_confinement(worlds.sandboxes, config)
+    await check_sandboxes(worlds.sandboxes, config)
     if config.harness.kind == "coding":
         return worlds, worlds.grader(), CodingHarness(config.harness, http)
     command = CommandHarness(config.harness, http, workdir=WORKDIR)

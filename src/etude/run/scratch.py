@@ -41,15 +41,19 @@ class ServedRun:
 
 
 @contextlib.contextmanager
-def serving_version(folder: RunFolder, version: int | None = None) -> Iterator[ServedRun]:
+def serving_version(
+    folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
+) -> Iterator[ServedRun]:
     """Serve a version of a run (default: the newest) under its own number while the context is open.
 
-    Engine and gateway may still be starting: see :func:`wait_until_ready`.
+    What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
+    starting: see :func:`wait_until_ready`.
     """
     pulled = pull(open_log(folder), version)
     config = folder.config().model_copy(update={"ledger": LedgerConfig()})  # nothing to be kept in anybody's database
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
-        bench = RunFolder.create(Path(scratch) / "run", config)
+        place = "" if ledger is None else str(ledger.absolute())
+        bench = RunFolder.create(Path(scratch) / "run", config, ledger=place)
         shutil.copytree(folder.model, bench.model)
         with Publisher(open_log(bench)) as publisher:
             publisher.publish(pulled.state, version=pulled.version, step=pulled.version).result()

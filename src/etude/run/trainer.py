@@ -25,9 +25,11 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
+from etude.rewards.parts import mean_parts
 from etude.run.crew import Crew
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
+from etude.run.hints import CoursePlan
 from etude.run.locks import holder
 from etude.run.numerics import (
     decoded_state,
@@ -43,6 +45,7 @@ from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.distillation import NO_COURSE, Course
 from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
@@ -79,6 +82,7 @@ class TrainerProcess:
         self._penalties = Penalties(self.config, self._reference(model))
         self._probe = MismatchProbe(model, self._numerics, versions=self.config.rollouts.max_staleness + 1)
         self._rung = Rung.CLEAR
+        self._course_plan = CoursePlan.open(self.config, folder)
         self._payloads = Payloads(folder.payloads)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
@@ -93,10 +97,13 @@ class TrainerProcess:
             started_s = time.perf_counter()
             self._in_use[step] = payload_refs(groups)
             groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = build_batch(step, groups, self.config.loss.baseline, self._penalties.of(groups))
+            batch = build_batch(step, groups, self.config.loss.baseline, self._penalties.of(groups), self.config.credit)
             mismatch = self._measure_mismatch(step, groups)
-            stats = self.crew.step(step, batch.trajectories, self._shares(batch), self.publishing.release)
-            self._events.write(_step_done(batch, stats, mismatch, time.perf_counter() - started_s, wait_s))
+            course = self._course(groups, batch)
+            stats = self.crew.step(step, batch.trajectories, self._shares(batch), self.publishing.release, course)
+            busy_s = time.perf_counter() - started_s
+            done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
+            self._events.write(replace(done, reward_parts=mean_parts(groups)))
             self._land()
             self.crew.save(step)
             self._publish(step)
@@ -156,6 +163,12 @@ class TrainerProcess:
         max_tokens = self.config.trainer.microbatch_tokens * self.config.parallel.cp
         return pack(lengths, max_tokens=max_tokens, ranks=self.crew.shares, cost=self._cost)
 
+    def _course(self, groups: Sequence[Group], batch: Batch) -> Course:
+        """What is learnt from the hints in a batch's rollouts."""
+        if self._course_plan is None:
+            return NO_COURSE
+        return self._course_plan.course(groups, shares=self.crew.shares, sampled_tokens=len(batch.staleness))
+
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
         config = self.config.trainer
@@ -202,7 +215,7 @@ def muster(folder: RunFolder, config: RunConfig, model: Decoder, grid: Grid | No
     context = None if grid is None else grid.context
     if grid is not None:
         parallelise(model, grid)
-    policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context)
+    policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
     return Crew(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
 
 
@@ -238,20 +251,26 @@ def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpac
 
 
 def _fetched(rollout: Rollout, payloads: Payloads, space: RouteSpace | None) -> Rollout:
-    turns = tuple(payloads.fetch(turn) for turn in rollout.turns)
+    turns, checked = payloads.fetch(rollout.turns), dict[int, int]()
     if space is not None:
         for number, turn in enumerate(turns, 1):
-            _check_routes(turn, space, f"rollout {rollout.rollout_id}, turn {number}")
+            _check_routes(turn, space, checked, f"rollout {rollout.rollout_id}, turn {number}")
     return replace(rollout, turns=turns)
 
 
-def _check_routes(turn: Turn, space: RouteSpace, where: str) -> None:
+def _check_routes(turn: Turn, space: RouteSpace, checked: dict[int, int], where: str) -> None:
+    """Check the rows that no turn before had: those of a branch are views of one array, whose address is in ``checked``
+    with how many of its rows are known to be good.
+    """
     if turn.routes is None:
         raise DamagedError(f"{where} has no routes to replay: set numerics.replay = 'off' or start a new run")
+    address, rows = turn.routes.ctypes.data, len(turn.prompt_ids) + len(turn.completion_ids) - 1
+    good = min(checked.get(address, 0), rows)
     try:
-        space.check(turn.routes, len(turn.prompt_ids) + len(turn.completion_ids) - 1)
+        space.check(turn.routes[good:], rows - good)
     except ValueError as error:
         raise DamagedError(f"{where} cannot be replayed: {error}; start a new run") from error
+    checked[address] = max(rows, good)
 
 
 def run_trainer(folder: RunFolder) -> None:
@@ -273,7 +292,9 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             process.run()
 
 
-def _step_done(batch: Batch, stats: StepStats, mismatch: Mismatch, busy_s: float, wait_s: float) -> StepDone:
+def _step_done(
+    batch: Batch, stats: StepStats, mismatch: Mismatch, hinted_turns: int, busy_s: float, wait_s: float
+) -> StepDone:
     return StepDone(
         step=batch.step,
         busy_s=busy_s,
@@ -299,6 +320,9 @@ def _step_done(batch: Batch, stats: StepStats, mismatch: Mismatch, busy_s: float
         mismatch_flips=mismatch.flips,
         replayed_pairs=stats.replayed_pairs,
         replaced_pairs=stats.replaced_pairs,
+        hinted_turns=hinted_turns,
+        hinted_tokens=stats.hinted_tokens,
+        hint_kl=stats.hint_nats / max(1, stats.hinted_tokens),
     )
 
 

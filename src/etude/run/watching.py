@@ -61,6 +61,10 @@ class WatchedRollout:
             self._found = await look(self._sandbox, self._baits)
             await lift(self._sandbox, self._baits)
 
+    def beside(self, sandbox: Sandbox) -> "WatchedRollout":
+        """The same baits lie in the copy."""
+        return WatchedRollout(self._watch, self._task, sandbox, self._baits)
+
     def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
         """What becomes of it, now that it is graded."""
         actions = read_actions(tuple(turns), self._watch.decode, bare_shell=self._watch.bare_shell)

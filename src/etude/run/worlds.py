@@ -14,6 +14,7 @@ from etude.clock import SystemClock
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
+from etude.rewards.answers import AnswerGrader
 from etude.rewards.fresh import FreshGrader
 from etude.rewards.hidden import HiddenTestGrader
 from etude.rewards.kinds import GraderByKind
@@ -28,7 +29,7 @@ from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote import RemoteSandboxes
 from etude.sandboxes.services import ServicedSandboxes, world_spec
 from etude.sandboxes.slots import PoolLimits
-from etude.types import Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 from etude.worlds import SandboxSpec, World
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
@@ -129,6 +130,7 @@ class TaskWorlds:
             TestChecks: HiddenTestGrader(self._grading, self._images),
             ScriptChecks: ScriptGrader(self._grading, self._images),
             QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
+            AnswerChecks: AnswerGrader(),
         }
         return GraderByKind(graders)
 

@@ -145,7 +145,11 @@ def _spoken(text: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield tools.EDIT, {"path": path, "line": str(line), "text": new}
         case tools.RunTests():
             yield tools.TEST, {}
-        case tools.Submit():
-            yield tools.SUBMIT, {}
+        case tools.OpenItem(item):
+            yield tools.TODO, {"text": item}
+        case tools.CloseItem(number):
+            yield tools.DONE, {"number": str(number)}
+        case tools.Submit(answer):
+            yield tools.SUBMIT, {"answer": answer} if answer else {}
         case tools.Malformed():
             return

@@ -5,8 +5,13 @@
     edit FILE N⏎TEXT       → TEXT replaces line N: ok           or: bad edit
     test                   → PASS                               or: FAIL f(1, 2) = 3 want 4
                                                                 or: FAIL tests/test_f.py::test_two - assert 3 == 4
+    todo TEXT              → todo N                             an item of the list that outlives a context
+    done N                 → ok                                 or: no todo
     submit                 → the session ends
+    answer TEXT            → the session ends with these words
     anything else          → bad call
+
+An observation of which not all is shown ends in a line that says so: ``[cut]``.
 
 Owns how calls are read and how observations are written, to the letter: models are mid-trained on transcripts made
 with these functions and then meet the same text from the real tools. Does not touch a sandbox.
@@ -18,22 +23,28 @@ from typing import TypeAlias
 
 from etude.types import Case
 
-READ, EDIT, TEST, SUBMIT = "read", "edit", "test", "submit"
+READ, EDIT, TEST, TODO, DONE, SUBMIT, ANSWER = "read", "edit", "test", "todo", "done", "submit", "answer"
 """The words that open a call."""
 OK, PASS, NO_FILE, NO_TESTS, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "no tests", "bad edit", "bad call"
+NO_TODO = "no todo"
 """Observations that never vary."""
+CUT = "[cut]"
+"""The last line of an observation of which the rest is not shown."""
 SHOWN_CHARACTERS = 24
 """Length to which a wrong result is cut: enough to recognise it, too little to fill the context."""
 
 WINDOW_LINES = 24
 """What ``read FILE N`` shows: a function and what is around it."""
-SUMMARY_CHARACTERS = 120
-"""Length to which a failing test's summary is cut."""
+REPORT_CHARACTERS = 120
+"""Length to which pytest's word on a failing test is cut."""
 
 READ_PATTERN = re.compile(rf"{READ} (\S+)(?: ([0-9]{{1,6}}))?\s*")
-SUMMARY_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
+REPORT_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
 """What pytest says of a test at its end."""
 EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
+TODO_PATTERN = re.compile(rf"{TODO} (\S.*)")
+DONE_PATTERN = re.compile(rf"{DONE} ([0-9]{{1,6}})")
+ANSWER_PATTERN = re.compile(rf"{ANSWER} (\S.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,25 @@ class RunTests:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenItem:
+    """``todo TEXT``: one line."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseItem:
+    """``done N``."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
-    """``submit``."""
+    """``submit``, or ``answer TEXT``: the work is done."""
+
+    answer: str = ""
+    """The last words, where the task asks for some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +97,7 @@ class Malformed:
     """Anything that is no call."""
 
 
-Call: TypeAlias = ReadFile | EditFile | RunTests | Submit | Malformed
+Call: TypeAlias = ReadFile | EditFile | RunTests | OpenItem | CloseItem | Submit | Malformed
 """What an assistant's message asks for."""
 
 
@@ -79,10 +107,16 @@ def parse_call(text: str) -> Call:
         return ReadFile(match[1], None if match[2] is None else int(match[2]))
     if match := EDIT_PATTERN.fullmatch(text):
         return EditFile(match[1], int(match[2]), match[3].removesuffix("\n"))
-    word = text.rstrip()
-    if word == TEST:
+    words = text.rstrip()
+    if match := TODO_PATTERN.fullmatch(words):
+        return OpenItem(match[1])
+    if match := DONE_PATTERN.fullmatch(words):
+        return CloseItem(int(match[1]))
+    if match := ANSWER_PATTERN.fullmatch(words):
+        return Submit(match[1])
+    if words == TEST:
         return RunTests()
-    return Submit() if word == SUBMIT else Malformed()
+    return Submit() if words == SUBMIT else Malformed()
 
 
 def number_lines(text: str, first: int | None = None) -> str:
@@ -106,12 +140,26 @@ def render_failure(function: str, case: Case, shown: str) -> str:
     return f"FAIL {function}({arguments}) = {shown[:SHOWN_CHARACTERS]} want {case.expected!r}"
 
 
-def render_summary(output: str) -> str:
+def render_report(output: str) -> str:
     """What ``test`` says of the first test that fails, out of what pytest printed."""
-    match = SUMMARY_PATTERN.search(output)
+    match = REPORT_PATTERN.search(output)
     printed = output.strip().splitlines()
     shown = match[1] if match else printed[-1] if printed else "no output"
-    return f"FAIL {shown[:SUMMARY_CHARACTERS]}"
+    return f"FAIL {shown[:REPORT_CHARACTERS]}"
+
+
+def limit(observation: str, characters: int) -> str:
+    """An observation of at most so many characters, and :data:`CUT` where some are missing."""
+    return observation if len(observation) <= characters else f"{observation[:characters]}\n{CUT}"
+
+
+def shorten(observation: str) -> str | None:
+    """The first half of an observation and :data:`CUT`, at last that line alone; ``None`` if nothing more can go."""
+    shown = observation.removesuffix(CUT).rstrip()
+    if not shown:
+        return None
+    kept = shown[: len(shown) // 2].rstrip()
+    return f"{kept}\n{CUT}" if kept else CUT
 
 
 def _lines(text: str) -> list[str]:

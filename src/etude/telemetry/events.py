@@ -128,6 +128,15 @@ class StepDone:
     """Token-expert pairs of the optimiser step that were routed as the engine had routed them."""
     replaced_pairs: int
     """Of those, the pairs below ``numerics.replay_floor``, which were routed otherwise after all."""
+    hinted_turns: int = 0
+    """Turns that were taught by a hint."""
+    hinted_tokens: int = 0
+    """Sampled tokens of these."""
+    hint_kl: float = 0.0
+    """Mean nats per token of these by which the policy differed, before the step, from itself with the hint; tokens to
+    which the hinted one would not have come count less (``hints.contexts``)."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +254,20 @@ class EvalDone:
     sampled_stderr: float
     greedy_pass: float
     greedy_stderr: float
+    sampled_parts: dict[str, float] = field(default_factory=dict)
+    """As in :class:`StepDone`."""
+    greedy_parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeAlarm:
+    """The judge may not be the one that was calibrated any more."""
+
+    kind: str
+    """``model``: its endpoint says it is another one; ``agreement``: it agrees less with people's labels."""
+    aspect: str
+    """Empty: all of them."""
+    detail: str
 
 
 Event: TypeAlias = (
@@ -263,5 +286,6 @@ Event: TypeAlias = (
     | EngineStats
     | RolloutClosed
     | EvalDone
+    | JudgeAlarm
 )
 """Everything that can stand in a log."""

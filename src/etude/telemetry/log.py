@@ -63,15 +63,16 @@ class EventLog:
 
 
 class EventReader:
-    """Reads every event of a run once, across all its processes, and then whatever is new."""
+    """Reads every event of a run once, across all its processes or of one, and then whatever is new."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, process: str = "*") -> None:
         self._folder = folder
+        self._files = f"{process}.jsonl"
         self._offsets: dict[Path, int] = {}
 
     def new(self) -> list[Logged]:
         """Events written since the previous call, in order of time."""
-        events = [event for file in sorted(self._folder.glob("*.jsonl")) for event in self._tail(file)]
+        events = [event for file in sorted(self._folder.glob(self._files)) for event in self._tail(file)]
         return sorted(events, key=lambda logged: logged.at_s)
 
     def _tail(self, file: Path) -> Iterator[Logged]:

@@ -52,6 +52,8 @@ class Totals:
     tokens: int
     """Loss tokens."""
     trajectories: int
+    sampled: int = 0
+    """Sampled tokens, those of groups without a signal included: what lessons are averaged over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class ContextParallel:
         return hidden_MH[: len(own_n)], own_n
 
     def gathered(self, x_n: Tensor, owners_K: Tensor) -> Tensor:
-        """[K] of which every rank has those that it owns, in their order, as ``x_n``; afterwards all ranks have all.
+        """[K,…] of which every rank has those that it owns, in their order, as ``x_n``; afterwards all ranks have all.
 
         Its gradient is that of this rank's own: what all ranks compute from the whole, they must compute alike.
         """
@@ -118,7 +118,7 @@ class ContextParallel:
         places_K = torch.empty_like(order_K)
         ranks_K = owners_K[order_K]
         places_K[order_K] = ranks_K * most + torch.arange(len(order_K), device=x_n.device) - starts_C[ranks_K]
-        padded = functional.pad(x_n, (0, most - len(x_n)))
+        padded = functional.pad(x_n, (0, 0) * (x_n.ndim - 1) + (0, most - len(x_n)))
         every: Tensor = _Shared.apply(padded, self._mesh.get_group())  # type: ignore[no-untyped-call]
         return every[places_K]
 
@@ -187,12 +187,12 @@ class _AllGather(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """[M] of every rank → [C·M] of all, of which all make the same: each keeps the gradient of its own."""
+    """[M,…] of every rank → [C·M,…] of all, of which all make the same: each keeps the gradient of its own."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
-        every = x.new_empty(group.size() * len(x))
+        every = x.new_empty(group.size() * len(x), *x.shape[1:])
         dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
         return every
 

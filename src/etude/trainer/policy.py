@@ -1,10 +1,12 @@
 """Reinforcement learning: one batch in, one changed policy out.
 
-    micro-batch ──▶ tokens ──▶ model ──▶ log-probabilities ──▶ its share of the loss ──▶ gradients add up ──▶ one step
+    micro-batch ──▶ tokens ──▶ model ──▶ log-probabilities ──▶ its share of the loss ─┬─▶ gradients add up ──▶ one step
+    lessons ──────▶ student and teacher ──▶ divergences ─────▶ their share of it ─────┘
 
 Owns how a micro-batch becomes a loss, and what is counted on the way. The step itself is
-:mod:`etude.trainer.optimisation`'s, the loss :mod:`etude.trainer.losses`'s. Does not wait for batches, cut, publish or
-commit them; that order is :mod:`etude.run.trainer`'s.
+:mod:`etude.trainer.optimisation`'s, the loss :mod:`etude.trainer.losses`'s, that of hinted turns
+:mod:`etude.trainer.distillation`'s. Does not wait for batches, cut, publish or commit them; that order is
+:mod:`etude.run.trainer`'s.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +14,19 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from etude.config.hints import HintsConfig
 from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.corrections import proximal_logprobs
+from etude.trainer.distillation import Distillation, Lesson
 from etude.trainer.losses import LossTokens, Totals, policy_loss
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.parallel_context import ContextParallel
-from etude.trainer.replay import replay, replayed_rows
+from etude.trainer.replay import routing_of
 from etude.trainer.scores import sampled_tokens, score
 from etude.types import Trajectory
 
@@ -51,6 +54,10 @@ class StepStats:
     """Of those, the pairs that the live router would have routed otherwise."""
     replaced_pairs: int = 0
     """Of those, the pairs that it found implausible and routed otherwise after all."""
+    hinted_tokens: int = 0
+    """Tokens of the turns that were taught by hints."""
+    hint_nats: float = 0.0
+    """Σ over them of the weighted divergence from the hinted policy, before the step."""
 
 
 NOTHING_LEARNT = StepStats(trained_tokens=0, grad_norm=0.0, entropy=0.0, truncated_share=0.0, masked_share=0.0)
@@ -65,6 +72,11 @@ class _Piece:
     truncated: int = 0
     masked: int = 0
     routing: Routing | None = None
+    hinted: int = 0
+    hint_nats: float = 0.0
+
+
+NO_HINTS = HintsConfig()
 
 
 class PolicyTrainer:
@@ -81,6 +93,7 @@ class PolicyTrainer:
         loss: LossConfig,
         numerics: NumericsConfig,
         context: ContextParallel | None = None,
+        hints: HintsConfig = NO_HINTS,
     ) -> None:
         if numerics.replay == "auto":
             raise ValueError("numerics.replay = 'auto' depends on the device: decide it before a trainer is made")
@@ -90,6 +103,9 @@ class PolicyTrainer:
         self._replay = numerics.replay
         self._replay_floor = numerics.replay_floor
         self._context = context
+        self._distillation = Distillation(
+            config=hints, replay=numerics.replay, floor=numerics.replay_floor, context=context
+        )
 
     @property
     def model(self) -> Decoder:
@@ -102,14 +118,15 @@ class PolicyTrainer:
         microbatches: Sequence[MicroBatch],
         totals: Totals,
         before_update: Callable[[], None] = lambda: None,
+        lessons: Sequence[Sequence[Lesson]] = (),
     ) -> StepStats:
-        """Update the weights once from all micro-batches; a batch without loss tokens leaves them as they are.
+        """Update the weights once from all micro-batches and lessons; a batch without either leaves them as they are.
 
-        ``totals`` are the whole batch's, over all ranks; ``microbatches`` this rank's, as many as every other's.
-        ``before_update`` is called when the gradients are there and the weights are about to change. Raises
-        :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
+        ``totals`` are the whole batch's, over all ranks; ``microbatches`` and pieces of ``lessons`` are this rank's, as
+        many as every other's. ``before_update`` is called when the gradients are there and the weights are about to
+        change. Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
         """
-        if not totals.tokens:
+        if not totals.tokens and not lessons:
             return NOTHING_LEARNT
         pieces: list[_Piece] = []
 
@@ -118,24 +135,33 @@ class PolicyTrainer:
                 loss, piece = self._loss(step, microbatch, totals)
                 pieces.append(piece)
                 yield loss
+            for together in lessons:
+                loss, piece = self._taught(together, totals)
+                pieces.append(piece)
+                yield loss
 
         norm = self.optimisation.step(step, losses(), before_update)
+        read = [t for microbatch in microbatches for t in microbatch]
+        read += [lesson.student for together in lessons for lesson in together]
+        loss_tokens = max(1, totals.tokens)  # none of them: lessons alone
         return StepStats(
-            trained_tokens=sum(len(t.token_ids) for microbatch in microbatches for t in microbatch),
+            trained_tokens=sum(len(t.token_ids) for t in read),
             grad_norm=norm,
-            entropy=sum(piece.entropy_sum for piece in pieces) / totals.tokens,
-            truncated_share=sum(piece.truncated for piece in pieces) / totals.tokens,
-            masked_share=sum(piece.masked for piece in pieces) / totals.tokens,
+            entropy=sum(piece.entropy_sum for piece in pieces) / loss_tokens,
+            truncated_share=sum(piece.truncated for piece in pieces) / loss_tokens,
+            masked_share=sum(piece.masked for piece in pieces) / loss_tokens,
             replayed_pairs=sum(piece.routing.pairs for piece in pieces if piece.routing),
             flipped_pairs=sum(piece.routing.flips for piece in pieces if piece.routing),
             replaced_pairs=sum(piece.routing.replaced for piece in pieces if piece.routing),
+            hinted_tokens=sum(piece.hinted for piece in pieces),
+            hint_nats=sum(piece.hint_nats for piece in pieces),
         )
 
     def _loss(self, step: int, microbatch: MicroBatch, totals: Totals) -> tuple[Tensor, _Piece]:
         """A micro-batch's share of the step's loss."""
         device = self.model.embedding.device
         tokens = sampled_tokens(microbatch, [t.loss_mask for t in microbatch], device)
-        routing = self._routing(microbatch, device)
+        routing = routing_of(microbatch, self._replay, self._replay_floor, device)
         scores = score(self.model, tokens, routing, self._context)
         if not microbatch:
             return scores.logprobs_N.sum(), _Piece()
@@ -155,11 +181,10 @@ class PolicyTrainer:
         piece = _Piece(entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing)
         return found.loss, piece
 
-    def _routing(self, microbatch: MicroBatch, device: torch.device) -> Routing | None:
-        if self._replay == "off":
-            return None
-        routes = replay([(t, replayed_rows(t, self._replay)) for t in microbatch], device)
-        return Routing(replay=routes, floor=self._replay_floor)
+    def _taught(self, lessons: Sequence[Lesson], totals: Totals) -> tuple[Tensor, _Piece]:
+        """What a piece of the lessons adds to the step's loss."""
+        found = self._distillation.teach(self.model, lessons, totals.sampled)
+        return found.loss, _Piece(hinted=found.tokens, hint_nats=found.nats)
 
 
 def sample_share(members: Sequence[Member], share: float, step: int) -> list[Member]:

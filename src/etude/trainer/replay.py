@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.models.experts import Routing
 from etude.types import NO_ROUTE, Mask, Trajectory
 
 ReplayMode: TypeAlias = Literal["off", "completion", "full"]
@@ -36,6 +37,16 @@ def replayed_rows(trajectory: Trajectory, mode: ReplayMode) -> Mask:
 def producers(sampled_L: Mask) -> Mask:
     """[L] true for the token before each sampled one: its forward pass is what that one was drawn from."""
     return np.append(sampled_L[1:], False)
+
+
+def routing_of(
+    trajectories: Sequence[Trajectory], mode: ReplayMode, floor: float, device: torch.device
+) -> Routing | None:
+    """How a forward pass of ``trajectories`` is routed; ``None``: by the live router. Raises as :func:`replay` does."""
+    if mode == "off":
+        return None
+    routes = replay([(trajectory, replayed_rows(trajectory, mode)) for trajectory in trajectories], device)
+    return Routing(replay=routes, floor=floor)
 
 
 def replay(rows: Sequence[tuple[Trajectory, Mask]], device: torch.device) -> Tensor | None:

@@ -108,11 +108,26 @@ def score(
     )
 
 
-def _score_together(model: Decoder, tokens: SampledTokens, routing: Routing | None, context: ContextParallel) -> Scores:
+def hidden_before(
+    model: Decoder, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(hidden states [n,H] that scored tokens are predicted from, int64 [N] which rank has which token's).
+
+    Without a ``context`` this process has all of them, and the second is ``None``.
+    """
+    if context is None:
+        return model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)[tokens.places_N - 1], None
     hidden_tH, own_t = context.hidden(model, tokens.token_ids_T, tokens.lengths, routing)
     owners_N = context.owners(tokens.lengths).to(own_t.device)[tokens.places_N - 1]
     mine_N = owners_N == context.rank
-    logits_nV = model.logits(hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)])
+    return hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)], owners_N
+
+
+def _score_together(model: Decoder, tokens: SampledTokens, routing: Routing | None, context: ContextParallel) -> Scores:
+    hidden_nH, owners_N = hidden_before(model, tokens, routing, context)
+    assert owners_N is not None
+    mine_N = owners_N == context.rank
+    logits_nV = model.logits(hidden_nH)
     temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.kept, mine_N)
     logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, kept)
     return Scores(
@@ -129,8 +144,8 @@ def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | N
 
 def _logits(model: Decoder, tokens: SampledTokens, routing: Routing | None) -> Tensor:
     """[N,V]: only of what is scored; a prompt's logits would be most of a long pass's memory."""
-    hidden_TH = model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)
-    return model.logits(hidden_TH[tokens.places_N - 1])
+    hidden_NH, _ = hidden_before(model, tokens, routing)
+    return model.logits(hidden_NH)
 
 
 def _predicted(mask_L: Mask) -> Mask:

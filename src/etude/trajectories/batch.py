@@ -1,7 +1,9 @@
 """Groups to the batch of one optimiser step.
 
 Owns which rollouts and groups carry a signal and what is counted about the others. Does not own which groups belong to
-the step (:mod:`etude.ledger`) or how a batch is cut to fit into memory (:mod:`etude.trajectories.packing`). Pure.
+the step (:mod:`etude.ledger`), which turn is credited with what (:mod:`etude.trajectories.credit`) or how a batch is
+cut to fit into memory (:mod:`etude.trajectories.packing`). Pure.
+
 Array legend: G rollouts of a group.
 """
 
@@ -11,12 +13,16 @@ from types import MappingProxyType
 
 import numpy as np
 
+from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
-from etude.trajectories.advantage import group_advantages, survivor_weight
+from etude.trajectories.advantage import survivor_weight
 from etude.trajectories.build import build_trajectories
+from etude.trajectories.credit import Credit, own_turns, turn_credits
 from etude.types import Batch, Floats, Group, Ids, Rollout, Trajectory
 
 NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
+ALIKE_IN_ALL_TURNS = CreditConfig()
+"""What a recipe has that says nothing of credit."""
 
 
 def build_batch(
@@ -24,32 +30,34 @@ def build_batch(
     groups: Sequence[Group],
     baseline: Baseline = "mean",
     penalties: Mapping[str, float] = NO_PENALTIES,
+    credit: CreditConfig = ALIKE_IN_ALL_TURNS,
 ) -> Batch:
     """The batch that turns weight version ``step - 1`` into ``step``.
 
     ``penalties`` (rollout → what is taken off its reward) count where rewards are compared by ``baseline``; the batch's
-    statistics keep the rewards as they were given. A group in which all are equal then has advantage 0 everywhere: its
-    rollouts are counted, in rewards and staleness, but not trained on. A quarantined rollout is in none of these: its
-    group is compared without it. One that lost rollouts to infrastructure weighs what it would have weighed with them.
-    ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError`` without groups.
+    statistics keep the rewards as they were given. A group in which every turn's advantage is 0, as where all rewards
+    are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
+    rollout is in none of these: its group is compared without it. One that lost rollouts to infrastructure weighs what
+    it would have weighed with them. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError``
+    without groups, and as :func:`~etude.trajectories.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
     weights = [survivor_weight(baseline, present=len(group.rollouts), lost=group.lost) for group in groups]
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
-    compared = [_rewards(group, penalties) for group in groups]
+    credited = [turn_credits(group.rollouts, _rewards(group, penalties), credit, baseline) for group in groups]
     trajectories = tuple(
         trajectory
-        for group, weight, rewards_G in zip(groups, weights, compared, strict=True)
-        if not _is_degenerate(rewards_G)
-        for trajectory in _trajectories(group, group_advantages(rewards_G, baseline) * weight)
+        for group, weight, found in zip(groups, weights, credited, strict=True)
+        if _has_signal(found)
+        for trajectory in _trajectories(group, found, weight)
     )
     return Batch(
         step=step,
         trajectories=trajectories,
         num_loss_tokens=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
         num_groups=len(groups),
-        num_degenerate_groups=sum(_is_degenerate(rewards_G) for rewards_G in compared),
+        num_degenerate_groups=sum(not _has_signal(found) for found in credited),
         rewards=np.concatenate([_rewards(group, NO_PENALTIES) for group in groups]),
         staleness=_staleness(groups, trained_version=step - 1),
     )
@@ -67,19 +75,25 @@ def _rewards(group: Group, penalties: Mapping[str, float]) -> Floats:
     return rewards_G
 
 
-def _is_degenerate(rewards_G: Floats) -> bool:
-    return bool((rewards_G == rewards_G[:1]).all())  # also of none at all
+def _has_signal(credited: Sequence[Credit]) -> bool:
+    return any(credit.has_signal for credit in credited)
 
 
-def _trajectories(group: Group, advantages_G: Floats) -> list[Trajectory]:
+def _trajectories(group: Group, credited: Sequence[Credit], weight: float) -> list[Trajectory]:
     return [
         trajectory
-        for rollout, advantage in zip(group.rollouts, advantages_G.tolist(), strict=True)
-        for trajectory in build_trajectories(rollout, advantage)
+        for rollout, credit in zip(group.rollouts, credited, strict=True)
+        for trajectory in build_trajectories(rollout, credit.advantages_T * weight, credit.trained_T)
     ]
 
 
 def _staleness(groups: Sequence[Group], *, trained_version: int) -> Ids:
     """[sampled tokens of all groups] how many versions the trainer was ahead of the one that sampled the token."""
-    versions = [turn.versions for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    versions = [
+        turn.versions
+        for group in groups
+        for rollout, own_T in zip(group.rollouts, own_turns(group.rollouts), strict=True)
+        for turn, own in zip(rollout.turns, own_T.tolist(), strict=True)
+        if own
+    ]
     return (trained_version - np.concatenate([np.empty(0, np.int32), *versions])).astype(np.int32)

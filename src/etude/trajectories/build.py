@@ -6,112 +6,136 @@ any other turn (a sub-agent, an edited history, a summary) opens a new one. Each
     turn 1   prompt ▒▒▒▒ sampled ███
     turn 2   prompt ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒ sampled ██           branch = ▒▒▒▒███▒▒▒▒▒██   (█ trained, ▒ context)
 
-What a new branch shares with an older one is context in it, so every sampled token is trained exactly once.
+What a new branch shares with an older one is context in it, so every sampled token is trained exactly once. A turn that
+must not be trained on is context wherever it stands, and a branch goes no further than its last turn that is trained.
+
+It takes time with the tokens of all branches, not with what each turn read again: prompts that are views of one array
+(:mod:`etude.ledger.turns`) are known to agree as far as both go. Others are compared.
 
 Routes are stitched likewise. A token's row of experts matters twice: for the token that was sampled after it and, as
 context, for all later ones. Rows that sampled something come from the turn that did; all others from the newest turn
 that read them, so the last token of a branch has none. Pure.
 
-Array legend: L tokens of a trajectory.
+Array legend: T turns of a rollout, L tokens of a trajectory.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from etude.types import NO_ROUTE, UNSAMPLED, Ids, KeptSets, Rollout, Routes, Trajectory, Turn
+from etude.ledger.turns import begins_with
+from etude.types import NO_ROUTE, UNSAMPLED, Floats, KeptSets, Mask, Rollout, Routes, Trajectory, Turn
 
 
-def build_trajectories(rollout: Rollout, advantage: float) -> tuple[Trajectory, ...]:
-    """One trajectory per branch of the rollout, in order of their first turns; all share the rollout's advantage.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weighed:
+    """A turn that sampled something, and what becomes of it."""
 
-    Turns that sampled nothing carry nothing to train on and are left out. Payloads of turns must have been fetched.
-    Raises ``ValueError`` where the turns of a branch have routes of different shapes.
+    turn: Turn
+    advantage: np.float32
+    trained: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.turn.prompt_ids) + len(self.turn.completion_ids)
+
+    @property
+    def sampled(self) -> slice:
+        """Where in its branch it sampled."""
+        return slice(len(self.turn.prompt_ids), self.length)
+
+
+def build_trajectories(
+    rollout: Rollout, advantage: float | Floats, trained: Mask | None = None
+) -> tuple[Trajectory, ...]:
+    """One trajectory per branch of the rollout, in order of their first turns.
+
+    ``advantage`` is that of all sampled tokens, or, [T], of each turn's. ``trained`` [T] says which turns are trained
+    on, ``None`` all of them; a branch without any makes no trajectory. Turns that sampled nothing carry nothing to
+    train on and are left out. Payloads of turns must have been fetched. Raises ``ValueError`` where the turns of a
+    branch have routes of different shapes.
     """
-    branches: list[list[Turn]] = []
-    for turn in rollout.turns:
+    turns = len(rollout.turns)
+    advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), turns)
+    trained_T = np.broadcast_to(True if trained is None else trained, turns)
+    branches: list[list[_Weighed]] = []
+    for index, turn in enumerate(rollout.turns):
         if not len(turn.completion_ids):
             continue
+        weighed = _Weighed(turn=turn, advantage=advantages_T[index], trained=bool(trained_T[index]))
         if branch := _continued_by(turn, branches):
-            branch.append(turn)
+            branch.append(weighed)
         else:
-            branches.append([turn])
-    return tuple(_trajectory(rollout.rollout_id, branch, advantage) for branch in branches)
-
-
-def _continued_by(turn: Turn, branches: Sequence[list[Turn]]) -> list[Turn] | None:
-    """The longest branch that the turn's prompt begins with."""
-    candidates = [branch for branch in branches if _begins_with(turn.prompt_ids, branch[-1])]
-    return max(candidates, key=lambda branch: _length(branch[-1]), default=None)
-
-
-def _begins_with(prompt_ids: Ids, turn: Turn) -> bool:
-    middle, end = len(turn.prompt_ids), _length(turn)
-    return (
-        len(prompt_ids) >= end
-        and np.array_equal(prompt_ids[middle:end], turn.completion_ids)
-        and np.array_equal(prompt_ids[:middle], turn.prompt_ids)
+            branches.append([weighed])
+    ends = [max((end for end, one in enumerate(branch, 1) if one.trained), default=0) for branch in branches]
+    return tuple(
+        _trajectory(rollout.rollout_id, branch[:end]) for branch, end in zip(branches, ends, strict=True) if end
     )
 
 
-def _length(turn: Turn) -> int:
-    return len(turn.prompt_ids) + len(turn.completion_ids)
+def _continued_by(turn: Turn, branches: Sequence[list[_Weighed]]) -> list[_Weighed] | None:
+    """The longest branch that the turn's prompt begins with."""
+    candidates = [branch for branch in branches if begins_with(turn.prompt_ids, branch[-1].turn)]
+    return max(candidates, key=lambda branch: branch[-1].length, default=None)
 
 
-def _trajectory(rollout_id: str, branch: Sequence[Turn], advantage: float) -> Trajectory:
+def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
     """The last turn's prompt holds every token before it; each turn knows where its own were sampled."""
-    assert all(turn.payload is None for turn in branch), f"payloads of rollout {rollout_id} were not fetched"
-    length = _length(branch[-1])
+    assert all(one.turn.payload is None for one in branch), f"payloads of rollout {rollout_id} were not fetched"
+    last, trained, length = branch[-1].turn, [one for one in branch if one.trained], branch[-1].length
     loss_mask = np.zeros(length, bool)
     logprobs = np.zeros(length, np.float32)
     versions = np.full(length, UNSAMPLED, np.int32)
     temperatures = np.ones(length, np.float32)
-    for turn in branch:
-        sampled = slice(len(turn.prompt_ids), _length(turn))
-        loss_mask[sampled] = True
-        logprobs[sampled] = turn.logprobs
-        versions[sampled] = turn.versions
-        temperatures[sampled] = turn.temperature
+    advantages = np.zeros(length, np.float32)
+    for one in trained:
+        loss_mask[one.sampled] = True
+        logprobs[one.sampled] = one.turn.logprobs
+        versions[one.sampled] = one.turn.versions
+        temperatures[one.sampled] = one.turn.temperature
+        advantages[one.sampled] = one.advantage
     return Trajectory(
         rollout_id=rollout_id,
-        token_ids=np.concatenate([branch[-1].prompt_ids, branch[-1].completion_ids]).astype(np.int32, copy=False),
+        token_ids=np.concatenate([last.prompt_ids, last.completion_ids]).astype(np.int32, copy=False),
         loss_mask=loss_mask,
         logprobs=logprobs,
         versions=versions,
         temperatures=temperatures,
-        turn_starts=tuple(len(turn.prompt_ids) for turn in branch),
-        advantages=np.where(loss_mask, np.float32(advantage), np.float32(0)),
+        turn_starts=tuple(one.sampled.start for one in trained),
+        advantages=advantages,
         routes=_routes(rollout_id, branch),
-        kept=_kept(branch),
+        kept=_kept(trained, length),
     )
 
 
-def _routes(rollout_id: str, branch: Sequence[Turn]) -> Routes | None:
+def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
     """[L, layers, k], ``NO_ROUTE`` where no turn says; ``None`` where none says anything."""
-    known = [(turn, turn.routes) for turn in branch if turn.routes is not None]
+    known = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
     if not known:
         return None
     shapes = {routes.shape[1:] for _, routes in known}
     if len(shapes) > 1:
         raise ValueError(f"rollout {rollout_id}: its turns have routes of different shapes {shapes}: of which model?")
-    stitched = np.full((_length(branch[-1]), *shapes.pop()), NO_ROUTE, np.uint16)
-    for turn, routes in known:
-        context = max(len(turn.prompt_ids) - 1, 0)
-        stitched[:context] = routes[:context]
-    for turn, routes in known:
-        sampling = slice(max(len(turn.prompt_ids) - 1, 0), _length(turn) - 1)
+    stitched = np.full((branch[-1].length, *shapes.pop()), NO_ROUTE, np.uint16)
+    newest, routes = known[-1]  # it read all that the others read
+    context = max(newest.sampled.start - 1, 0)
+    stitched[:context] = routes[:context]
+    for one, routes in known:
+        sampling = slice(max(one.sampled.start - 1, 0), one.length - 1)
         stitched[sampling] = routes[sampling]
     return stitched
 
 
-def _kept(branch: Sequence[Turn]) -> KeptSets | None:
+def _kept(trained: Sequence[_Weighed], length: int) -> KeptSets | None:
     """[L], empty where nothing was sampled or nothing was cut; ``None`` where nothing was cut at all."""
-    known = [(turn, turn.kept) for turn in branch if turn.kept is not None]
+    known = [(one.sampled, one.turn.kept) for one in trained if one.turn.kept is not None]
     if not known:
         return None
-    sizes = np.zeros(_length(branch[-1]), np.int64)
-    for turn, kept in known:
-        sizes[len(turn.prompt_ids) : _length(turn)] = kept.sizes
+    sizes = np.zeros(length, np.int64)
+    for sampled, kept in known:
+        sizes[sampled] = kept.sizes
     return KeptSets(
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         token_ids=np.concatenate([kept.token_ids for _, kept in known]),

@@ -314,10 +314,8 @@ class Publisher:
         self._pending = [future for future in self._pending if not future.done()]
         links = ladder(record.version) if self._options.compact and self._rank.index == 0 else []
         is_long = len(links) > 1
-        if is_long:
-            self._owed.clear()  # readers pass the short ones by
-        if links:
-            self._owed.append(record.version)
+        if links:  # readers of a long one pass the short ones by
+            self._owed = [*([] if is_long else self._owed), record.version]
         self._compact(max(MOST_FOLLOW_UPS - len(self._pending), int(is_long)))
         every = self._options.anchor_every
         if every and record.base is not None and needs_anchor(record.version, every):
@@ -328,7 +326,7 @@ class Publisher:
 
     def _compact(self, most: int) -> None:
         """Begin to write the merged links of so many versions that still have none."""
-        due, self._owed = self._owed[: max(most, 0)], self._owed[max(most, 0) :]
+        due, self._owed = self._owed[:most], self._owed[most:]
         self._pending += [self._follow_ups.submit(self._compactor.after, version) for version in due]
 
     def _write_anchor(self, record: WeightVersion) -> None:

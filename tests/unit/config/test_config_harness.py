@@ -8,6 +8,7 @@ import pytest
 from etude.config.recipe import default_recipe, dump_toml, load_recipe, parse_config
 from etude.errors import ConfigError
 
+SUMMARY: dict[str, Any] = {"context": "summary", "summary_at_tokens": 200}
 COMMAND: dict[str, Any] = {"kind": "command", "command": ["agent", "{prompt}", "{temperature}"]}
 
 
@@ -16,6 +17,13 @@ def test_an_external_program_is_accepted() -> None:
     assert config.harness.command == ("agent", "{prompt}", "{temperature}")
     assert config.harness.fills("prompt")
     assert not config.harness.fills("workdir")
+
+
+def test_a_session_has_room_for_all_turns_of_the_built_in_harness() -> None:
+    tree: dict[str, Any] = {"harness": {"max_turns": 300}, "gateway": {"max_session_turns": 300}}
+    assert parse_config(tree, source="t").gateway.max_session_turns == 300
+    with pytest.raises(ConfigError, match=r"harness\.max_turns = 300 is more than .*max_session_turns = 299"):
+        parse_config(tree | {"gateway": {"max_session_turns": 299}}, source="t")
 
 
 @pytest.mark.parametrize(
@@ -34,12 +42,37 @@ def test_an_external_program_is_accepted() -> None:
         (COMMAND | {"command": ["agent", "{prompt}"]}, "no {temperature}"),
         (COMMAND | {"timeout_s": 300.0}, "rollouts.timeout_s=300 ends the rollout first"),
         (COMMAND | {"comand": []}, "did you mean 'harness.command'"),
+        (COMMAND | SUMMARY, "harness.context would have no effect"),
+        ({"context": "summary"}, "needs harness.summary_at_tokens"),
+        ({"context": "truncate"}, "needs harness.summary_at_tokens"),
+        ({"summary_at_tokens": 200}, "harness.summary_at_tokens would have no effect with harness.context = 'grow'"),
+        ({"max_summaries": 3}, "harness.max_summaries would have no effect"),
+        (
+            SUMMARY | {"context": "truncate", "summary_request": "sum up"},
+            "harness.summary_request would have no",
+        ),
+        (SUMMARY | {"context": "truncate", "max_tokens_per_summary": 9}, "with harness.context = 'truncate'"),
+        (SUMMARY | {"summary_at_tokens": 384}, "do not fit into engine.max_length=640"),
+        (SUMMARY | {"context": "truncate", "summary_at_tokens": 640}, "do not fit into engine.max_length=640"),
     ],
 )
 def test_what_would_have_no_effect_or_no_sense_is_refused(harness: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config({"harness": harness, "rollouts": {"timeout_s": 300.0}}, source="t")
     assert fault in str(caught.value)
+
+
+def test_contexts_may_start_anew() -> None:
+    assert parse_config({"harness": SUMMARY | {"summary_at_tokens": 383}}, source="t").harness.context == "summary"
+    truncating = {"context": "truncate", "summary_at_tokens": 200, "max_summaries": 3}
+    assert parse_config({"harness": truncating}, source="t").harness.max_summaries == 3
+
+
+def test_a_mark_is_for_harnesses_that_cannot_say_it() -> None:
+    tree: dict[str, Any] = {"gateway": {"summary_mark": "Summarise"}, "rollouts": {"timeout_s": 300.0}}
+    assert parse_config(tree | {"harness": COMMAND}, source="t").gateway.summary_mark == "Summarise"
+    with pytest.raises(ConfigError, match=r"gateway\.summary_mark would have no effect"):
+        parse_config(tree, source="t")
 
 
 def test_without_a_measurement_no_temperature_is_needed() -> None:

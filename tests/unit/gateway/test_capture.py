@@ -118,8 +118,11 @@ class World:
         for answer in attempts[1:] if lost else attempts:
             before = self.conversation.answered(request_id, call)
             counted = self.conversation.record(call, answer, request_id)
-            assert counted is (before or answer)
-            assert self.conversation.last_answer(call) is counted
+            again = self.conversation.last_answer(call)
+            assert again is not None
+            assert counted.answer_id == again.answer_id == (before or answer).answer_id
+            for one, other in zip(counted.replies, again.replies, strict=True):
+                assert one.turn.prompt_ids.tolist() == other.turn.prompt_ids.tolist()
             if before is None:
                 self._keep(asked, answer)
 

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import orjson
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from etude.config.inference import GatewayConfig
@@ -217,6 +218,19 @@ def test_sessions_beyond_the_limit_are_429() -> None:
         assert named.status == 429
 
     play(Setting(fake_engine(), limits=SessionLimits(max_sessions=1)), scene)
+
+
+@pytest.mark.parametrize("limits", [SessionLimits(max_turns=1), SessionLimits(max_tokens=1)])
+def test_a_session_that_is_full_refuses_by_name_and_keeps_its_turns(limits: SessionLimits) -> None:
+    async def scene(caller: Caller) -> None:
+        session_id, key = await caller.open_session()
+        assert (await caller.chat(key)).status == 200
+        answer = await caller.chat(key)
+        assert answer.error == (400, "invalid_request_error", "session_full", None)
+        assert "gateway.max_session_t" in str(answer.at("error", "message"))
+        assert len(await caller.close(session_id)) == 1
+
+    play(Setting(fake_engine(), limits=limits), scene)
 
 
 def test_a_draining_gateway_ends_its_calls_and_takes_no_new_ones() -> None:

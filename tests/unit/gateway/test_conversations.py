@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from etude.errors import SessionLost
 from etude.gateway.calls import Answer, Call, Ending, Reply, Sampling
 from etude.gateway.conversations import Conversation
+from etude.gateway.tapes import SessionFull, Tapes
 from etude.tokens.messages import Message, ReplyReader, Tool, ToolCall
 from etude.types import Finish, Ids, Turn
 
@@ -56,8 +57,8 @@ class LetterFormat:
 FORMAT = LetterFormat()
 
 
-def new_conversation(max_turns: int = 512) -> Conversation:
-    return Conversation("s", FORMAT, max_turns)
+def new_conversation(max_turns: int = 512, max_tokens: int = 10_000) -> Conversation:
+    return Conversation("s", FORMAT, Tapes(max_turns=max_turns, max_tokens=max_tokens))
 
 
 def user(content: str) -> Message:
@@ -88,11 +89,13 @@ def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
     return Reply(message=message, ending=Ending.STOP, stop_text=None, turn=turn)
 
 
-def answer_of(conversation: Conversation, call: Call, *said: tuple[Sequence[int], Message]) -> Answer:
+def answer_of(
+    conversation: Conversation, call: Call, *said: tuple[Sequence[int], Message], answer_id: str = ""
+) -> Answer:
     """An answer as an engine would give it; not yet recorded."""
     prompt = conversation.prompt(call)
     return Answer(
-        answer_id=f"{len(conversation.turns):024x}",
+        answer_id=answer_id or f"{len(conversation.turns):024x}",
         created=0,
         model="policy",
         replies=tuple(reply_of(prompt.token_ids, ids, message) for ids, message in said),
@@ -207,13 +210,21 @@ def test_several_replies_to_one_call_are_turns_that_can_each_be_continued() -> N
     assert forgetful[len(ids_for(conversation, user("go")))] == 10
 
 
+def seen(answer: Answer | None) -> tuple[str, list[list[int]]] | None:
+    """What the caller of an answer sees of it that no other answer has, and its prompts."""
+    if answer is None:
+        return None
+    return answer.answer_id, [reply.turn.prompt_ids.tolist() for reply in answer.replies]
+
+
 def test_a_request_that_comes_again_has_one_turn() -> None:
     conversation, question = new_conversation(), call_of(user("go"))
-    first, second = (answer_of(conversation, question, ([9, END], assistant("x"))) for _ in range(2))
+    said = ([9, END], assistant("x"))
+    first, second = (answer_of(conversation, question, said, answer_id=name) for name in ("1st", "2nd"))
     assert conversation.answered("a", question) is None
     assert conversation.record(question, first, "a") is first
-    assert conversation.record(question, second, "a") is first  # two attempts at the same time
-    assert conversation.answered("a", question) is first
+    assert seen(conversation.record(question, second, "a")) == seen(first)  # two attempts at the same time
+    assert seen(conversation.answered("a", question)) == seen(first) != seen(second)
     assert conversation.answered("a", call_of(user("on"))) is None
     assert conversation.answered("a", replace(question, sampling=Sampling(temperature=0.5))) is None
     assert conversation.answered("b", question) is None
@@ -227,17 +238,19 @@ def test_an_id_that_was_used_for_another_call_is_recorded_for_both() -> None:
     answers = [answer_of(conversation, call, ([9, END], assistant("x"))) for call in (one, two)]
     assert conversation.record(one, answers[0], "a") is answers[0]
     assert conversation.record(two, answers[1], "a") is answers[1]
-    assert conversation.answered("a", one) is answers[0]
-    assert conversation.answered("a", two) is answers[1]
+    assert seen(conversation.answered("a", one)) == seen(answers[0])
+    assert seen(conversation.answered("a", two)) == seen(answers[1])
 
 
 def test_a_caller_without_ids_that_tries_again_gets_the_newest_answer_to_an_equal_call() -> None:
     conversation, question = new_conversation(), call_of(user("go"))
     assert conversation.last_answer(question) is None
-    answers = [answer_of(conversation, question, ([9, END], assistant("x"))) for _ in range(2)]
-    for answer in answers:
+    said = ([9, END], assistant("x"))
+    for answer in [answer_of(conversation, question, said, answer_id=name) for name in ("older", "newer")]:
         conversation.record(question, answer)
-    assert conversation.last_answer(replace(question, stream=True, model="mine")) is answers[1]
+    newest = conversation.last_answer(replace(question, stream=True, model="mine"))
+    assert newest is not None
+    assert newest.answer_id == "newer"
     assert conversation.last_answer(replace(question, single_call=True)) is None
     assert conversation.last_answer(call_of(user("go"), tools=["read"])) is None
     assert conversation.last_answer(call_of(user("go"), previous="?")) is None
@@ -293,10 +306,17 @@ def test_a_raw_prompt_that_is_none_is_refused(prompt: str | tuple[int, ...], nam
 def test_a_session_that_had_all_its_turns_is_refused_more() -> None:
     conversation = new_conversation(max_turns=2)
     play(conversation, call_of(user("go")), [9, END])
-    with pytest.raises(ValueError, match=r"1 of its 2 turns, 2 more"):
+    with pytest.raises(SessionFull, match=r"1 of its 2 turns, 2 more"):
         conversation.prompt(call_of(user("go"), count=2))
     play(conversation, call_of(user("go")), [9, END])
-    with pytest.raises(ValueError, match="open a new one"):
+    with pytest.raises(SessionFull, match="2 of its 2 turns"):
+        conversation.prompt(call_of(user("go")))
+
+
+def test_a_session_that_holds_all_its_tokens_is_refused_more() -> None:
+    conversation = new_conversation(max_tokens=7)
+    play(conversation, call_of(user("go")), [9, END])  # [user] g o [end] [assistant], and two that were sampled
+    with pytest.raises(SessionFull, match="holds 7 tokens, 7 is the most"):
         conversation.prompt(call_of(user("go")))
 
 
@@ -309,14 +329,51 @@ def test_a_turn_that_outlives_its_session_is_lost_loudly() -> None:
     assert conversation.turns == []
 
 
-def test_a_branch_costs_memory_once_and_not_for_each_turn() -> None:
-    conversation, messages = new_conversation(), [user("x" * 1000)]
-    for _ in range(100):
+def test_a_branch_costs_memory_once_whatever_came_to_nothing_beside_it() -> None:
+    conversation, messages = new_conversation(max_tokens=10**6), [user("x" * 1000)]
+    for number in range(100):
+        conversation.prompt(call_of(*messages, user(f"a call that failed or was only counted, {number}")))
         _, reply = play(conversation, call_of(*messages), [9, END])
         messages += [reply, user("y" * 10)]
-    memory = {id(base): base.nbytes for turn in conversation.turns if (base := turn.prompt_ids.base) is not None}
-    longest = conversation.turns[-1].prompt_ids.nbytes
-    assert sum(memory.values()) <= 4 * longest < sum(turn.prompt_ids.nbytes for turn in conversation.turns) / 10
+    turns = conversation.turns
+    assert {id(turn.prompt_ids.base) for turn in turns} == {id(turns[0].prompt_ids.base)}
+    assert turns[0].prompt_ids.base is not None
+    longest = turns[-1].prompt_ids.nbytes
+    assert turns[0].prompt_ids.base.nbytes <= 1.5 * longest < sum(turn.prompt_ids.nbytes for turn in turns) / 10
+
+
+def test_what_is_held_is_each_branch_and_what_was_sampled() -> None:
+    conversation, question = new_conversation(), user("go")
+    known, reply = play(conversation, call_of(question), [9, END])
+    held = [len(known)]
+    for content in ("on", "on", "another way"):
+        known, _ = play(conversation, call_of(question, reply, user(content)), [9, END])
+        held.append(len(known))
+    # The second "on" has the prompt of the first; the third shares what it begins with but has to have it once more.
+    assert conversation._tapes.tokens == held[1] + 2 + 2 + held[3]
+
+
+def test_a_fork_goes_on_by_itself() -> None:
+    trunk, question = new_conversation(), user("go")
+    known, reply = play(trunk, call_of(question), [9, END])
+    fork = trunk.fork("f")
+    assert fork.session_id == "f"
+    branches = {}
+    for name, conversation, content in (("trunk", trunk, "left"), ("fork", fork, "right")):
+        asked = call_of(question, reply, user(content))
+        branches[name], _ = play(conversation, asked, [10, END])
+        assert branches[name][: len(known)] == known
+        assert conversation.last_answer(asked) is not None
+        assert conversation.last_answer(call_of(question)) is not None
+    assert trunk.last_answer(call_of(question, reply, user("right"))) is None
+    assert fork.last_answer(call_of(question, reply, user("left"))) is None
+    for name, conversation in (("trunk", trunk), ("fork", fork)):
+        assert [[*turn.prompt_ids.tolist(), *turn.completion_ids.tolist()] for turn in conversation.turns] == [
+            known,
+            branches[name],
+        ]
+    trunk.close()
+    assert fork.prompt(call_of(question, reply, user("right"))).reused == len(known)
 
 
 CONTENTS = st.text(alphabet="aé \n", max_size=4)

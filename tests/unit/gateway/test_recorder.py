@@ -70,9 +70,23 @@ def test_routes_are_stowed(tmp_path: Path) -> None:
     turn = record(completion_of(GOOD), tmp_path, space=SPACE)
     assert turn.payload is not None
     assert turn.routes is None
-    back = Payloads(tmp_path).fetch(turn).routes
+    back = Payloads(tmp_path).fetch([turn])[0].routes
     assert back is not None
     assert np.array_equal(back, GOOD)
+
+
+def test_routes_that_an_earlier_turn_has_are_not_written_again(tmp_path: Path) -> None:
+    first = record(completion_of(GOOD), tmp_path, space=SPACE)
+    ids = [*PROMPT, 1, 2, 3, 9]
+    routes = np.concatenate([GOOD, 3 - GOOD])
+    recorder, params = Recorder(Payloads(tmp_path), SPACE), SamplingParams(max_tokens=3, want_routes=True)
+    second = asyncio.run(recorder.turn(ids, params, completion_of(routes), "s", reused=5))
+    assert first.payload is not None and second.payload is not None
+    assert second.payload.size_bytes == first.payload.size_bytes
+    whole, again = Payloads(tmp_path).fetch([first, second])
+    assert whole.routes is not None and again.routes is not None
+    assert np.array_equal(whole.routes, GOOD)
+    assert np.array_equal(again.routes, routes)
 
 
 def test_routes_that_nobody_wants_are_not_kept(tmp_path: Path) -> None:
@@ -86,7 +100,7 @@ def test_routes_need_a_folder() -> None:
 
 def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
     turn = record(completion_of(kept=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
-    back = Payloads(tmp_path).fetch(turn).kept
+    back = Payloads(tmp_path).fetch([turn])[0].kept
     assert back is not None
     assert back.sizes.tolist() == [2, 0, 1]
 
@@ -137,7 +151,7 @@ def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path)
     assert short.kept is not None
     assert short.kept.sizes.tolist() == [2, 0]
     turn = record(short, tmp_path, space=SPACE, params=SamplingParams(max_tokens=3, top_p=0.9))
-    back = Payloads(tmp_path).fetch(turn)
+    (back,) = Payloads(tmp_path).fetch([turn])
     assert back.routes is not None
     assert np.array_equal(back.routes, GOOD[:3])  # of two prompt tokens and the first that was sampled
 

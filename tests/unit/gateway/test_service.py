@@ -183,7 +183,7 @@ def test_what_top_p_left_is_recorded_of_a_reply_that_was_cut(tmp_path: Path) -> 
 
     async def scene(stage: Bench) -> None:
         answer = await stage.answer(ask(max_tokens=9, stops=("cd",), top_p=0.5))
-        turn = Payloads(tmp_path).fetch(answer.replies[0].turn)
+        (turn,) = Payloads(tmp_path).fetch([answer.replies[0].turn])
         assert turn.completion_ids.tolist() == ids_of("abcd")
         assert turn.kept is not None
         assert len(turn.kept) == 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.tree import ALIKE, EXACT, Node, alike, dissolve, find, insert, new_root
+from etude.gateway.tree import ALIKE, EXACT, Node, alike, dissolve, find, insert, new_root, twins_of
 from etude.tokens.messages import Message, ToolCall
 
 CALL = ToolCall(call_id="call_1", name="edit", arguments='{"path": "a.py", "line": 3, "by": 1.0}')
@@ -131,6 +131,23 @@ def test_a_tree_that_is_done_with_has_no_cycles() -> None:
     dissolve(root)
     assert root.children == []
     assert asked.children == []
+
+
+def test_a_copy_of_a_tree_is_as_deep_as_it_and_grows_by_itself() -> None:
+    root = new_root()
+    node = root.add(user("0"))
+    for depth in range(3000):
+        node = node.add(SAID, turn=depth).add(user(str(depth)))
+    assert root.children[0].children[0].likeness(called('{"by":1,"line":3,"path":"a.py"}')) == ALIKE
+    twins = twins_of(root)
+    assert len(twins) == 6002
+    assert twins[node].path() == node.path()
+    assert not set(map(id, twins)) & set(map(id, twins.values()))
+    twin = find(twins[root], node.path()).reply
+    assert twin is twins[node.parent or root]
+    assert twins[root.children[0].children[0]].echo is root.children[0].children[0].echo
+    twins[node].add(user("more"))
+    assert node.children == []
 
 
 TEXTS = st.sampled_from(["", " ", "a", "a ", "b", "\n"])

@@ -1,139 +1,20 @@
 """Whole sessions of the coding agent: a scripted model behind real HTTP, real tools in a real sandbox."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import aiohttp
-import orjson
 import pytest
-from aiohttp import web
 
 from etude.config.rollouts import HarnessConfig
 from etude.errors import EngineUnavailable, SandboxError, SessionLost
 from etude.harnesses.coding import CodingHarness, observe
-from etude.protocols import HarnessResult, Sandbox, Session
+from etude.protocols import Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
-from etude.types import Case, FunctionChecks, Split, Task, TestChecks
-
-FILES = {"util.py": "def add(a, b):\n    return a - b"}
-TASK = Task(
-    task_id="t",
-    family="bugfix",
-    template="add",
-    split=Split.TRAIN,
-    prompt="fix add in util.py",
-    files=FILES,
-    checks=FunctionChecks(
-        path="util.py",
-        function="add",
-        visible=(Case(arguments=(1, 0), expected=1), Case(arguments=(1, 2), expected=3)),
-        hidden=(Case(arguments=(5, 5), expected=10),),
-    ),
-)
-IMPATIENT = aiohttp.ClientTimeout(total=0.5)
-"""What the callers' connections are made with: must not be what a turn's time ends by."""
-HANG_UP = 0
-"""A status that stands for closing the connection."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One HTTP answer of the scripted model."""
-
-    body: Mapping[str, Any]
-    status: int = 200
-    headers: Mapping[str, str] = field(default_factory=dict)
-    after_s: float = 0.0
-
-
-def says(text: str, finish: str = "stop") -> Answer:
-    message = {"role": "assistant", "content": text}
-    return Answer({"choices": [{"message": message, "finish_reason": finish}]})
-
-
-def refuses(status: int, code: str = "busy", **headers: str) -> Answer:
-    return Answer({"error": {"code": code, "message": f"scripted {code}"}}, status, headers)
-
-
-class Playhouse:
-    """A model server that plays answers in order, and everything around it."""
-
-    def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[Mapping[str, str]] = []
-        self._runner = asyncio.Runner()
-        self._sandboxes = LocalSandboxes(1)
-
-    def play(
-        self, answers: Sequence[Answer], files: Mapping[str, str] = FILES, *, close_sandbox: bool = False, **limits: Any
-    ) -> HarnessResult:
-        """One session in a fresh sandbox; every answer must be asked for."""
-
-        async def act() -> HarnessResult:
-            sandbox = await self._sandboxes.create(files)
-            if close_sandbox:
-                await sandbox.close()
-            try:
-                return await self._serve(list(answers), sandbox, HarnessConfig(**limits))
-            finally:
-                await sandbox.close()
-
-        return self._runner.run(act())
-
-    @property
-    def observations(self) -> list[str]:
-        """What the agent saw in the last session, as of its last request."""
-        return [message["content"] for message in self.requests[-1]["messages"][2::2]]
-
-    def close(self) -> None:
-        self._runner.run(self._sandboxes.close())
-        self._runner.close()
-
-    async def _serve(self, answers: list[Answer], sandbox: Sandbox, config: HarnessConfig) -> HarnessResult:
-        async def complete(request: web.Request) -> web.Response:
-            self.requests.append(orjson.loads(await request.read()))
-            self.headers.append(request.headers)
-            answer = answers.pop(0)
-            await asyncio.sleep(answer.after_s)
-            if answer.status == HANG_UP:
-                assert request.transport is not None
-                request.transport.abort()
-            return web.json_response(answer.body, status=answer.status or 200, headers=answer.headers)
-
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", complete)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
-        session = Session(session_id="s", base_url=f"http://127.0.0.1:{port}/v1", api_key="key-of-s")
-        try:
-            async with aiohttp.ClientSession(timeout=IMPATIENT) as http:
-                result = await CodingHarness(config, http).run(TASK, session, sandbox, temperature=0.5)
-        finally:
-            await runner.cleanup()
-        assert answers == []
-        return result
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Playhouse]:
-    house = Playhouse()
-    yield house
-    house.close()
-
-
-@pytest.fixture
-def house(stage: Playhouse) -> Playhouse:
-    stage.requests.clear()
-    stage.headers.clear()
-    return stage
-
+from etude.types import TestChecks
+from playhouse import FILES, HANG_UP, NO_ROOM, TASK, Answer, Playhouse, refuses, says
 
 # --- Sessions -----------------------------------------------------------------------------------------------------
 
@@ -141,7 +22,9 @@ def house(stage: Playhouse) -> Playhouse:
 def test_a_session_from_prompt_to_submit(house: Playhouse) -> None:
     calls = ["read util.py", "test", "edit util.py 2\n    return a + b", "test", "submit"]
     result = house.play([says(call) for call in calls], max_tokens_per_turn=17)
-    assert result == HarnessResult(reason="submit", counts={"read": 1, "test": 2, "edit": 1, "submit": 1})
+    assert (result.reason, result.answer) == ("submit", "")
+    assert result.counts == {"read": 1, "test": 2, "edit": 1, "submit": 1}
+    assert result.measures == {"todo_opened": 0, "todo_open": 0, "summaries": 0, "restarts": 0}
     assert house.observations == ["1 def add(a, b):\n2     return a - b", "FAIL add(1, 2) = -1 want 3", "ok", "PASS"]
     assert house.requests[0] == {
         "model": "policy",
@@ -195,18 +78,31 @@ def test_a_failing_test_shows_what_came_out(house: Playhouse, line: str, shown: 
 
 def test_turns_run_out(house: Playhouse) -> None:
     result = house.play([says("test")] * 3, max_turns=3)
-    assert result == HarnessResult(reason="turns", counts={"test": 3})
+    assert (result.reason, result.counts) == ("turns", {"test": 3})
 
 
 def test_a_cut_turn_ends_the_session_and_is_not_carried_out(house: Playhouse) -> None:
-    assert house.play([says("test"), says("submit", finish="length")]) == HarnessResult(
-        reason="length", counts={"test": 1}
-    )
+    result = house.play([says("test"), says("submit", finish="length")])
+    assert (result.reason, result.counts) == ("length", {"test": 1})
 
 
-def test_a_full_context_ends_the_session(house: Playhouse) -> None:
-    answers = [says("test"), refuses(400, "context_length_exceeded")]
-    assert house.play(answers) == HarnessResult(reason="context", counts={"test": 1})
+@pytest.mark.parametrize("refusal", [NO_ROOM, refuses(400, "session_full")])
+def test_a_full_context_or_session_ends_the_rollout(house: Playhouse, refusal: Answer) -> None:
+    result = house.play([says("test"), refusal])
+    assert (result.reason, result.counts) == ("context", {"test": 1})
+
+
+def test_last_words_end_the_session(house: Playhouse) -> None:
+    result = house.play([says("answer 47 13")])
+    assert (result.reason, result.answer, result.counts) == ("submit", "47 13", {"submit": 1})
+
+
+def test_items_to_do_are_numbered_struck_and_counted(house: Playhouse) -> None:
+    calls = ["todo fix add", "todo test it", "done 1", "done 1", "done 7", "submit"]
+    result = house.play([says(call) for call in calls])
+    assert house.observations == ["todo 1", "todo 2", "ok", "no todo", "no todo"]
+    assert result.counts == {"todo": 2, "done": 3, "submit": 1}
+    assert (result.measures["todo_opened"], result.measures["todo_open"]) == (2, 1)
 
 
 # --- Trouble ------------------------------------------------------------------------------------------------------

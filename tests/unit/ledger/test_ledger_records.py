@@ -1,5 +1,8 @@
 """What goes into a record comes out of it, and damage is noticed."""
 
+import zlib
+from base64 import b85decode
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +10,22 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.records import decode_rollout, encode_rollout
-from etude.types import Disposition, Finish, PayloadRef, Rollout, RolloutStatus, Turn, Verdict
+from etude.types import (
+    Branch,
+    Disposition,
+    Finish,
+    Hint,
+    PayloadRef,
+    Rollout,
+    RolloutStatus,
+    Turn,
+    TurnKind,
+    Verdict,
+)
 
-REFS = st.builds(PayloadRef, digest=st.text("0123456789abcdef", min_size=64, max_size=64), size_bytes=st.integers(0))
+REFS = st.builds(
+    PayloadRef, digest=st.text("0123456789abcdef", min_size=64, max_size=64), size_bytes=st.integers(0, 2**40)
+)
 TEXT = st.text(max_size=20)
 VERDICTS = st.builds(
     Verdict,
@@ -34,6 +50,7 @@ def turns(draw: st.DrawFn) -> Turn:
         versions=random.integers(0, 1000, completion, np.int32),
         finish=draw(st.sampled_from(Finish)),
         temperature=draw(st.floats(0, 2)),
+        kind=draw(st.sampled_from(TurnKind)),
         payload=draw(st.none() | REFS),
     )
 
@@ -43,6 +60,9 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     its_turns = tuple(draw(st.lists(turns(), max_size=4)))
     status = draw(st.sampled_from(RolloutStatus)) if its_turns else RolloutStatus.FAILED_INFRA
     numbers = st.floats(allow_nan=False)
+    count = len(its_turns)
+    hinted = draw(st.lists(st.integers(0, count - 1), unique=True)) if count else []
+    branches = st.builds(Branch, rollout_id=TEXT, turns=st.integers(1, max(count - 1, 1)))
     return Rollout(
         rollout_id=draw(TEXT),
         group_index=draw(st.integers(0)),
@@ -56,6 +76,9 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         turns=its_turns,
         seconds=draw(st.floats(0, 1e6)),
         verdict=draw(st.none() | VERDICTS),
+        turn_rewards=tuple(draw(st.just([]) | st.lists(numbers, min_size=count, max_size=count))),
+        hints=tuple(Hint(turn=turn, text=draw(st.text(min_size=1)), source=draw(TEXT)) for turn in hinted),
+        branch=draw(st.none() | branches) if count > 1 else None,
     )
 
 
@@ -70,12 +93,56 @@ def test_a_rollout_survives_its_record_bit_for_bit(rollout: Rollout) -> None:
     assert scalars(decoded) == scalars(rollout)
     assert len(decoded.turns) == len(rollout.turns)
     for ours, theirs in zip(decoded.turns, rollout.turns, strict=True):
-        assert ours.finish is theirs.finish
+        assert (ours.finish, ours.kind) == (theirs.finish, theirs.kind)
         assert (ours.temperature, ours.payload) == (theirs.temperature, theirs.payload)
         for name in ("prompt_ids", "completion_ids", "logprobs", "versions"):
             array, original = getattr(ours, name), getattr(theirs, name)
             assert array.dtype == original.dtype
             assert array.tobytes() == original.tobytes()
+
+
+FIRST_FORM = (
+    b"c-o~<+fKtU3@vx~iz&|&S_{1J#&=B9lr?S}Elr}t;i75Mz6^d1J6pFgc%#)x9AD0{{c>IuD-oPAF5z4&@jMbij7OpkF8R5(3f{^0K%QtEl39`|5u"
+    b"x||syKiWQ{>7vNCk?^1H8$=Y?J$^{d4YRKu%l<gqSS~uX9{RXPF|VMX!-5YM1O$HcNAAgxXof{xVa)LQuNKoTqg3E^5?Ut|fr~vzbARgN>0bvrR="
+    b"KX7ui4y#!8fq=_)z4>eTlo+P4P7#MQ6D@?&=mX+|q9d=WbZD7|BuddNn$1YEbE_cVPgg`3{kcXO(&&v<vB#YW)3<(_3KAzH6KWGiu7Q5fX+wKp<Q"
+    b"y~}s`$?m$X6xDdswj$U!f>AvZg%%A;jZ9s^F;??^U3}T!X@DwVph20"
+)
+"""A rollout as it was written before turns were a blob of their own."""
+
+
+def test_a_record_of_the_first_form_is_still_read() -> None:
+    record = zlib.decompress(b85decode(FIRST_FORM))
+    rollout = decode_rollout(record)
+    one, two = rollout.turns
+    assert (one.prompt_ids.tolist(), one.completion_ids.tolist()) == ([5, 6], [1])
+    assert (two.prompt_ids.tolist(), two.completion_ids.tolist()) == ([5, 6, 1, 7], [8, 9])
+    assert (two.logprobs.tolist(), two.versions.tolist()) == ([-0.5, -0.25], [3, 4])
+    assert (one.finish, one.temperature, one.payload) == (Finish.STOP, 1.0, None)
+    assert (two.finish, two.temperature) == (Finish.LENGTH, 0.5)
+    assert two.payload == PayloadRef(digest="ab" * 32, size_bytes=12)
+    assert (rollout.rollout_id, rollout.reward, rollout.reward_parts) == ("r", 0.5, {"tests": 0.5})
+    assert rollout.verdict is not None
+    assert rollout.verdict.flags == ("f",)
+    assert {turn.kind for turn in rollout.turns} == {TurnKind.ACT}
+    assert (rollout.turn_rewards, rollout.hints, rollout.branch) == ((), (), None)
+    assert scalars(decode_rollout(encode_rollout(rollout))) == scalars(rollout)
+    for end in range(len(record)):
+        with pytest.raises(DamagedError, match="unreadable rollout record"):
+            decode_rollout(record[:end])
+
+
+def test_a_branch_is_recorded_once_however_often_it_was_read() -> None:
+    ids, one = np.arange(20_000, dtype=np.int32), np.ones(1, np.int32)
+    turns = tuple(
+        Turn(prompt_ids=ids[:length], completion_ids=one, logprobs=-np.ones(1, np.float32), versions=one, finish=finish)
+        for length, finish in zip(range(100, 20_001, 100), list(Finish) * 100, strict=True)
+    )
+    rollout = Rollout(
+        rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=turns
+    )
+    record = encode_rollout(rollout)
+    assert len(record) < ids.nbytes + 100 * len(turns) + 2_000
+    assert encode_rollout(decode_rollout(record)) == record
 
 
 @settings(deadline=None, max_examples=50)
@@ -101,5 +168,5 @@ def test_routes_never_get_into_a_record() -> None:
     rollout = Rollout(
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=(turn,)
     )
-    with pytest.raises(ValueError, match="stow them first"):
+    with pytest.raises(ValueError, match="stow them in a payload file first"):
         encode_rollout(rollout)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import RunFolderError
+from etude.ledger.archive import Archive, Search
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.records import encode_rollout
 from etude.ledger.schema import NEWEST
@@ -87,6 +88,15 @@ def test_a_run_of_version_2_goes_on_where_it_was(old: Path) -> None:
         assert ledger.claim_batch(3, 1)
         ledger.commit_step(3)
         assert ledger.progress().committed == 5
+
+
+def test_rollouts_of_an_older_etude_are_catalogued_by_how_they_ended(old: Path) -> None:
+    with Archive.open(old) as archive:
+        found = archive.find(Search(reward=(">=", 1.0), limit=2))
+        assert [(rollout.group, rollout.slot, rollout.traits) for rollout in found] == [(2, 0, None), (1, 1, None)]
+        assert [census.unlisted for census in archive.census()] == [5]
+        assert archive.find(Search(has_summary=True)) == []
+        assert len(archive.rollout(found[0].rollout_id)[1].turns) == 1
 
 
 def test_processes_may_migrate_one_ledger_at_the_same_time(old: Path) -> None:

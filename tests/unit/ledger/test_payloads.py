@@ -1,5 +1,7 @@
 """Routes and kept sets on disk: what goes in comes out, damage is named, and files go when they are done with."""
 
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +50,7 @@ def test_a_turn_comes_back_bit_for_bit(
     stowed = payloads.stow(turn, "s")
     assert (stowed.routes, stowed.kept) == (None, None)
     assert (stowed.payload is None) == (not routes and not kept)
-    back = payloads.fetch(stowed)
+    (back,) = payloads.fetch([stowed])
     assert (back.routes is None, back.kept is None, back.payload) == (not routes, not kept, None)
     if turn.routes is not None and back.routes is not None:
         assert back.routes.dtype == np.uint16
@@ -70,7 +72,7 @@ def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(
     assert first.payload == again.payload != other.payload
     payloads.drop([ref_of(first), ref_of(first)])
     assert len(files(tmp_path)) == 1
-    assert payloads.fetch(other).routes is not None
+    assert payloads.fetch([other])[0].routes is not None
 
 
 @pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
@@ -84,4 +86,68 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path, damage: str) -> None
     if damage != "missing":
         file.write_bytes(data if damage == "flipped" else data[:40])
     with pytest.raises(DamagedError, match=ref_of(stowed).digest):
-        payloads.fetch(stowed)
+        payloads.fetch([stowed])
+
+
+def continuing(ids: list[int], completion: list[int]) -> Turn:
+    """A turn whose every row of routes says what was read up to there, as an engine's would."""
+    read = [*ids, *completion][:-1]
+    rows = [zlib.crc32(repr(read[: at + 1]).encode()) % 384 for at in range(len(read))]
+    sampled = np.array(completion, np.int32)
+    return Turn(
+        prompt_ids=np.array(ids, np.int32),
+        completion_ids=sampled,
+        logprobs=-np.ones(len(sampled), np.float32),
+        versions=np.zeros(len(sampled), np.int32),
+        finish=Finish.STOP,
+        routes=np.array(rows, np.uint16).reshape(-1, 1, 1),
+    )
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans(), TOKENS, TOKENS), min_size=1, max_size=6))
+def test_what_turns_go_on_from_is_written_once_and_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, bool, list[int], list[int]]]
+) -> None:
+    """Turns that go on from any earlier one or start afresh, with what is known left out or not."""
+    payloads, sent, stowed = Payloads(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
+    for pick, goes_on, leaves_out, fresh, completion in moves:
+        earlier = sent[pick % len(sent)] if sent and goes_on else None
+        begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
+        sent.append(continuing([*begun, *fresh], completion))
+        stowed.append(payloads.stow(sent[-1], "s", known=max(len(begun) - 1, 0) if leaves_out else 0))
+    for before, after in zip(sent, payloads.fetch(stowed), strict=True):
+        assert before.routes is not None and after.routes is not None
+        assert after.routes.dtype == np.uint16
+        assert after.routes.tolist() == before.routes.tolist()
+
+
+def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
+    payloads, ids, stowed = Payloads(tmp_path), [1], list[Turn]()
+    for number in range(60):
+        turn = continuing(ids, [number])
+        stowed.append(payloads.stow(turn, "s", known=max(len(ids) - 31, 0)))
+        ids = [*ids, number, *range(30)]
+    turns = payloads.fetch(stowed)
+    assert len({turn.routes.ctypes.data for turn in turns if turn.routes is not None}) == 1
+    rows = sum((file.stat().st_size - 200) // 2 for file in files(tmp_path))
+    assert rows < 2 * len(ids)
+
+
+def test_routes_that_no_earlier_turn_has_are_missed_by_name(tmp_path: Path) -> None:
+    payloads, first = Payloads(tmp_path), continuing([1, 2], [3])
+    second = payloads.stow(continuing([1, 2, 3, 4], [5]), "s", known=2)
+    (_, back) = payloads.fetch([payloads.stow(first, "s"), second])
+    assert back.routes is not None
+    other = payloads.stow(continuing([1, 1], [3]), "s")
+    for turns in (
+        [second],
+        [other, second],
+        [second, payloads.stow(first, "s")],
+        [replace(first, routes=None), second],
+    ):
+        with pytest.raises(DamagedError, match=f"{ref_of(second).digest}.* is of another turn"):
+            payloads.fetch(turns)

@@ -46,11 +46,11 @@ def by_integral(spent: float, scale: float, curvature: float, steps: int = 20_00
 
 
 def test_every_token_is_counted_once_under_its_kind() -> None:
-    effort = effort_of(ROLLOUT, THOUGHT)
+    effort = effort_of(ROLLOUT.turns, ROLLOUT.counts, THOUGHT)
     assert effort == SPENT
     sampled = sum(len(turn.completion_ids) for turn in ROLLOUT.turns)
     assert effort.thinking_tokens + effort.call_tokens + effort.final_tokens == sampled
-    assert effort_of(ROLLOUT, -1).thinking_tokens == 0
+    assert effort_of(ROLLOUT.turns, ROLLOUT.counts, -1).thinking_tokens == 0
 
 
 @pytest.mark.parametrize(

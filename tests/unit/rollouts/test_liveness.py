@@ -103,6 +103,9 @@ class Doors:
     async def open(self) -> Session:
         return await self.misery.open_session()
 
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        return await self.misery.sessions.fork(session_id)
+
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         return await self.misery.sessions.close(session_id)
 

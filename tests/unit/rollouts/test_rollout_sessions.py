@@ -12,8 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
+from etude.ledger.turns import encode_turns
 from etude.rollouts.sessions import GatewaySessions
-from etude.tokens.turns import encode_turns
 from etude.types import Finish, PayloadRef, Turn
 
 Answer = TypeVar("Answer")
@@ -32,7 +32,12 @@ TURN = Turn(
 async def open_session(request: web.Request) -> web.Response:
     if request.headers["Authorization"] != "Bearer right":
         return web.json_response({"error": "this route needs the admin key"}, status=401)
-    return web.json_response({"session_id": "s1", "api_key": "k1", "base_url": "/s/s1/v1"})
+    origin = (await request.json()).get("fork_of") if request.can_read_body else None
+    if origin not in (None, "s1"):
+        return web.json_response({"error": "no such session"}, status=404)
+    turns = 3 if origin else 0
+    name = "s2" if origin else "s1"
+    return web.json_response({"session_id": name, "api_key": "k1", "base_url": f"/s/{name}/v1", "turns": turns})
 
 
 async def close_session(request: web.Request) -> web.Response:
@@ -82,6 +87,13 @@ def test_an_opened_session_leads_a_harness_to_the_gateway() -> None:
     assert (session.session_id, session.api_key) == ("s1", "k1")
     assert session.base_url.startswith("http://127.0.0.1:")
     assert session.base_url.removeprefix("http://").partition("/")[2] == "s/s1/v1"
+
+
+def test_a_forked_session_begins_with_turns() -> None:
+    session, turns = with_gateway(lambda sessions: sessions.fork("s1"), troubles=[503, 0])
+    assert (session.session_id, session.base_url.rpartition("/s/")[2], turns) == ("s2", "s2/v1", 3)
+    with pytest.raises(SessionLost, match="no such session"):
+        with_gateway(lambda sessions: sessions.fork("gone"))
 
 
 def test_a_closed_session_hands_over_its_turns() -> None:

@@ -8,9 +8,9 @@ import aiohttp
 import numpy as np
 import pytest
 
-from etude.errors import EngineUnavailable, SandboxError
+from etude.errors import EngineUnavailable, JudgeUnavailable, SandboxError
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Reward, Sandbox, Session
+from etude.protocols import Appraisal, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.worker import GRADINGS, run_rollout
@@ -215,6 +215,9 @@ class Lookout:
     async def look(self) -> None:
         self.seen.append("look")
 
+    def beside(self, sandbox: Sandbox) -> "Lookout":
+        return self
+
     def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
         self.seen.append(f"judge {reward.value} over {len(turns)} turn")
         return Verdict(
@@ -230,3 +233,50 @@ def test_a_watched_rollout_is_worth_what_its_verdict_says() -> None:
     assert lookout.seen == ["begin a", "look", "judge 1.0 over 1 turn"]
     assert (rollout.status, rollout.reward, rollout.is_quarantined) == (RolloutStatus.GRADED, 0.0, True)
     assert dict(rollout.reward_parts) == {"judge": 1.0}
+
+
+class Valued:
+    """Appraises every rollout as it was told."""
+
+    def __init__(self, value: float, masked: str = "", error: Exception | None = None) -> None:
+        self._appraisal = Appraisal(reward=Reward(value=value, parts={"style": 0.5}), masked=masked)
+        self._error = error
+
+    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+        if self._error is not None:
+            raise self._error
+        return self._appraisal
+
+
+def appraised(appraiser: Valued, lookout: Lookout | None = None) -> Rollout:
+    """A rollout that its grader found worth 1."""
+    world = World(submit)
+    rig = replace(world.rig, appraiser=appraiser, watch=lookout)
+    return run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
+
+
+def test_a_rollout_is_worth_what_it_is_appraised_at() -> None:
+    rollout = appraised(Valued(-0.5))
+    assert (rollout.reward, dict(rollout.reward_parts), rollout.verdict) == (-0.5, {"style": 0.5}, None)
+
+
+def test_the_verdict_is_on_what_the_grader_saw_and_its_zero_is_above_every_bonus() -> None:
+    kept, zeroed = (Lookout(disposition) for disposition in (Disposition.KEEP, Disposition.ZERO))
+    rollout = appraised(Valued(1.25), kept)
+    assert kept.seen[-1] == "judge 1.0 over 1 turn"
+    assert rollout.verdict is not None
+    assert (rollout.reward, rollout.verdict.reward, rollout.verdict.graded) == (1.25, 1.25, 1.0)
+    assert appraised(Valued(1.25, masked="no judge"), zeroed).reward == 0.0
+
+
+def test_what_its_appraiser_masks_is_kept_out_of_training() -> None:
+    for lookout in (None, Lookout(Disposition.KEEP)):
+        rollout = appraised(Valued(1.0, masked="no judge"), lookout)
+        assert rollout.is_quarantined
+        assert rollout.verdict is not None
+        assert (rollout.reward, rollout.verdict.reason, rollout.verdict.graded) == (0.0, "no judge", 1.0)
+
+
+def test_an_appraiser_that_cannot_is_infrastructure() -> None:
+    rollout = appraised(Valued(1.0, error=JudgeUnavailable("down")))
+    assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "JudgeUnavailable: down")

@@ -5,18 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandboxes.tools import (
+    CUT,
     WINDOW_LINES,
     Call,
+    CloseItem,
     EditFile,
     Malformed,
+    OpenItem,
     ReadFile,
     RunTests,
     Submit,
     apply_edit,
+    limit,
     number_lines,
     parse_call,
     render_failure,
-    render_summary,
+    render_report,
+    shorten,
 )
 from etude.types import Case
 
@@ -34,6 +39,10 @@ from etude.types import Case
         ("test", RunTests()),
         ("test \n", RunTests()),
         ("submit", Submit()),
+        ("todo read p2, then p3\n", OpenItem("read p2, then p3")),
+        ("done 2", CloseItem(2)),
+        ("answer 47 13", Submit("47 13")),
+        ("answer 47\n13 \n", Submit("47\n13")),
     ],
 )
 def test_calls_are_read(text: str, call: Call) -> None:
@@ -46,6 +55,19 @@ def test_calls_are_read(text: str, call: Call) -> None:
         *("", " test", "Test", "tests", "test it", "test\nsubmit", "submit it", "read", "read ", "read a b"),
         *("read  a", "edit", "edit a 1", "edit a b\nx", "edit a -1\nx", "edit a 1.0\nx", "edit a ٣\nx", "edit 1\nx"),
         "edit a 9999999\nx",
+        *(
+            "todo",
+            "todo ",
+            "todo  x",
+            "todo a\nb",
+            "done",
+            "done x",
+            "done 1 2",
+            "done -1",
+            "answer",
+            "answer \n",
+            "answers 1",
+        ),
     ],
 )
 def test_nothing_else_is_forgiven(text: str) -> None:
@@ -54,7 +76,7 @@ def test_nothing_else_is_forgiven(text: str) -> None:
 
 @given(st.text())
 def test_any_text_is_some_call(text: str) -> None:
-    assert isinstance(parse_call(text), ReadFile | EditFile | RunTests | Submit | Malformed)
+    assert isinstance(parse_call(text), Call)
 
 
 @pytest.mark.parametrize(
@@ -124,4 +146,22 @@ def test_a_window_begins_where_it_was_asked_for() -> None:
     ],
 )
 def test_a_failing_run_is_told_by_its_first_failure(output: str, shown: str) -> None:
-    assert render_summary(output) == shown
+    assert render_report(output) == shown
+
+
+def test_a_long_observation_says_that_it_was_cut() -> None:
+    assert limit("abc", 3) == "abc"
+    assert limit("abcd", 3) == f"abc\n{CUT}"
+
+
+@given(st.text())
+def test_an_observation_is_halved_until_nothing_but_the_sign_is_left(observation: str) -> None:
+    shown, steps = observation, 0
+    while (shorter := shorten(shown)) is not None:
+        assert shorter.endswith(CUT)
+        kept = shorter.removesuffix(CUT).rstrip()
+        assert observation.startswith(kept)
+        assert 2 * len(kept) <= len(shown)
+        shown, steps = shorter, steps + 1
+    assert steps <= len(observation).bit_length()
+    assert shown.removesuffix(CUT).strip() == ""

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from etude.config.credit import CreditConfig
 from etude.trajectories.batch import build_batch
 from etude.types import (
+    Branch,
     Case,
     Disposition,
     Finish,
@@ -17,6 +19,7 @@ from etude.types import (
     Split,
     Task,
     Turn,
+    TurnKind,
     Verdict,
 )
 
@@ -118,3 +121,54 @@ def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
     rollouts = (*MIXED.rollouts, quarantined(rollout(0, 2, 0.0, [4])))
     batch = build_batch(5, [replace(MIXED, rollouts=rollouts, lost=1)])
     assert [float(t.advantages[1]) for t in batch.trajectories] == [0.75, -0.75]
+
+
+def later(first: Rollout, *versions: int) -> Turn:
+    """A turn that goes on from a rollout's last one."""
+    before = first.turns[-1]
+    prompt_ids = np.concatenate([before.prompt_ids, before.completion_ids, np.array([8], np.int32)])
+    return replace(rollout(0, 0, 0.0, list(versions)).turns[0], prompt_ids=prompt_ids)
+
+
+def test_a_masked_summary_counts_in_no_total() -> None:
+    """It is read by nobody who is trained, being the last turn of its context."""
+    good, bad = MIXED.rollouts
+    summary = replace(later(good, 4, 4), kind=TurnKind.SUMMARY)
+    groups = [replace(MIXED, rollouts=(replace(good, turns=(*good.turns, summary)), bad))]
+    trained, masked = (build_batch(5, groups, credit=CreditConfig(summaries=how)) for how in ("train", "mask"))
+    assert (trained.num_loss_tokens, masked.num_loss_tokens) == (6, 4)
+    assert [len(trajectory.token_ids) for trajectory in masked.trajectories] == [4, 2]
+    assert len(trained.staleness) == len(masked.staleness) == 6
+
+
+def test_what_rollouts_share_is_trained_and_counted_once() -> None:
+    trunk, other = MIXED.rollouts
+    branch = Branch(rollout_id=trunk.rollout_id, turns=1)
+    one = replace(trunk, turns=(*trunk.turns, later(trunk, 4)))
+    two = replace(trunk, rollout_id="0.2", slot=2, reward=0.0, turns=(*trunk.turns, later(trunk, 4, 4)), branch=branch)
+    credit = CreditConfig(kind="shared_prefix", branches=2)
+    batch = build_batch(5, [replace(MIXED, rollouts=(one, other, two))], "leave_one_out", credit=credit)
+    assert [trajectory.loss_mask.sum() for trajectory in batch.trajectories] == [4, 1, 2]
+    assert (batch.num_loss_tokens, len(batch.staleness)) == (7, 7)
+    assert [trajectory.advantages[trajectory.loss_mask].tolist() for trajectory in batch.trajectories] == [
+        [1, 1, 1, 1],
+        [-0.5],
+        [-1, -1],
+    ]
+
+
+def test_turns_may_teach_where_rewards_do_not() -> None:
+    one, two = ALIKE.rollouts
+    groups = [replace(ALIKE, rollouts=(replace(one, turn_rewards=(1.0,)), replace(two, turn_rewards=(0.0,))))]
+    shaped = build_batch(5, groups, "leave_one_out", credit=CreditConfig(kind="shaped", shaping=0.5))
+    assert shaped.num_degenerate_groups == 0
+    assert [float(trajectory.advantages[-1]) for trajectory in shaped.trajectories] == pytest.approx([0.5, -0.5])
+    assert build_batch(5, groups).num_degenerate_groups == 1
+
+
+def test_a_group_that_lost_rollouts_weighs_the_same_whatever_the_kind() -> None:
+    groups = [replace(MIXED, lost=2)]
+    plain = build_batch(5, groups)
+    discounted = build_batch(5, groups, credit=CreditConfig(kind="discounted", discount=0.5))
+    for one, other in zip(plain.trajectories, discounted.trajectories, strict=True):
+        assert one.advantages.tolist() == other.advantages.tolist()  # of one turn each

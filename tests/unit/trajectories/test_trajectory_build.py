@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.trajectories.build import build_trajectories
-from etude.types import NO_ROUTE, UNSAMPLED, Finish, KeptSets, Rollout, RolloutStatus, Turn
+from etude.types import NO_ROUTE, UNSAMPLED, Finish, Ids, KeptSets, Rollout, RolloutStatus, Turn
 
 
 def turn(prompt: list[int], completion: list[int], version: int = 0, *, routed: bool = True) -> Turn:
@@ -122,6 +122,48 @@ def test_kept_sets_lie_where_their_tokens_do() -> None:
     assert trajectory.kept.token_ids.tolist() == [3, 8, 6]
 
 
+def test_each_turn_has_its_own_advantage() -> None:
+    turns = [turn([1], [2]), turn([1, 2], []), turn([1, 2, 3], [4, 5]), turn([9], [8])]
+    first, second = build_trajectories(rollout(*turns), np.array([0.5, 7, -2, 3], np.float32))
+    assert first.advantages.tolist() == [0, 0.5, 0, -2, -2]
+    assert second.advantages.tolist() == [0, 3]
+    with pytest.raises(ValueError, match="broadcast"):
+        build_trajectories(rollout(*turns), np.zeros(3, np.float32))
+
+
+def test_a_turn_that_is_not_trained_is_context_to_those_that_are() -> None:
+    sets = KeptSets(offsets=np.array([0, 1], np.int64), token_ids=np.array([4], np.int32))
+    turns = [turn([1], [2], 5), replace(turn([1, 2, 3], [4], 6), kept=sets), turn([1, 2, 3, 4], [5], 7)]
+    (trajectory,) = build_trajectories(rollout(*turns), 1.0, np.array([True, False, True]))
+    assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert trajectory.loss_mask.tolist() == [False, True, False, False, True]
+    assert trajectory.logprobs.tolist() == [0, -2, 0, 0, -5]
+    assert trajectory.versions.tolist() == [UNSAMPLED, 5, UNSAMPLED, UNSAMPLED, 7]
+    assert trajectory.advantages.tolist() == [0, 1, 0, 0, 1]
+    assert trajectory.temperatures.tolist() == [1, 0.5, 1, 1, 0.5]
+    assert trajectory.turn_starts == (1, 4)
+    assert trajectory.kept is None
+    assert trajectory.routes is not None
+    assert trajectory.routes[:, 0, 0].tolist() == [5, 7, 6, 7, NO_ROUTE]
+
+
+def test_a_branch_ends_with_its_last_trained_turn_and_one_without_any_is_left_out() -> None:
+    turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([9], [8])]
+    (trajectory,) = build_trajectories(rollout(*turns), 1.0, np.array([True, False, False]))
+    assert trajectory.token_ids.tolist() == [1, 2]
+    assert build_trajectories(rollout(*turns), 1.0, np.zeros(3, bool)) == ()
+
+
+def test_prompts_in_one_memory_are_one_branch_and_so_are_copies() -> None:
+    memory = np.arange(1, 10, dtype=np.int32)
+    shared = [replace(turn(list(range(1, n)), [n]), prompt_ids=memory[: n - 1]) for n in (2, 4, 7)]
+    strided = replace(turn([1, 3], [5]), prompt_ids=memory[:3:2])
+    mixed = [shared[0], turn([1, 2, 3], [4]), shared[2], strided, turn([1, 3, 5, 6], [7])]
+    for turns, lengths in ((shared, [7]), (mixed, [7, 5])):
+        built = build_trajectories(rollout(*turns), 1.0)
+        assert [len(trajectory.token_ids) for trajectory in built] == lengths
+
+
 TOKENS = st.lists(st.integers(0, 2), max_size=4)
 
 
@@ -137,6 +179,48 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
             prefix = prefix[: draw(st.integers(0, len(prefix)) | st.just(len(prefix)))]
         turns.append(turn([*prefix, *draw(TOKENS)], draw(TOKENS), version))
     return turns
+
+
+def plainly_branched(turns: list[Turn]) -> list[list[Turn]]:
+    """The branches of turns by the definition: whole prompts compared, token for token."""
+    branches: list[list[Turn]] = []
+    for one in turns:
+        ends = [[*branch[-1].prompt_ids.tolist(), *branch[-1].completion_ids.tolist()] for branch in branches]
+        fitting = [i for i, ids in enumerate(ends) if one.prompt_ids.tolist()[: len(ids)] == ids]
+        if not len(one.completion_ids):
+            continue
+        if fitting:
+            branches[max(fitting, key=lambda i: (len(ends[i]), -i))].append(one)
+        else:
+            branches.append([one])
+    return branches
+
+
+def in_one_memory(turns: list[Turn]) -> list[Turn]:
+    """The same turns, each prompt that begins like an earlier one a view of the array in which that lies."""
+    tapes = sorted((one.prompt_ids for one in turns), key=len, reverse=True)
+    return [
+        replace(one, prompt_ids=next(ids for ids in tapes if is_beginning(one.prompt_ids, ids))[: len(one.prompt_ids)])
+        for one in turns
+    ]
+
+
+def is_beginning(one: Ids, other: Ids) -> bool:
+    return len(one) <= len(other) and bool((other[: len(one)] == one).all())
+
+
+@settings(deadline=None)
+@given(conversations(), st.booleans())
+def test_branches_are_those_of_comparing_whole_prompts_wherever_they_lie(turns: list[Turn], shared: bool) -> None:
+    expected = plainly_branched(turns)
+    built = build_trajectories(rollout(*(in_one_memory(turns) if shared else turns)), 1.0)
+    assert [trajectory.turn_starts for trajectory in built] == [
+        tuple(len(one.prompt_ids) for one in branch) for branch in expected
+    ]
+    for trajectory, branch in zip(built, expected, strict=True):
+        assert trajectory.token_ids.tolist() == [*branch[-1].prompt_ids.tolist(), *branch[-1].completion_ids.tolist()]
+        sampled = np.concatenate([one.versions for one in branch])
+        assert trajectory.versions[trajectory.loss_mask].tolist() == sampled.tolist()
 
 
 @settings(deadline=None)

@@ -1,0 +1,205 @@
+"""`etude bench summaries`: does an agent learn what to keep, and what is it that it learns from?
+
+The recipe's own arm, and three that take something away from it, each from the mid-training of its own harness:
+
+    trained      the recipe: summaries are tokens like any other, and share the advantage of their rollout
+    untrained    their tokens are context: the agent may only learn to work with the summaries that it writes anyway
+    truncated    no summaries: a full context begins anew with the task and the last result alone
+    unlimited    no need for any: a window in which the whole material has its place
+
+Each is measured on the same held-out tasks before and after RL: how many are solved, and of the facts that the answer
+takes and that had been seen by then, how many stood in a summary (recall). Run folders are kept, and a call goes on
+where an earlier one stopped.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.loop_runs import begin_from, run_midtraining
+from etude.config.recipe import RunConfig, load_recipe, parse_config
+from etude.dashboard.report import build_report, figure
+from etude.dashboard.story import RunStory
+from etude.errors import UserError
+from etude.ledger.ledger import Ledger
+from etude.run.folder import RunFolder
+from etude.run.local import run_local
+from etude.telemetry.log import EventReader
+from etude.types import Json, Rollout
+
+TRAINED, UNTRAINED, TRUNCATED, UNLIMITED = ARMS = ("trained", "untrained", "truncated", "unlimited")
+"""What is compared."""
+START_OF = {TRAINED: TRAINED, UNTRAINED: TRAINED, TRUNCATED: TRUNCATED, UNLIMITED: UNLIMITED}
+"""Arm → whose mid-training it begins from: what it imitates depends on the harness, and not on how RL learns."""
+OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
+OF_RESTARTS = ("summary_at_tokens", "max_summaries", *OF_SUMMARIES)
+"""Keys of ``[harness]`` that would have no effect in an arm without them."""
+LINE_TOKENS = 8
+"""Of a line of a page, its number, its end and its share of the marks around a message included; six are usual."""
+LIFT = Goal("lift", "at least", 0.20)
+"""How much more of the held-out tasks each seed solves after RL."""
+RECALL = Goal("recall_gain", "at least", 0.10)
+"""How much more of what is needed its summaries keep."""
+_COLUMNS = ("contestant", "seed", "pass_before", "pass_after", "greedy_before", "greedy_after", "recall_before",
+            "recall_after", "rl_s", "total_s")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A measurement on the held-out tasks, sampled at temperature 1 and greedily."""
+
+    passed: float
+    greedy: float
+    recall: float | None
+    """Of the sampled rollouts; ``None`` where nothing was summarised that could have been kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run: an arm, a seed, and what came of it."""
+
+    arm: str
+    seed: int
+    before: Moment
+    after: Moment
+    rl_s: float
+    seconds: float
+    """All of it, but for mid-training that another arm did."""
+
+
+def bench_summaries(
+    recipe: Path, out: Path, *, seeds: Sequence[int], arms: Sequence[str] = ARMS, overrides: Sequence[str] = ()
+) -> dict[str, Json]:
+    """Run what is left of all trials in ``out``, and return the bench object.
+
+    Raises :class:`~etude.errors.UserError` for an arm that there is not.
+    """
+    for arm in arms:
+        if arm not in ARMS:
+            raise UserError(f"there is no contestant {arm!r}: expected some of {', '.join(ARMS)}")
+    trials = [_trial(recipe, out, seed, arm, overrides) for seed in seeds for arm in arms]
+    return envelope("summaries", sum(trial.seconds for trial in trials), figures(trials))
+
+
+def arm_config(recipe: RunConfig, arm: str) -> RunConfig:
+    """What an arm changes. Raises :class:`~etude.errors.ConfigError` where that does not fit to the recipe."""
+    tree: dict[str, Any] = recipe.model_dump(mode="json")
+    harness = tree["harness"]
+    match arm:
+        case "untrained":
+            tree["credit"]["summaries"] = "mask"
+        case "truncated":
+            harness["context"] = "truncate"
+            tree["harness"] = _without(harness, OF_SUMMARIES)
+        case "unlimited":
+            harness["context"] = "grow"
+            tree["harness"] = _without(harness, OF_RESTARTS)
+            tree["engine"]["max_length"] = unlimited_length(recipe)
+    return parse_config(tree, source=f"the arm {arm!r}")
+
+
+def unlimited_length(recipe: RunConfig) -> int:
+    """Tokens of a window that is never full: the task, every page and where it points to, and all that is sampled."""
+    page = LINE_TOKENS * (recipe.tasks.page_facts + 1) + recipe.harness.max_tokens_per_turn
+    return LINE_TOKENS + (recipe.tasks.pages + 1) * page
+
+
+def figures(trials: Sequence[Trial]) -> dict[str, Json]:
+    """Rows, and the goals for the worst seed of the recipe's own arm."""
+    own = [trial for trial in trials if trial.arm == TRAINED]
+    lifts = {f"seed {trial.seed}": trial.after.passed - trial.before.passed for trial in own}
+    gains = {f"seed {trial.seed}": gain for trial in own if (gain := _recall_gain(trial)) is not None}
+    return {
+        "results": [_row(trial) for trial in trials],
+        "goals": {LIFT.name: LIFT.judge_worst(lifts), RECALL.name: RECALL.judge_worst(gains)},
+    }
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people."""
+    rows = result["results"]
+    assert isinstance(rows, list)
+    drawing = Table(title=heading(result))
+    for column in _COLUMNS:
+        drawing.add_column(column.replace("_", " "), justify="right")
+    for row in rows:
+        assert isinstance(row, dict)
+        drawing.add_row(*("" if row[column] is None else str(row[column]) for column in _COLUMNS))
+    console = Console(width=130)
+    with console.capture() as capture:
+        console.print(drawing)
+        console.print(f"goals: {result['goals']}")
+    return capture.get()
+
+
+def recall(rollouts: Iterable[Rollout]) -> float | None:
+    """Of the needed facts that had been seen by a summary, the share that was in it, over all summaries of all."""
+    parts = [rollout.reward_parts for rollout in rollouts]
+    seen, kept = (sum(part.get(name, 0.0) for part in parts) for name in ("facts_seen", "facts_kept"))
+    return kept / seen if seen else None
+
+
+def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in names}
+
+
+def _trial(recipe: Path, out: Path, seed: int, arm: str, overrides: Sequence[str]) -> Trial:
+    """Run, or go on, or read what is there."""
+    config = arm_config(load_recipe(recipe, [*overrides, f"seed={seed}"]), arm)
+    path = out / f"s{seed}-{arm}"
+    begun = path.exists()
+    folder = RunFolder.open(path) if begun else begin_from(_start(out, config, seed, arm), path, config)
+    if not folder.report_json.exists():
+        run_local(folder, resumed=begun, out=sys.stderr)
+    return _read(folder, config, seed, arm)
+
+
+def _start(out: Path, config: RunConfig, seed: int, arm: str) -> RunFolder:
+    """The run folder with the mid-trained model that an arm begins from."""
+    path = out / f"s{seed}-{START_OF[arm]}-start"
+    return run_midtraining(RunFolder.open(path) if path.exists() else RunFolder.create(path, config))
+
+
+def _read(folder: RunFolder, config: RunConfig, seed: int, arm: str) -> Trial:
+    story = RunStory()
+    for logged in EventReader(folder.events).new():
+        story.add(logged)
+    report = build_report(story, config, machine={}, date="", commit="")
+    with Ledger.open(folder.ledger) as ledger:
+        before, after = (_moment(ledger, label) for label in ("before", "after"))
+    return Trial(
+        arm=arm,
+        seed=seed,
+        before=before,
+        after=after,
+        rl_s=figure(report, "seconds.rl") or 0.0,
+        seconds=figure(report, "seconds.total") or 0.0,
+    )
+
+
+def _moment(ledger: Ledger, label: str) -> Moment:
+    sampled, greedy = ledger.rewards(f"{label}-sampled"), ledger.rewards(f"{label}-greedy")
+    rollouts = (rollout for group in ledger.groups(f"{label}-sampled") for rollout in group.rollouts)
+    return Moment(passed=sum(sampled) / len(sampled), greedy=sum(greedy) / len(greedy), recall=recall(rollouts))
+
+
+def _recall_gain(trial: Trial) -> float | None:
+    before, after = trial.before.recall, trial.after.recall
+    return None if before is None or after is None else after - before
+
+
+def _row(trial: Trial) -> dict[str, Json]:
+    row: dict[str, Json] = {"contestant": trial.arm, "case": f"seed {trial.seed}", "seed": trial.seed}
+    for name, moment in (("before", trial.before), ("after", trial.after)):
+        row |= {
+            f"pass_{name}": round(moment.passed, 4),
+            f"greedy_{name}": round(moment.greedy, 4),
+            f"recall_{name}": None if moment.recall is None else round(moment.recall, 4),
+        }
+    return row | {"rl_s": trial.rl_s, "total_s": trial.seconds}

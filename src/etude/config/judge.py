@@ -1,0 +1,93 @@
+"""``[judge]``: the model that grades aspects of a rollout, what it may cost, and when it is trusted."""
+
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+
+RULES = "rules"
+"""The URL that stands for the rules that come with étude, served on this machine over the same API."""
+
+
+class JudgeConfig(Section):
+    """``[judge]``: who judges, how, for how much, and how far it is trusted. Aspects become parts of ``[reward]``."""
+
+    url: str = ""
+    """Of an OpenAI-compatible API, up to and with ``/v1``; ``rules``: programs instead of a model, which some families
+    bring along; empty: nobody judges.
+    """
+    model: str = ""
+    """Its name there."""
+    key_variable: str = Field(default="ETUDE_JUDGE_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Variable of the environment with its key; the key itself is never in a recipe."""
+    structured: bool = False
+    """Whether the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
+    rubrics: dict[str, str] = Field(default={})
+    """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    calibrations: dict[str, str] = Field(default={})
+    """Aspect → what ``etude judge calibrate`` found, ``"@NAME"`` likewise."""
+    votes: int = Field(default=1, ge=1, le=15)
+    """Calls per aspect; every other one sees the scale from best to worst."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Of the judge's sampling. Several votes need some, or they are one."""
+    max_tokens: int = Field(default=256, ge=16)
+    """Of one reply, thoughts included."""
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """What the endpoint calls this; OpenAI's newer models know the second name alone."""
+    text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
+    """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` has room."""
+    concurrency: int = Field(default=16, ge=1)
+    """Calls under way."""
+    calls_per_rollout: int = Field(default=100, ge=1)
+    """Most calls about one rollout."""
+    tokens_per_rollout: int = Field(default=1_000_000, ge=1)
+    """Most tokens of them, read and written."""
+    calls_per_run: int = Field(default=1_000_000, ge=1)
+    """Most calls of a run, restarts included."""
+    tokens_per_run: int = Field(default=1_000_000_000, ge=1)
+    """Most tokens of them."""
+    prompt_price: float = Field(default=0.0, ge=0)
+    """Of a million tokens read, in any currency."""
+    completion_price: float = Field(default=0.0, ge=0)
+    """Of a million tokens written."""
+    cost_per_run: float = Field(default=0.0, ge=0)
+    """Most that a run may cost at these prices; 0: what its tokens cost."""
+    min_agreement: float = Field(default=0.4, ge=-1, le=1)
+    """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
+    allow_uncalibrated: bool = False
+    """Train on the word of a judge of whom nobody knows how far it agrees with people."""
+    drift_every: int = Field(default=50, ge=0)
+    """Judgements of an aspect after which an item of its calibration is judged again; 0: never."""
+    on_alarm: Literal["warn", "hold"] = "warn"
+    """What follows when the endpoint's model changes, or agrees less: a warning, or no judgement until a restart."""
+    cache_entries: int = Field(default=100_000, ge=0)
+    """Votes that are kept in the run folder; 0: none."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if not self.url:
+            for name in type(self).model_fields:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"judge.{name} would have no effect without judge.url; leave it out")
+            return self
+        if self.url != RULES and urlsplit(self.url).scheme not in ("http", "https"):
+            raise ValueError(
+                f"judge.url = {self.url!r}: expected http://… or https://…, up to and with /v1, or 'rules'"
+            )
+        if urlsplit(self.url).password is not None:
+            raise ValueError(f"judge.url has a password in it: take it out and put the key into {self.key_variable}")
+        if self.url != RULES and not self.model:
+            raise ValueError("judge.model is missing: which of the endpoint's models?")
+        if self.votes > 1 and not self.temperature:
+            raise ValueError(
+                f"judge.votes = {self.votes} would have little effect at judge.temperature = 0: raise it, or ask once"
+            )
+        if self.cost_per_run and not (self.prompt_price or self.completion_price):
+            raise ValueError("judge.cost_per_run would have no effect without judge.prompt_price or completion_price")
+        for aspect in self.calibrations.keys() - self.rubrics.keys():
+            raise ValueError(f"judge.calibrations.{aspect} would have no effect: there is no judge.rubrics.{aspect}")
+        return self

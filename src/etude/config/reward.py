@@ -1,0 +1,115 @@
+"""``[reward]``: what a rollout is worth, as a sum of named parts."""
+
+from math import isfinite, isinf
+from typing import Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+
+SOURCES = ("grader", "behaviour", "measure", "judge")
+"""Kinds of source: the family's grader; conduct, read from what was said and done; the harness; a judge's rubric."""
+EXCUSED = {
+    "judge": "a judge may be out of reach",
+    "measure": "an agent whose time was up leaves no measures",
+}
+"""Kind of source → why its values may be missing in a run that is in order."""
+RESERVED = ("clipped", "assumed")
+"""What the record says of the parts themselves."""
+
+Missing: TypeAlias = Literal["error", "wait", "mask"]
+"""What follows from a value that is not there: the run stops, the rollout is tried again, or it is not trained on."""
+
+
+class PartConfig(Section):
+    """``[[reward.parts]]``: one part, worth weight · value; a value outside of its range counts as the nearer end."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)
+    """Under which its value, before weight and range, is recorded with every rollout."""
+    source: str
+    """``grader``, the reward of the task's grader; ``grader.NAME``, one of its parts; ``behaviour.NAME``;
+    ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric.
+    """
+    version: int = Field(ge=1)
+    """Of the source. A behaviour's is checked; whoever changes a grader or harness raises it, and no run goes on."""
+    weight: float = Field(allow_inf_nan=False)
+    """What one unit of it is worth; 0: it is only recorded."""
+    range: tuple[float, float]
+    """The lowest and the highest value that count."""
+    free: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """So much of it counts nothing: what counts is by how much it is more."""
+    missing: Missing | float = "error"
+    """What follows from a value that is not there, or the number that stands for it."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest contribution."""
+        low, high = sorted(self.contribution(end) + 0.0 for end in self.range)  # without a negative zero
+        return low, high
+
+    def contribution(self, value: float) -> float:
+        """What the part adds to the reward where its source says ``value``."""
+        low, high = self.range
+        counted = min(max(value, low), high)
+        return self.weight * (max(0.0, counted - self.free) if self.free else counted)
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        kind, dot, name = self.source.partition(".")
+        where = f"reward.parts: {self.name!r}"
+        if kind == "effort":
+            raise ValueError(f"{where}: effort is taken off where rewards are compared: set it in [effort]")
+        if kind not in SOURCES or bool(dot) != bool(name) or not (name or kind == "grader"):
+            raise ValueError(f"{where} has source = {self.source!r}: expected grader or one of "
+                             f"{', '.join(f'{kind}.NAME' for kind in SOURCES)}")  # fmt: skip
+        if self.name in RESERVED or self.name.startswith("cheat_"):
+            raise ValueError(f"{where} has a name that means something else in the record; choose another")
+        if kind in EXCUSED and self.missing == "error":
+            raise ValueError(f"{where}: {EXCUSED[kind]}, which is no error: set missing = 'wait', 'mask' or a number")
+        return self
+
+    @model_validator(mode="after")
+    def _ranged(self) -> Self:
+        (low, high), where = self.range, f"reward.parts: {self.name!r}"
+        if not (isfinite(low) and isfinite(high) and low < high):
+            raise ValueError(
+                f"{where} has range = [{low:g}, {high:g}]: expected two finite numbers, the lower one first"
+            )
+        if self.free and not 0 <= low <= self.free < high:
+            raise ValueError(
+                f"{where}: free = {self.free:g} needs a range that begins at 0 or above and ends above it: with "
+                f"[{low:g}, {high:g}] nothing would be free, or nothing would count"
+            )
+        if isinstance(self.missing, float) and (isinf(self.missing) or not low <= self.missing <= high):
+            raise ValueError(f"{where}: missing = {self.missing:g} is outside of range = [{low:g}, {high:g}]")
+        return self
+
+
+class RewardConfig(Section):
+    """``[reward]``: the parts; without any, a rollout is worth what its grader says.
+
+    With some it is worth their sum and nothing else: a part that is not named counts nothing, and is recorded.
+    """
+
+    parts: tuple[PartConfig, ...] = ()
+    """``[[reward.parts]]``, in any order."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest reward that the parts can add up to."""
+        return sum(part.bounds[0] for part in self.parts), sum(part.bounds[1] for part in self.parts)
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """The names that parts have taken from a kind of source."""
+        sources = (part.source.partition(".") for part in self.parts)
+        return tuple(sorted({name for source, _, name in sources if source == kind and name}))
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [part.name for part in self.parts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"reward.parts: two are called {twice[0]!r}; each needs a name of its own")
+        if self.parts and not any(part.weight for part in self.parts):
+            raise ValueError("reward.parts: every weight is 0, so that nothing would be worth anything; set one")
+        return self

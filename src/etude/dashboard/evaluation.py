@@ -1,0 +1,220 @@
+"""What an evaluation came to: tries of held-out tasks, and the figures made of them.
+
+    tries ──▶ one value per task ──▶ figures of one version          two of them ──▶ figures of the difference
+
+Owns the nouns and which figures there are; the statistics are :mod:`etude.dashboard.estimates`'. A task that
+infrastructure kept from being tried is missing: it is counted, and no figure takes it for a failure.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+from etude.dashboard.estimates import Estimate, difference_of, mean_effort, mean_of, pass_at_k, sign_test
+from etude.errors import ConfigError
+from etude.types import Json
+
+Way: TypeAlias = Literal["sampled", "greedy"]
+"""At temperature 1, or 0."""
+PER_MILLION = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Try:
+    """One attempt at a task."""
+
+    task_id: str
+    reward: float
+    prompt_tokens: int
+    """Of all its turns; what they share is counted each time."""
+    new_tokens: int
+    """Those of them that no turn before had."""
+    sampled_tokens: int
+    turns: int
+    summaries: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a million tokens cost, in whatever currency."""
+
+    new: float
+    """Prompt tokens that are read for the first time."""
+    cached: float
+    """Prompt tokens that an earlier turn of the same conversation had read."""
+    sampled: float
+
+    def of(self, attempt: Try) -> float:
+        """What an attempt costs."""
+        cached = attempt.prompt_tokens - attempt.new_tokens
+        spent = self.new * attempt.new_tokens + self.cached * cached + self.sampled * attempt.sampled_tokens
+        return PER_MILLION * spent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One weight version, tried."""
+
+    run: str
+    version: int
+    digest: str
+    tries: Mapping[Way, tuple[tuple[Try | None, ...], ...]]
+    """Way → pass → task; ``None``: infrastructure kept it from being tried."""
+    engine_s: float
+    """How long its engine was busy for it."""
+
+    @property
+    def tasks(self) -> int:
+        """How many were to be tried."""
+        return max((len(tries) for passes in self.tries.values() for tries in passes), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """How figures are made of tries."""
+
+    passes_above: float = 0.0
+    """A reward above this passes."""
+    ks: tuple[int, ...] = (1,)
+    """Of which pass@k is told."""
+    prices: Prices | None = None
+
+    def __post_init__(self) -> None:
+        if not self.ks or min(self.ks) < 1:
+            raise ConfigError(f"k = {list(self.ks)}: expected some numbers from 1 on")
+
+    def passed(self, attempt: Try) -> bool:
+        """Whether an attempt counts as a pass."""
+        return attempt.reward > self.passes_above
+
+
+EFFORTS: Mapping[str, Callable[[Try], float]] = {
+    "prompt_tokens": lambda attempt: attempt.prompt_tokens,
+    "new_tokens": lambda attempt: attempt.new_tokens,
+    "sampled_tokens": lambda attempt: attempt.sampled_tokens,
+    "turns": lambda attempt: attempt.turns,
+    "summaries": lambda attempt: attempt.summaries,
+    "seconds": lambda attempt: attempt.seconds,
+}
+"""What a try takes; figures are per try."""
+
+
+def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
+    """One version as JSON. Raises :class:`~etude.errors.ConfigError` for a k beyond the tries of every task."""
+    return {
+        "run": evaluation.run,
+        "version": evaluation.version,
+        "digest": evaluation.digest,
+        "tasks": evaluation.tasks,
+        "passes_above": measure.passes_above,
+        "engine_seconds": round(evaluation.engine_s, 3),
+        **{way: _way(way, by_task(passes), measure, len(passes)) for way, passes in evaluation.tries.items()},
+    }
+
+
+def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict[str, Json]:
+    """``after`` − ``before`` as JSON, way by way, over the tasks that both have tried.
+
+    Raises :class:`~etude.errors.ConfigError` where they were tried on other tasks.
+    """
+    ways: dict[str, Json] = {}
+    for way in before.tries.keys() & after.tries.keys():
+        pairs = _pairs(before.tries[way], after.tries[way])
+        ways[way] = _difference(way, pairs, measure)
+    if not ways:
+        raise ConfigError("the two were not evaluated in the same way: there is nothing to compare")
+    return {way: ways[way] for way in sorted(ways, reverse=True)}
+
+
+def by_task(passes: Sequence[Sequence[Try | None]]) -> list[list[Try]]:
+    """The tries of each task."""
+    return [[attempt for attempt in tries if attempt is not None] for tries in zip(*passes, strict=True)]
+
+
+def _way(way: Way, tasks: Sequence[Sequence[Try]], measure: Measure, passes: int) -> dict[str, Json]:
+    tried = [tries for tries in tasks if tries]
+    if not tried:
+        raise ConfigError(f"every {way} try failed by infrastructure: see the logs, and evaluate again")
+    ks = measure.ks if way == "sampled" else (1,)
+    found: dict[str, Json] = {
+        "passes": passes,
+        "tries": sum(map(len, tasks)),
+        "missing": passes * len(tasks) - sum(map(len, tasks)),
+        "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried])),
+        "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
+        **{name: asdict(mean_effort([_mean(tries, effort) for tries in tried])) for name, effort in EFFORTS.items()},
+    }
+    if measure.prices is not None:
+        found["cost"] = asdict(mean_effort([_mean(tries, measure.prices.of) for tries in tried]))
+    return found
+
+
+def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
+    """pass@k over the tasks that were tried so often."""
+    enough = [tries for tries in tasks if len(tries) >= k]
+    if not enough:
+        raise ConfigError(f"pass@{k} takes {k} tries of a task: no task has so many, raise --passes")
+    return mean_of([_rate(tries, k, measure) for tries in enough])
+
+
+def _pairs(
+    before: Sequence[Sequence[Try | None]], after: Sequence[Sequence[Try | None]]
+) -> list[tuple[list[Try], list[Try]]]:
+    """The tries of each task that both have tried."""
+    pairs = list(zip(by_task(before), by_task(after), strict=False))
+    for index, (first, second) in enumerate(pairs):
+        if first and second and first[0].task_id != second[0].task_id:
+            raise ConfigError(
+                f"held-out task {index} is {first[0].task_id} for one and {second[0].task_id} for the other: only "
+                f"runs of the same [tasks] can be compared"
+            )
+    return [(first, second) for first, second in pairs if first and second]
+
+
+def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure: Measure) -> dict[str, Json]:
+    """``pairs`` has the tries of each task, before and after."""
+
+    def change(value: Callable[[Try], float]) -> dict[str, Json]:
+        return asdict(difference_of(*_sides(pairs, lambda tries: _mean(tries, value))))
+
+    found: dict[str, Json] = {
+        "tasks": len(pairs),
+        "reward": change(_reward),
+        "pass": _pass_differences(pairs, measure.ks if way == "sampled" else (1,), measure),
+        "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
+        **{name: change(effort) for name, effort in EFFORTS.items()},
+    }
+    return found if measure.prices is None else found | {"cost": change(measure.prices.of)}
+
+
+def _pass_differences(
+    pairs: Sequence[tuple[list[Try], list[Try]]], ks: Sequence[int], measure: Measure
+) -> dict[str, Json]:
+    """pass@k over the tasks that both have tried so often."""
+    rates: dict[str, Json] = {}
+    for k in ks:
+        enough = [pair for pair in pairs if min(map(len, pair)) >= k]
+        rate = partial(_rate, k=k, measure=measure)
+        rates[str(k)] = asdict(difference_of(*_sides(enough, rate))) if enough else None
+    return rates
+
+
+def _sides(
+    pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]
+) -> tuple[list[float], list[float]]:
+    """One value per task, before and after."""
+    return [value(before) for before, _ in pairs], [value(after) for _, after in pairs]
+
+
+def _rate(tries: Sequence[Try], k: int, measure: Measure) -> float:
+    return pass_at_k(len(tries), sum(map(measure.passed, tries)), k)
+
+
+def _mean(tries: Sequence[Try], value: Callable[[Try], float]) -> float:
+    return sum(map(value, tries)) / len(tries)
+
+
+def _reward(attempt: Try) -> float:
+    return attempt.reward

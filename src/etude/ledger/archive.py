@@ -1,0 +1,396 @@
+"""Looking into a ledger: finding rollouts among a hundred thousand, and reading one.
+
+Owns the questions of people, who read while the run goes on. There is no method that writes, no lease and no lock: a
+reader waits for nobody and stops nobody. Does not own what a rollout is worth to the trainer (:mod:`etude.run.reading`)
+or how it is shown (:mod:`etude.dashboard.rollout_text`).
+
+**Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
+follows an index backwards and stops at its limit; any other order, and every count, reads the rows of the purpose once.
+Of rollouts that an older étude recorded the catalogue knows no tokens, turns, versions, summaries and hints, so what is
+asked of these does not find them (``Census.unlisted`` says how many). Only :meth:`Archive.rollout` and
+:meth:`Archive.group` decode records, and those only that are asked for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, TypeAlias
+
+from etude.config.recipe import LedgerConfig
+from etude.errors import UserError
+from etude.ledger import rows
+from etude.ledger.changes import TRAIN
+from etude.ledger.database import Database, Row, Value
+from etude.ledger.places import open_database
+from etude.ledger.records import decode_rollout
+from etude.ledger.states import GroupState
+from etude.ledger.tasks import decode_task
+from etude.ledger.transactions import Transactions
+from etude.types import Disposition, Group, Rollout, RolloutStatus
+
+ALIKE_CHARACTERS = 60
+"""Reasons that have so many in common at their beginning are counted as one."""
+Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
+"""How a reward is compared with a bound."""
+
+
+class Outcome(StrEnum):
+    """What became of a rollout, as people ask for it."""
+
+    GRADED = "graded"
+    """It has a reward; quarantined ones are among them."""
+    FAILED = "failed"
+    """A machine failed; the slot was tried again."""
+    DROPPED = "dropped"
+    QUARANTINED = "quarantined"
+    """Graded, and kept out of training."""
+
+
+class Order(StrEnum):
+    """What comes first."""
+
+    NEWEST = "newest"
+    """The group that was admitted last."""
+    REWARD = "reward"
+    """The highest."""
+    TOKENS = "tokens"
+    """The most sampled ones."""
+    TURNS = "turns"
+    STALENESS = "staleness"
+    """The oldest token, as its optimiser step saw it; those that no step has claimed come last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Which rollouts are wanted; every condition must hold, and one that is not given holds of all."""
+
+    purpose: str = TRAIN
+    group: int | None = None
+    slot: int | None = None
+    reward: tuple[Comparison, float] | None = None
+    outcome: Outcome | None = None
+    reason: str = ""
+    """Contained in why it ended or in what its verdict is due to; small and large letters are alike."""
+    version: int | None = None
+    """A weight version between its oldest token's and its newest one's."""
+    has_summary: bool = False
+    has_hint: bool = False
+    order: Order = Order.NEWEST
+    limit: int = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A rollout as a search finds it: what can be said without reading its record."""
+
+    rollout_id: str
+    purpose: str
+    group: int
+    slot: int
+    attempt: int
+    status: RolloutStatus
+    reward: float | None
+    reason: str
+    step: int | None
+    """The optimiser step that claimed its group."""
+    disposition: Disposition | None
+    """``None`` where nobody looked for cheating."""
+    cause: str
+    """What decided that; empty if kept."""
+    traits: "Traits | None"
+    """``None`` where an older étude recorded it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What the catalogue knows of a rollout's turns."""
+
+    turns: int
+    summaries: int
+    hints: int
+    prompt_tokens: int
+    """Of all turns; what they share is counted each time."""
+    sampled_tokens: int
+    first_version: int | None
+    """The oldest weight version that sampled some of it; ``None`` where nothing was sampled."""
+    last_version: int | None
+    seconds: float
+
+
+TRAITS = tuple(field.name for field in fields(Traits))
+"""In the order in which they are selected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    """What a ledger holds of one purpose."""
+
+    purpose: str
+    groups: Mapping[GroupState, int]
+    outcomes: Mapping[Outcome, int]
+    mean_reward: float | None
+    summaries: int
+    """Rollouts with some."""
+    hints: int
+    """Rollouts with some."""
+    versions: tuple[int, int] | None
+    """The oldest and the newest weight version that sampled."""
+    unlisted: int
+    """Rollouts that an older étude recorded: only how they ended is known without reading them."""
+
+
+class Archive:
+    """One reader's look into a ledger; not to be shared between threads.
+
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``, and
+    :class:`~etude.errors.DamagedError` for a record that cannot be read.
+    """
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    @classmethod
+    def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
+        """Look into the ledger at a path or URL (:mod:`etude.ledger.places`), whose tables are brought forward first
+        if they are an older étude's. Raises :class:`~etude.errors.RunFolderError` for a place that holds something
+        else, and for a file that is not there.
+        """
+        patience_s = (config or LedgerConfig()).patience_s
+        return cls(Transactions(open_database(place, patience_s=patience_s), patience_s=patience_s))
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def steps_done(self) -> int:
+        """Committed optimiser steps."""
+        return self._db.read(_steps_done)
+
+    def census(self) -> list[Census]:
+        """What there is of every purpose, training first."""
+        found = self._db.read(_census)
+        return sorted(found, key=lambda census: (census.purpose != TRAIN, census.purpose))
+
+    def reasons(self, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
+        """The most frequent reasons why rollouts of a purpose ended: how, why, how many.
+
+        Reasons that begin alike are one: a failure's goes on with what one machine said once.
+        """
+        return self._db.read(lambda db: _reasons(db, purpose, limit))
+
+    def find(self, search: Search) -> list[Found]:
+        """The rollouts that are wanted, in their order."""
+        return self._db.read(lambda db: _find(db, search))
+
+    def count(self, search: Search) -> int:
+        """How many are wanted, whatever the limit."""
+        return self._db.read(lambda db: _count(db, search))
+
+    def rollout(self, rollout_id: str) -> tuple[Found, Rollout]:
+        """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
+        return self._db.read(lambda db: _rollout(db, rollout_id))
+
+    def group(self, purpose: str, index: int) -> Group:
+        """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
+        return self._db.read(lambda db: read_group(db, purpose, index))
+
+    def step_of(self, purpose: str, index: int) -> int | None:
+        """The optimiser step that claimed a group."""
+        sql = "SELECT step FROM groups WHERE purpose = ? AND group_index = ?"
+        return next((step for (step,) in self._db.read(lambda db: db.execute(sql, purpose, index))), None)
+
+    def admitted(self, purpose: str) -> int:
+        """How many groups of a purpose were ever admitted."""
+        return self._db.read(lambda db: rows.next_index(db, purpose))
+
+    def fact(self, key: str) -> str | None:
+        """What the run last remembered under ``key``."""
+        return self._db.read(lambda db: rows.get_fact(db, key))
+
+
+def read_group(db: Database, purpose: str, index: int) -> Group:
+    """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
+    group = rows.group(db, purpose, index)
+    return Group(
+        index=index,
+        task=decode_task(group.task),
+        admitted_version=group.admitted_version,
+        rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
+        lost=len(rows.slots(db, purpose, group).lost),
+    )
+
+
+def _steps_done(db: Database) -> int:
+    ((done,),) = db.execute("SELECT count(*) FROM steps WHERE state = 'done'")
+    return int(done)
+
+
+def _census(db: Database) -> list[Census]:
+    groups: dict[str, dict[GroupState, int]] = {}
+    for purpose, state, number in db.execute("SELECT purpose, state, count(*) FROM groups GROUP BY purpose, state"):
+        groups.setdefault(purpose, {})[GroupState(state)] = number
+    sql = (
+        "SELECT purpose, status, count(*), avg(reward), sum(CASE WHEN disposition = 'quarantine' THEN 1 ELSE 0 END),"
+        " sum(CASE WHEN summaries > 0 THEN 1 ELSE 0 END), sum(CASE WHEN hints > 0 THEN 1 ELSE 0 END),"
+        " min(first_version), max(last_version), sum(CASE WHEN turns IS NULL THEN 1 ELSE 0 END)"
+        " FROM catalogue GROUP BY purpose, status"
+    )
+    ended: dict[str, dict[RolloutStatus, _Tally]] = {}
+    for purpose, status, *counts in db.execute(sql):
+        ended.setdefault(purpose, {})[RolloutStatus(status)] = _Tally(*counts)
+    return [_census_of(purpose, states, ended.get(purpose, {})) for purpose, states in groups.items()]
+
+
+class _Tally(NamedTuple):
+    """What the catalogue counts of one purpose and status."""
+
+    rollouts: int = 0
+    mean_reward: float | None = None
+    quarantined: int = 0
+    summaries: int = 0
+    hints: int = 0
+    first_version: int | None = None
+    last_version: int | None = None
+    unlisted: int = 0
+
+
+def _census_of(purpose: str, groups: Mapping[GroupState, int], ended: Mapping[RolloutStatus, _Tally]) -> Census:
+    graded, failed, dropped = (ended.get(status, _Tally()) for status in RolloutStatus)
+    first, last = graded.first_version, graded.last_version
+    return Census(
+        purpose=purpose,
+        groups=groups,
+        outcomes={
+            Outcome.GRADED: graded.rollouts,
+            Outcome.FAILED: failed.rollouts,
+            Outcome.DROPPED: dropped.rollouts,
+            Outcome.QUARANTINED: int(graded.quarantined),
+        },
+        mean_reward=graded.mean_reward,
+        summaries=int(graded.summaries),
+        hints=int(graded.hints),
+        versions=None if first is None or last is None else (first, last),
+        unlisted=sum(int(tally.unlisted) for tally in ended.values()),
+    )
+
+
+def _reasons(db: Database, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
+    sql = (
+        f"SELECT status, substr(reason, 1, {ALIKE_CHARACTERS}), count(*) FROM catalogue WHERE purpose = ? GROUP BY 1, 2"
+        " ORDER BY 3 DESC, 1, 2 LIMIT ?"
+    )
+    return [(RolloutStatus(status), reason, number) for status, reason, number in db.execute(sql, purpose, limit)]
+
+
+_COLUMNS = (
+    "c.rollout_id, c.purpose, c.group_index, c.slot, c.attempt, c.status, c.reward, c.reason, g.step, c.disposition,"
+    " c.cause, c.turns, c.summaries, c.hints, c.prompt_tokens, c.sampled_tokens, c.first_version, c.last_version,"
+    " c.seconds"
+)
+_FROM = "FROM catalogue c JOIN groups g ON g.purpose = c.purpose AND g.group_index = c.group_index"
+_OUTCOMES: Mapping[Outcome, str] = {
+    Outcome.GRADED: "c.status = 'graded'",
+    Outcome.FAILED: "c.status = 'failed_infra'",
+    Outcome.DROPPED: "c.status = 'dropped'",
+    Outcome.QUARANTINED: "c.disposition = 'quarantine'",
+}
+_FIRST: Mapping[Order, str] = {
+    Order.NEWEST: "",
+    Order.REWARD: "c.reward",
+    Order.TOKENS: "c.sampled_tokens",
+    Order.TURNS: "c.turns",
+    Order.STALENESS: "g.step - c.first_version",
+}
+"""What an order puts first; of those that are alike the newest."""
+_NEWEST = "c.group_index DESC, c.slot DESC, c.attempt DESC"
+
+
+def _conditions(search: Search) -> tuple[str, list[Value]]:
+    """A search as SQL, and the values in it."""
+    given: list[tuple[str, Value | None]] = [
+        ("c.purpose = ?", search.purpose),
+        ("c.group_index = ?", search.group),
+        ("c.slot = ?", search.slot),
+        ("c.first_version <= ?", search.version),
+        ("c.last_version >= ?", search.version),
+    ]
+    if search.reward is not None:
+        comparison, bound = search.reward
+        given.append((f"c.reward {'<>' if comparison == '!=' else comparison} ?", bound))
+    if search.reason:
+        pattern = f"%{_escaped(search.reason.lower())}%"
+        given.append(("lower(c.reason || ' ' || c.cause) LIKE ? ESCAPE '!'", pattern))
+    held = [(sql, value) for sql, value in given if value is not None]
+    fixed = [_OUTCOMES[search.outcome]] if search.outcome else []
+    fixed += ["c.summaries > 0"] * search.has_summary + ["c.hints > 0"] * search.has_hint
+    return " AND ".join([*(sql for sql, _ in held), *fixed]), [value for _, value in held]
+
+
+def _escaped(text: str) -> str:
+    """Text in which no character of a pattern means anything."""
+    return "".join(f"!{letter}" if letter in "!%_" else letter for letter in text)
+
+
+def _find(db: Database, search: Search) -> list[Found]:
+    conditions, values = _conditions(search)
+    first = _FIRST[search.order]
+    order = f"{f'CASE WHEN {first} IS NULL THEN 1 ELSE 0 END, {first} DESC, ' if first else ''}{_NEWEST}"
+    sql = f"SELECT {_COLUMNS} {_FROM} WHERE {conditions} ORDER BY {order} LIMIT ?"
+    return [_found(row) for row in db.execute(sql, *values, search.limit)]
+
+
+def _count(db: Database, search: Search) -> int:
+    conditions, values = _conditions(search)
+    ((number,),) = db.execute(f"SELECT count(*) FROM catalogue c WHERE {conditions}", *values)
+    return int(number)
+
+
+def _found(row: Row) -> Found:
+    rollout_id, purpose, group, slot, attempt, status, reward, reason, step, disposition, cause, *traits = row
+    return Found(
+        rollout_id=rollout_id,
+        purpose=purpose,
+        group=group,
+        slot=slot,
+        attempt=attempt,
+        status=RolloutStatus(status),
+        reward=reward,
+        reason=reason,
+        step=step,
+        disposition=None if disposition is None else Disposition(disposition),
+        cause=cause,
+        traits=None if traits[0] is None else Traits(**dict(zip(TRAITS, traits, strict=True))),
+    )
+
+
+def _rollout(db: Database, wanted: str) -> tuple[Found, Rollout]:
+    rollout_id = _identified(db, wanted)
+    sql = f"SELECT {_COLUMNS}, r.record {_FROM} JOIN rollouts r USING (rollout_id) WHERE c.rollout_id = ?"
+    ((*row, record),) = db.execute(sql, rollout_id)
+    return _found(tuple(row)), decode_rollout(record)
+
+
+def _identified(db: Database, wanted: str) -> str:
+    """The whole id that is wanted or that alone begins so."""
+    if db.execute("SELECT 1 FROM catalogue WHERE rollout_id = ?", wanted):
+        return wanted
+    pattern = f"{_escaped(wanted)}%"
+    sql = "SELECT rollout_id FROM catalogue WHERE rollout_id LIKE ? ESCAPE '!' ORDER BY 1 LIMIT 2"
+    begun = [rollout_id for (rollout_id,) in db.execute(sql, pattern)] if wanted else []
+    if not begun:
+        raise UserError(
+            f"the ledger has no rollout {wanted!r}: `etude show RUN --limit 20` lists the newest with their ids"
+        )
+    if len(begun) > 1:
+        raise UserError(f"{wanted!r} begins several ids, {begun[0]} and {begun[1]} among them: say more of it")
+    return str(begun[0])

@@ -1,0 +1,89 @@
+"""A rollout as people read it: what each turn heard, what it said, what came back.
+
+    turn 0   heard  fix f in f.py     said  read f.py           answered  1 def f(x): …
+    turn 1   heard  1 def f(x): …     said  edit f.py:1⏎…       answered  bad call
+    turn 2   heard  bad call          said  edit f.py 1⏎…       answered
+
+Every text stands where it came up: a context is read from where the reply that it goes on from ends. A context that
+goes on from no reply (the first one, a sub-agent's, one that began anew after a summary) is read as a whole. Rules,
+judges and reports read rollouts through this. Owns that and nothing of what is looked for in it. Pure.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from etude.types import Ids, Turn, TurnKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpokenTurn:
+    """One model call, in words."""
+
+    heard: str
+    """What is new in its context."""
+    said: str
+    """What the model said."""
+    answered: str
+    """What the first turn that goes on from this one heard; empty where none does."""
+    kind: TurnKind
+    """What it was asked for."""
+    continues: int | None
+    """The turn whose reply it goes on from; ``None``: its context began anew."""
+
+
+def read_turns(turns: Sequence[Turn], decode: Callable[[Ids], str]) -> tuple[SpokenTurn, ...]:
+    """Every turn of a rollout, in order. ``decode`` gives the text of token ids.
+
+    Each token is decoded once per context that it is new in, so a conversation that only grows takes time in proportion
+    to its last context.
+    """
+    parents = continued(turns)
+    heard = [
+        decode(turn.prompt_ids if parent is None else turn.prompt_ids[_length(turns[parent]) :])
+        for turn, parent in zip(turns, parents, strict=True)
+    ]
+    answers: dict[int, str] = {}
+    for text, parent in zip(heard, parents, strict=True):
+        if parent is not None:
+            answers.setdefault(parent, text)
+    return tuple(
+        SpokenTurn(
+            heard=heard[index],
+            said=decode(turn.completion_ids),
+            answered=answers.get(index, ""),
+            kind=turn.kind,
+            continues=parents[index],
+        )
+        for index, (turn, parent) in enumerate(zip(turns, parents, strict=True))
+    )
+
+
+def continued(turns: Sequence[Turn]) -> list[int | None]:
+    """For each turn the earlier one whose context and reply its own context begins with: the longest such, and of equal
+    ones the newest; ``None`` where there is none.
+
+    The longest are looked at first. Most often that is the turn before, and what is not meant differs in its reply
+    already, so contexts are compared about once a turn.
+    """
+    parents: list[int | None] = []
+    seen: list[tuple[int, int]] = []
+    for index, turn in enumerate(turns):
+        end = bisect_right(seen, (len(turn.prompt_ids), index))
+        fitting = (place for _, place in reversed(seen[:end]) if _begins_with(turn.prompt_ids, turns[place]))
+        parents.append(next(fitting, None))
+        if len(turn.completion_ids):
+            insort(seen, (_length(turn), index))
+    return parents
+
+
+def _begins_with(prompt_ids: Ids, turn: Turn) -> bool:
+    middle, end = len(turn.prompt_ids), _length(turn)
+    said = np.array_equal(prompt_ids[middle:end], turn.completion_ids)
+    return said and np.array_equal(prompt_ids[:middle], turn.prompt_ids)
+
+
+def _length(turn: Turn) -> int:
+    return len(turn.prompt_ids) + len(turn.completion_ids)

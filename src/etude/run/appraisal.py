@@ -1,0 +1,188 @@
+"""What a finished rollout is worth, all considered: gathers what the parts of its reward are, and adds them up.
+
+    turns ──words──▶ conduct ──▶ behaviour ┐
+    grader's reward and its parts ─────────┼─▶ combine ──▶ the reward ──▶ Appraisal
+    harness's measures ────────────────────┤                                 ▲
+    a judge, where a part asks for one ────┘             hints, rewards of single turns
+
+Wiring only: terms, rules, rubrics and the sum are :mod:`etude.rewards`'s. Without ``[reward]`` the grader's word stands
+untouched.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import orjson
+
+from etude.config.recipe import RunConfig
+from etude.config.reward import RewardConfig
+from etude.errors import ConfigError, JudgeUnavailable
+from etude.ledger.ledger import Facts
+from etude.protocols import Appraisal, HarnessResult, Reward
+from etude.rewards.behaviour import measure, observe
+from etude.rewards.effort import effort_of
+from etude.rewards.hints import HintFinder
+from etude.rewards.parts import Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
+from etude.rewards.slips import slip_rewards
+from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.run.folder import RunFolder
+from etude.run.judging import OpenJudge
+from etude.types import Ids, Task, Turn
+
+REWARD_FACT, MAKE_UP_FACT = "reward", "reward_made_of"
+"""Under which the ledger remembers the digest of a run's reward, and what it is the digest of."""
+
+
+class PartJudge(Protocol):
+    """Somebody who judges rollouts, one value for each rubric."""
+
+    async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
+        """Rubric → value in [0, 1]. Raises :class:`~etude.errors.JudgeUnavailable`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutAppraiser:
+    """Appraises every rollout of a run; implements :class:`~etude.protocols.Appraiser`."""
+
+    reward: RewardConfig
+    decode: Callable[[Ids], str]
+    """The text of token ids."""
+    bare_shell: bool = False
+    """Whether replies are shell commands without any mark."""
+    thinking_end_id: int = -1
+    """The token that ends a turn's thinking; −1: the model does not think."""
+    judge: PartJudge | None = None
+    hints: HintFinder | None = None
+    rewards_turns: bool = False
+    """Whether single turns have rewards of their own."""
+
+    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+        """The reward that the recipe's parts add up to, and hints.
+
+        Raises like :func:`~etude.rewards.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a part waits
+        for a judge.
+        """
+        done = _Finished(task=task, result=result, reward=reward, turns=turns, spoken=read_turns(turns, self.decode))
+        masked = ""
+        if self.reward.parts:
+            combined, beside = await self._combine(done)
+            recorded = {**reward.parts, **beside, **combined.parts}
+            counted = {"clipped": float(combined.clipped), "assumed": float(combined.assumed)}
+            reward, masked = Reward(value=combined.value, parts=recorded | counted), combined.masked
+        return Appraisal(
+            reward=reward,
+            turn_rewards=slip_rewards(done.spoken) if self.rewards_turns else (),
+            hints=() if self.hints is None else await self.hints.find(task, turns),
+            masked=masked,
+        )
+
+    async def _combine(self, done: "_Finished") -> tuple[Combined, Mapping[str, float]]:
+        """The sum, and what is known beside its parts, by source."""
+        result, parts = done.result, done.reward.parts
+        conduct = observe(
+            done.spoken,
+            counts=result.counts,
+            measures=result.measures,
+            sampled_tokens=sum(len(turn.completion_ids) for turn in done.turns),
+            bare_shell=self.bare_shell,
+        )
+        beside = {
+            "grader": done.reward.value,
+            **_under("behaviour", measure(conduct)),
+            **_under("judge", await self._judged(done)),
+        }
+        combined = combine(self.reward, beside | _under("grader", parts) | _under("measure", result.measures))
+        _check_names(self.reward, parts.keys() | result.measures.keys())
+        effort = effort_of(done.turns, result.counts, self.thinking_end_id)
+        return combined, beside | _under("effort", asdict(effort))
+
+    async def _judged(self, done: "_Finished") -> Mapping[str, float]:
+        """What the judge says, where a part asks for it; nothing while it is out of reach and no part waits for it."""
+        asked = [part for part in self.reward.parts if part.source.startswith("judge.")]
+        if self.judge is None or not asked:
+            return {}
+        try:
+            return await self.judge.parts(done.task, done.result, transcript_of(done.spoken))
+        except JudgeUnavailable:
+            if any(part.missing == "wait" for part in asked):
+                raise
+            return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Finished:
+    """A rollout as it is appraised."""
+
+    task: Task
+    result: HarnessResult
+    reward: Reward
+    """The grader's."""
+    turns: Sequence[Turn]
+    spoken: Sequence[SpokenTurn]
+
+
+def open_appraiser(
+    config: RunConfig, folder: RunFolder, decode: Callable[[Ids], str], judge: OpenJudge | None
+) -> RolloutAppraiser | None:
+    """Who appraises the rollouts of a recipe; nobody where the grader's word is all that it wants.
+
+    Raises :class:`~etude.errors.ConfigError` for a part whose source is not there, or is of another version, and where
+    the model's chat template takes no hint.
+    """
+    check_behaviours(config.reward)
+    hints = None
+    if config.hints.weight:
+        from etude.run.hints import open_hints  # knows torch, which no other part of this process needs
+
+        hints = open_hints(config, folder, judge.hints if judge is not None and config.hints.judge else None)
+    rewards_turns = config.credit.kind == "shaped"
+    if not (config.reward.parts or rewards_turns or hints is not None):
+        return None
+    return RolloutAppraiser(
+        reward=config.reward,
+        decode=decode,
+        bare_shell=config.harness.kind == "command",
+        thinking_end_id=config.effort.thinking_end_id,
+        judge=None if judge is None else judge.parts,
+        hints=hints,
+        rewards_turns=rewards_turns,
+    )
+
+
+def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
+    """A rollout as a judge reads it: everything once, in order."""
+    pages = (f"turn {number}, heard:\n{turn.heard}\n\nsaid:\n{turn.said}" for number, turn in enumerate(spoken))
+    return "\n\n".join(pages)
+
+
+def hold_reward(facts: Facts, made: MakeUp) -> None:
+    """Remember what a run's reward is made of, so that it is the same until its end: rewards of two makes cannot be
+    compared. Raises :class:`~etude.errors.ConfigError` for another one than it began with.
+    """
+    known, now = facts.get(REWARD_FACT), digest_of(made)
+    if known is None:
+        facts.set(MAKE_UP_FACT, to_json(made).decode())
+        facts.set(REWARD_FACT, now)
+    elif known != now:
+        before: MakeUp = orjson.loads(facts.get(MAKE_UP_FACT) or "{}")
+        changes = "; ".join(differences(before, orjson.loads(to_json(made))))
+        raise ConfigError(
+            f"[reward] is {now[:12]}, but this run began with {known[:12]}: {changes}. Put it back as it was, or start "
+            f"another run"
+        )
+
+
+def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{kind}.{name}": value for name, value in values.items()}
+
+
+def _check_names(config: RewardConfig, taken: set[str]) -> None:
+    """A name of the record stands for one thing. Raises :class:`~etude.errors.ConfigError`."""
+    for part in config.parts:
+        if part.name in taken and part.source not in (f"grader.{part.name}", f"measure.{part.name}"):
+            raise ConfigError(
+                f"reward.parts: {part.name!r} is of {part.source!r}, but the grader or the harness records something "
+                f"else under that name; choose another"
+            )

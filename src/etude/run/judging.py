@@ -1,0 +1,292 @@
+"""The judge of a recipe, put together: for a run, and for the command line.
+
+    [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
+
+Owns wiring and where things lie: votes that were given and what was spent, in the run folder; calibrations, beside the
+rubrics. Decisions are :mod:`etude.rewards.judging`'s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from etude.clock import SystemClock, date_utc
+from etude.config.judge import RULES, JudgeConfig
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.rewards.judging.budget import Allowance, Prices, Purse
+from etude.rewards.judging.cache import VoteCache
+from etude.rewards.judging.calibration import (
+    Calibration,
+    Item,
+    agreement_of,
+    bias_of,
+    distrust,
+    parse_calibration,
+)
+from etude.rewards.judging.drift import Alarm, IdentityWatch
+from etude.rewards.judging.endpoint import Address, Answering, Call, Endpoint, Said
+from etude.rewards.judging.hints import HintJudge
+from etude.rewards.judging.judge import Bounds, Judge, Means
+from etude.rewards.judging.parts import BESIDE, DriftCheck, JudgedParts, Share
+from etude.rewards.judging.pins import Manner, pin_of
+from etude.rewards.judging.prompts import Exhibit
+from etude.rewards.judging.rubrics import Rubric, parse_rubric
+from etude.rewards.judging.rules import MODEL, Rule, rules_app
+from etude.rewards.judging.spending import SpendFile
+from etude.rewards.judging.votes import Judgement
+from etude.rewards.summary_rules import SUMMARY_RULES, SUMMARY_RULES_VERSION
+from etude.rollouts.breaker import Breaker
+from etude.run.endpoints import HOST
+from etude.run.serving import listening
+from etude.telemetry.events import JudgeAlarm
+
+CACHE, SPEND = "judge.db", "judge-spend.json"
+"""Files of a run folder."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Programs that judge a family's work."""
+
+    version: str
+    by_aspect: Mapping[str, Rule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenJudge:
+    """What a run has of a judge."""
+
+    judge: Judge
+    parts: JudgedParts
+    hints: HintJudge
+
+
+@dataclass(slots=True)
+class Attentive:
+    """An endpoint, and the last thing it said that it is; implements
+    :class:`~etude.rewards.judging.endpoint.Answering`.
+    """
+
+    endpoint: Answering
+    identity: str = field(default="", init=False)
+
+    @property
+    def trouble(self) -> str:
+        """As the endpoint does."""
+        return self.endpoint.trouble
+
+    async def ask(self, call: Call) -> Said:
+        """As the endpoint does."""
+        said = await self.endpoint.ask(call)
+        self.identity = said.identity
+        return said
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """The rules that a family brings along. Raises :class:`~etude.errors.ConfigError` where it brings none."""
+    match config.tasks.family:
+        case "summaries":
+            return Rules(version=SUMMARY_RULES_VERSION, by_aspect=SUMMARY_RULES)
+        case family:
+            raise ConfigError(f"judge.url = 'rules', but tasks.family = {family!r} brings none: name a model's API")
+
+
+def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
+    """Aspect → rubric. Raises :class:`~etude.errors.ConfigError` for one that cannot be read or has another aspect."""
+    rubrics = {aspect: parse_rubric(text, f"judge.rubrics.{aspect}") for aspect, text in config.rubrics.items()}
+    for aspect, rubric in rubrics.items():
+        if aspect in BESIDE:
+            raise ConfigError(f"judge.rubrics.{aspect}: that name means something else in the record; choose another")
+        if rubric.aspect != aspect:
+            raise ConfigError(f"judge.rubrics.{aspect} is about {rubric.aspect!r}: give it that name")
+    return rubrics
+
+
+def manner_of(config: RunConfig) -> Manner:
+    """How votes are taken."""
+    judge = config.judge
+    return Manner(
+        model=f"{MODEL}-{rules_of(config).version}" if judge.url == RULES else judge.model,
+        votes=judge.votes,
+        temperature=judge.temperature,
+        max_tokens=judge.max_tokens,
+        text_characters=judge.text_characters,
+        structured=judge.structured,
+    )
+
+
+def pins_of(config: RunConfig) -> Mapping[str, str]:
+    """Aspect → digest of all on our side that decides its verdicts; none where nobody judges."""
+    if not config.judge.url:
+        return {}
+    manner = manner_of(config)
+    return {aspect: pin_of(rubric, manner) for aspect, rubric in rubrics_of(config.judge).items()}
+
+
+def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
+    """Aspect → what is known of its judge. Raises :class:`~etude.errors.ConfigError` for a report that is none."""
+    return {name: parse_calibration(text, f"judge.calibrations.{name}") for name, text in config.calibrations.items()}
+
+
+def check_judge(config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, or is not to be trusted with an aspect
+    that a part of the reward names.
+    """
+    if not config.judge.url:
+        return
+    calibrations, asked = calibrations_of(config.judge), config.reward.names("judge")
+    if config.judge.url == RULES:
+        missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
+        if missing:
+            raise ConfigError(f"judge.rubrics: there is no rule for {', '.join(sorted(missing))}")
+    for aspect, pin in pins_of(config).items():
+        reason = distrust(calibrations.get(aspect), pin, config.judge.min_agreement)
+        if reason and aspect in asked and not config.judge.allow_uncalibrated:
+            raise ConfigError(
+                f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
+                f"the report in judge.calibrations, or set judge.allow_uncalibrated = true"
+            )
+
+
+@contextlib.asynccontextmanager
+async def open_judge(
+    config: RunConfig,
+    http: aiohttp.ClientSession,
+    *,
+    state: Path | None = None,
+    alarm: Callable[[JudgeAlarm], None] | None = None,
+) -> AsyncIterator[OpenJudge | None]:
+    """The judge of a run, trusted, while the context is open; ``None`` where the recipe has none. It is asked about the
+    aspects that parts of the reward name.
+
+    ``state`` is the run folder: without one nothing is remembered. Raises :class:`~etude.errors.ConfigError`.
+    """
+    if not config.judge.url:
+        yield None
+        return
+    check_judge(config)
+    asked, share = config.reward.names("judge"), _share(config.judge)
+    rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in asked}
+    async with opened(config, http, state=state, alarm=alarm) as judge:
+        drift = {
+            aspect: DriftCheck(rubrics[aspect], known.items, known.agreement.exact, config.judge.drift_every)
+            for aspect, known in calibrations_of(config.judge).items()
+            if aspect in rubrics
+        }
+        yield OpenJudge(
+            judge=judge,
+            parts=JudgedParts(judge, rubrics, share, drift),
+            hints=HintJudge(judge, share, most=config.hints.max_per_rollout),
+        )
+
+
+async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> Mapping[str, Calibration]:
+    """Have labelled items judged, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
+    rubrics, manner = rubrics_of(config.judge), manner_of(config)
+    found: dict[str, Calibration] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        heard = Attentive(await stack.enter_async_context(endpoint_of(config, http)))
+        means = _means(config, heard, state=None, alarm=None)
+        stack.enter_context(means.cache)
+        judge = Judge(means, manner, _bounds(config.judge))
+        for aspect, of_aspect in items.items():
+            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.concurrency)
+            found[aspect] = Calibration(
+                aspect=aspect,
+                pin=pin_of(rubrics[aspect], manner),
+                model=manner.model,
+                identity=heard.identity,
+                date=date_utc(),
+                agreement=agreement_of(of_aspect, judgements),
+                bias=bias_of(of_aspect, judgements, manner.model),
+                items=tuple(of_aspect),
+            )
+    return found
+
+
+async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: int) -> Sequence[Judgement]:
+    """Some items at a time, so that none waits for its seat until its time is up."""
+    judgements: list[Judgement] = []
+    for start in range(0, len(items), at_once):
+        exhibits = [Exhibit(task=item.task, work=item.work) for item in items[start : start + at_once]]
+        judging = [judge.judge(rubric, exhibit, judge.purse, fresh=True) for exhibit in exhibits]
+        judgements += await asyncio.gather(*judging)
+    return judgements
+
+
+@contextlib.asynccontextmanager
+async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
+    """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
+    judge, model = config.judge, manner_of(config).model
+    key = os.environ.get(judge.key_variable, "")
+    if judge.url != RULES:
+        yield Endpoint(
+            http,
+            Address(url=judge.url, model=model, key=key, structured=judge.structured, limit_name=judge.max_tokens_name),
+        )
+        return
+    rules = rules_of(config)
+    async with listening(rules_app(rules.by_aspect, rules.version), 0) as port:
+        yield Endpoint(http, Address(url=f"http://{HOST}:{port}/v1", model=model))
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    config: RunConfig,
+    http: aiohttp.ClientSession,
+    *,
+    state: Path | None = None,
+    alarm: Callable[[JudgeAlarm], None] | None = None,
+) -> AsyncIterator[Judge]:
+    """The judge of a recipe that has one, be it trusted or not, while the context is open."""
+    async with endpoint_of(config, http) as endpoint:
+        means = _means(config, endpoint, state=state, alarm=alarm)
+        with means.cache:
+            yield Judge(means, manner_of(config), _bounds(config.judge))
+
+
+def _means(
+    config: RunConfig, endpoint: Answering, *, state: Path | None, alarm: Callable[[JudgeAlarm], None] | None
+) -> Means:
+    judge = config.judge
+    spend = SpendFile(None if state is None else state / SPEND)
+    allowance = Allowance(
+        calls=judge.calls_per_run, tokens=judge.tokens_per_run, cost=judge.cost_per_run or float("inf")
+    )
+
+    def sound(raised: Alarm) -> None:
+        logger.warning("judge: %s %s: %s", raised.kind, raised.aspect, raised.detail)
+        if alarm is not None:
+            alarm(JudgeAlarm(kind=raised.kind, aspect=raised.aspect, detail=raised.detail))
+
+    return Means(
+        endpoint=endpoint,
+        cache=VoteCache(None if state is None else state / CACHE, judge.cache_entries),
+        purse=Purse(allowance, _share(judge).prices, spent=spend.load()),
+        circuit=Breaker(config.rollouts.outage_s),
+        clock=SystemClock(),
+        identity=IdentityWatch(known.identity for known in calibrations_of(judge).values()),
+        alarm=sound,
+        record=spend.save,
+    )
+
+
+def _bounds(config: JudgeConfig) -> Bounds:
+    return Bounds(timeout_s=config.timeout_s, concurrency=config.concurrency, hold=config.on_alarm == "hold")
+
+
+def _share(config: JudgeConfig) -> Share:
+    return Share(
+        allowance=Allowance(calls=config.calls_per_rollout, tokens=config.tokens_per_rollout),
+        prices=Prices(prompt=config.prompt_price, completion=config.completion_price),
+    )

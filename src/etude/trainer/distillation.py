@@ -1,0 +1,218 @@
+"""Distillation of single turns: the policy with a hint before its eyes teaches the policy without one.
+
+    L = L_RL + (γ/Z) Σ_t v_t · KL( π_θ(·|c, y_<t) ‖ sg π_h(·|y_<t) )     π_h(·|y_<t) = π_θ(·|c ⊕ h, y_<t)
+
+    lesson ──┬─▶ context, reply ──▶ student, with gradient  ──┐
+             └─▶ context ⊕ hint, reply ──▶ teacher, without ──┴──▶ divergence at every token of the reply
+
+After Composer 2.5's targeted textual feedback (https://cursor.com/blog/composer-2-5): reverse KL on what the student
+sampled, as in on-policy distillation (GKD, arXiv 2306.13649; MiniLLM, arXiv 2306.08543), with the same weights as
+teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
+
+- **Estimator.** ``full`` sums over the vocabulary at every token. ``sampled`` looks at the sampled tokens alone,
+  w_t · sg(log π_θ(y_t) − log π_h(y_t)) · ∇log π_θ(y_t): its mean over y_t ~ π_θ is the gradient of the sum, since that
+  of ∇log π_θ(y_t) alone is 0.
+- **Contexts.** With ``shared``, v_t = sg min(1, π_h(y_<t) / π_θ(y_<t)): a token counts as far as the teacher would have
+  come to it, too. Behind words that it would never have said, its own are those of a context that it does not know, and
+  the student would learn to babble. With ``all``, v_t = 1. Either way every term is at least 0, and 0 without a hint.
+- **Z** counts the sampled tokens of the batch, those of groups without a signal included. So a nat on one token weighs
+  as much as γ of advantage on one token, a habit that dies out takes its term along, and how many groups happen to have
+  a signal changes nothing. Per hinted token instead, the last slip would be worth as much as all of the first ones.
+- **Staleness.** Replies were sampled by versions before. In ``full`` that only decides at which contexts the two are
+  compared: every term is at least 0, and 0 where they agree, for whatever contexts; so nothing is weighted. In
+  ``sampled`` y_t is drawn from the wrong distribution, too; w_t = min(π_θ(y_t)/μ(y_t), cap) mends that, as in RL.
+- **Cuts.** Both compare whole distributions at the turn's temperature, at 1 for greedy turns: what a hint asks for may
+  lie outside of the set that top-p had left. ``sampled`` never sees such tokens, and greedy turns say nothing to it.
+- **Routes.** Student and teacher replay the engine's as RL does (:mod:`etude.trainer.replay`), the teacher only those
+  of the tokens before the hint: nobody has ever read those after it with the hint before them.
+
+The logits of ``full`` are made of a few tokens at a time and once more in the backward pass, so memory is bounded by
+:data:`CHUNK_LOGITS`, however long the turns are.
+
+Owns the lessons of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.hints`) nor where it stands
+(:mod:`etude.tokens.reminders`).
+
+Shape legend: N hinted tokens of a piece, n those of a chunk, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from etude.config.hints import HintsConfig
+from etude.models.decoder import RECOMPUTED, Decoder
+from etude.models.experts import Routing
+from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.replay import ReplayMode, routing_of
+from etude.trainer.scores import SampledTokens, hidden_before, sampled_tokens, score
+from etude.types import Trajectory
+
+CHUNK_LOGITS = 1 << 24
+"""Logits of the student that ``full`` has at a time, at most: 64 MiB in float32. Some eight arrays of that size are
+alive at once, in the backward pass: logits and logarithms of both, the terms, and gradients.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One hinted turn: the same reply in two contexts."""
+
+    student: Trajectory
+    """The turn alone: its context and its reply."""
+    teacher: Trajectory
+    """With the hint in its context."""
+
+    def __post_init__(self) -> None:
+        replies = [view.token_ids[view.loss_mask] for view in (self.student, self.teacher)]
+        if not len(replies[0]) or replies[0].tolist() != replies[1].tolist():
+            raise ValueError(
+                f"a lesson of {self.student.rollout_id} has replies of {len(replies[0])} and {len(replies[1])} tokens: "
+                f"student and teacher must read the same one, of at least one token"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Of the reply."""
+        return int(self.student.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """The lessons of a step, and who gives which."""
+
+    lessons: tuple[Lesson, ...] = ()
+    shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """For each share of the batch its pieces: lessons, by their index, that go through the model together."""
+    sampled_tokens: int = 0
+    """Z."""
+
+
+NO_COURSE = Course()
+"""That of a step without hints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a piece adds to the step."""
+
+    loss: Tensor
+    """Scalar with gradient: its share of the term behind the plus."""
+    tokens: int
+    """Hinted ones."""
+    nats: float
+    """Σ of v times their divergences, before the step; with ``sampled`` an estimate of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Student and teacher of a piece's lessons, token by token."""
+
+    terms_N: Tensor
+    """What is summed up; its gradient is the one that is meant."""
+    nats_N: Tensor
+    """Divergences, or estimates of them."""
+    gaps_N: Tensor
+    """log π_h − log π_θ of what was sampled."""
+    lessons_N: Tensor
+    """int64, ascending: which lesson of the piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """How lessons become a loss."""
+
+    config: HintsConfig
+    replay: ReplayMode
+    floor: float
+    """``numerics.replay_floor``."""
+    context: ContextParallel | None = None
+    chunk_logits: int = CHUNK_LOGITS
+
+    def teach(self, model: Decoder, lessons: Sequence[Lesson], sampled_tokens: int) -> Taught:
+        """The loss of a piece, ``sampled_tokens`` being Z.
+
+        Without lessons it is 0, with a gradient of 0: the pass only keeps other ranks company.
+        """
+        students, teachers = [lesson.student for lesson in lessons], [lesson.teacher for lesson in lessons]
+        compare = self._everything if self.config.estimator == "full" else self._sampled
+        found = compare(model, students, teachers)
+        weights_N = prefix_weights(found) if self.config.contexts == "shared" else torch.ones_like(found.nats_N)
+        loss = (weights_N * found.terms_N).sum() * (self.config.weight / max(1, sampled_tokens))
+        return Taught(loss, tokens=len(found.nats_N), nats=float((weights_N * found.nats_N).sum()))
+
+    def _everything(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:
+        with torch.no_grad():
+            _, teacher_nH, teacher_owners_N = self._read(model, teachers)
+        tokens, student_nH, owners_N = self._read(model, students)
+        ids_n, temperatures_n = tokens.scored_ids_N, torch.where(tokens.temperatures_N == 0, 1.0, tokens.temperatures_N)
+        if self.context is not None:
+            assert teacher_owners_N is not None and owners_N is not None
+            mine_N = owners_N == self.context.rank
+            teacher_nH = self.context.gathered(teacher_nH, teacher_owners_N)[mine_N]
+            ids_n, temperatures_n = ids_n[mine_N], temperatures_n[mine_N]
+        rows = max(1, self.chunk_logits // model.spec.vocab_size)
+        parts = (x.split(rows) for x in (student_nH, teacher_nH, temperatures_n, ids_n))
+        chunks = [RECOMPUTED(_chunk, model, *part) for part in zip(*parts, strict=True)]
+        found_N2: Tensor = torch.cat(chunks)
+        if self.context is not None and owners_N is not None:
+            found_N2 = self.context.gathered(found_N2, owners_N)
+        terms_N, gaps_N = found_N2.unbind(1)
+        return Compared(terms_N, terms_N.detach(), gaps_N.detach(), tokens.trajectories_N)
+
+    def _sampled(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:
+        with torch.no_grad():
+            teacher_N = score(model, *self._tokens(model, teachers), self.context).logprobs_N
+        tokens, routing = self._tokens(model, students)
+        student_N = score(model, tokens, routing, self.context).logprobs_N
+        terms_N, nats_N = sampled_terms(student_N, teacher_N, tokens.engine_logprobs_N, cap=self.config.cap)
+        return Compared(terms_N, nats_N, teacher_N - student_N.detach(), tokens.trajectories_N)
+
+    def _read(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Tensor, Tensor | None]:
+        tokens, routing = self._tokens(model, views)
+        return tokens, *hidden_before(model, tokens, routing, self.context)
+
+    def _tokens(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
+        """The replies of some contexts, drawn from whole distributions, and the routes of all tokens."""
+        device = model.embedding.device
+        tokens = replace(sampled_tokens(views, [view.loss_mask for view in views], device), kept=None)
+        return tokens, routing_of(views, self.replay, self.floor, device)
+
+
+def divergences(student_nV: Tensor, teacher_nV: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:
+    """[n,2] KL(student ‖ teacher) in nats, of softmax(logits / temperature) over the whole vocabulary, and what the
+    teacher's log-probability of ``ids`` is above the student's.
+    """
+    wide = torch.promote_types(student_nV.dtype, torch.float32)
+    scales_n1 = temperatures_n.unsqueeze(1)
+    ours_nV, theirs_nV = ((x_nV.to(wide) / scales_n1).log_softmax(-1) for x_nV in (student_nV, teacher_nV))
+    gaps_nV = theirs_nV - ours_nV
+    return torch.stack([-(ours_nV.exp() * gaps_nV).sum(-1), gaps_nV.gather(1, ids_n.unsqueeze(1)).squeeze(1)], 1)
+
+
+def sampled_terms(student_N: Tensor, teacher_N: Tensor, engine_N: Tensor, *, cap: float) -> tuple[Tensor, Tensor]:
+    """([N] w · sg(log π_θ − log π_h) · log π_θ, [N] w · (log π_θ − log π_h)) of sampled tokens, w = min(π_θ/μ, cap).
+
+    All three are log-probabilities; only the student's has a gradient, and the first result's is the one that is meant:
+    over y_t ~ μ its mean is that of :func:`divergences`, as long as no weight is cut.
+    """
+    fixed_N = student_N.detach()
+    weighted_N = (fixed_N - engine_N).exp().clamp(max=cap) * (fixed_N - teacher_N)
+    return weighted_N * student_N, weighted_N
+
+
+def prefix_weights(found: Compared) -> Tensor:
+    """[N] min(1, π_h(y_<t) / π_θ(y_<t)): how far the teacher would have come to a token, too; 1 at the first one."""
+    sums_N = found.gaps_N.double().cumsum(0)
+    before_N = sums_N - found.gaps_N
+    lengths_S = torch.bincount(found.lessons_N)
+    firsts_S = lengths_S.cumsum(0) - lengths_S
+    return (before_N - before_N[firsts_S][found.lessons_N]).clamp(max=0.0).exp().to(found.terms_N.dtype)
+
+
+def _chunk(model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:
+    """[n,2] divergences of what the two sides' hidden states predict, and log π_h − log π_θ of what was sampled."""
+    with torch.no_grad():
+        teacher_nV = model.logits(teacher_nH)
+    return divergences(model.logits(student_nH), teacher_nV, temperatures_n, ids_n)

@@ -1,0 +1,41 @@
+"""Where the turns of a rollout are in its trajectories: for whoever asks what became of one.
+
+Building goes one way, many turns to a few sequences; the way back is a look at tokens. Pure.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from etude.types import Trajectory, Turn
+
+Place: TypeAlias = tuple[int, slice]
+"""Index of a trajectory, and the sampled tokens of one turn in it."""
+
+
+def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Place | None]:
+    """For each turn where it is trained on; ``None`` for one that is only context, or nowhere.
+
+    ``trajectories`` are those that the turns were built into. Turns that read and said the same are told apart by their
+    order.
+    """
+    free: defaultdict[int, list[int]] = defaultdict(list)
+    for index, trajectory in enumerate(trajectories):
+        for start in trajectory.turn_starts:
+            free[start].append(index)
+    found: list[Place | None] = []
+    for turn in turns:
+        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+        holder = next((index for index in free[start] if _has(trajectories[index], turn)), None)
+        if holder is not None:
+            free[start].remove(holder)
+        found.append(None if holder is None else (holder, slice(start, end)))
+    return found
+
+
+def _has(trajectory: Trajectory, turn: Turn) -> bool:
+    start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+    said = np.array_equal(trajectory.token_ids[start:end], turn.completion_ids)
+    return said and end > start and np.array_equal(trajectory.token_ids[:start], turn.prompt_ids)

@@ -1,0 +1,169 @@
+"""Rollouts that begin as one, with all the real parts: gateway, built-in harness, sandboxes on this machine, ledger.
+
+Whatever a rollout's record says was done must be what is found in its sandbox, shared turns included; what rollouts
+share is the same to the bit and trained once.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import numpy as np
+
+from etude.clock import SystemClock
+from etude.config.credit import CreditConfig
+from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.engines.fake import FakeEngine
+from etude.harnesses.coding import CodingHarness
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.protocols import Completion, HarnessResult, Reward, SamplingParams, Sandbox
+from etude.rollouts.branching import Branching
+from etude.rollouts.flight import Flight
+from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.worker import Rig
+from etude.sandboxes import tools
+from etude.sandboxes.local import LocalSandboxes
+from etude.telemetry.log import EventLog
+from etude.trajectories.batch import build_batch
+from etude.types import Case, FunctionChecks, Group, Rollout, Split, Task, TokenIds, Turn
+from gateways import ADMIN_KEY, VOCAB_SIZE, Setting, gateway, template
+
+WINDOW, GROUPS, SIZE = 600, 3, 4
+CREDIT = CreditConfig(kind="shared_prefix", branches=2, branch_within=4)
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+BEGINNING = "one\ntwo\nthree\n"
+
+
+def task(number: int) -> Task:
+    return Task(
+        task_id=f"t{number}",
+        family="f",
+        template="t",
+        split=Split.TRAIN,
+        prompt=f"{number}",
+        files={"a.py": BEGINNING},
+        checks=CHECKS,
+    )
+
+
+class Agent(FakeEngine):
+    """Edits a file at random, now and then in ways that are no call, and submits some time."""
+
+    def __init__(self) -> None:
+        super().__init__(SystemClock(), vocab_size=VOCAB_SIZE, max_length=WINDOW)
+        self._random = Random(0)
+        self.calls = 0
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        self.calls += 1
+        line, number = self._random.randint(1, 4), self._random.randint(10, 99)
+        edit = f"edit a.py {line}\n{number}"
+        said = self._random.choice([edit, edit, edit, edit, "read a.py", "edit it", tools.SUBMIT])
+        self.script([*template().encode(said), template().end_id])
+        return await super().generate(prompt_ids, params, session=session)
+
+
+class Worlds:
+    """Folders on this machine."""
+
+    def __init__(self) -> None:
+        self.local = LocalSandboxes(workers=1, isolate=False)
+
+    async def open(self, task: Task) -> Sandbox:
+        return await self.local.create(task.files)
+
+
+class Grader:
+    """Worth the numbers that are found in the file."""
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        text = await sandbox.read_file("a.py") or ""
+        value = sum(int(line) for line in text.split() if line.isdigit())
+        return Reward(value=float(value), parts={})
+
+
+@asynccontextmanager
+async def rig(agent: Agent) -> AsyncIterator[Rig]:
+    worlds, setting = Worlds(), Setting(engine=agent, max_length=WINDOW)
+    async with gateway(setting) as caller, aiohttp.ClientSession() as http:
+        try:
+            yield Rig(
+                sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
+                worlds=worlds,
+                harness=CodingHarness(HarnessConfig(max_turns=7), http),
+                grader=Grader(),
+                clock=SystemClock(),
+                branching=Branching.of(CREDIT, seed=3),
+            )
+            assert (await caller.send("GET", "/healthz")).at("sessions") == 0
+        finally:
+            await worlds.local.close()
+
+
+async def play(folder: Path, agent: Agent) -> list[Group]:
+    config = RolloutConfig(group_size=SIZE, concurrency=SIZE * GROUPS)
+    with Ledger.open(folder / "ledger.db") as ledger, EventLog(folder / "events", "rollouts") as events:
+        async with rig(agent) as parts:
+            for number in range(GROUPS):
+                ledger.admit_group(task(number), TRAIN, SIZE, 0)
+            flight = Flight(TRAIN, config, temperature=1.0, ledger=ledger, rig=parts, events=events)
+            async with flight:
+                flight.launch(ledger.open_slots(TRAIN))
+                while len(flight):
+                    await flight.turn(0.05)
+        return list(ledger.groups(TRAIN))
+
+
+def written(rollout: Rollout) -> float:
+    """What the file is worth after everything that was said in the rollout."""
+    text = BEGINNING
+    for turn in rollout.turns:
+        call = tools.parse_call(template().decode(turn.completion_ids.tolist()[:-1]))
+        if isinstance(call, tools.EditFile):
+            text = tools.apply_edit(text, call) or text
+    return float(sum(int(line) for line in text.split() if line.isdigit()))
+
+
+def branches(groups: list[Group]) -> Iterator[tuple[Rollout, Rollout, int]]:
+    """Trunk, branch, shared turns."""
+    for group in groups:
+        known = {rollout.rollout_id: rollout for rollout in group.rollouts}
+        for rollout in group.rollouts:
+            if rollout.branch is not None:
+                yield known[rollout.branch.rollout_id], rollout, rollout.branch.turns
+
+
+def same(one: Turn, other: Turn) -> bool:
+    names = ("prompt_ids", "completion_ids", "logprobs", "versions")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
+
+
+def test_what_a_record_says_is_what_was_done_and_is_trained_once(tmp_path: Path) -> None:
+    agent = Agent()
+    groups = asyncio.run(play(tmp_path, agent))
+    assert [[rollout.slot for rollout in group.rollouts] for group in groups] == [[0, 1, 2, 3]] * GROUPS
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        assert rollout.reward == written(rollout), rollout.reason
+    pairs = list(branches(groups))
+    assert len(pairs) == GROUPS * SIZE // 2
+    for trunk, branch, shared in pairs:
+        assert all(map(same, trunk.turns[:shared], branch.turns[:shared]))
+        if len(trunk.turns) > shared < len(branch.turns):
+            assert np.array_equal(trunk.turns[shared].prompt_ids, branch.turns[shared].prompt_ids)
+    parted = [pair for pair in pairs if len(pair[1].turns) > pair[2]]
+    copied = [pair for pair in pairs if len(pair[0].turns) == len(pair[1].turns) == pair[2]]
+    assert parted, "no trunk came to its fork: the seed is a bad one"
+    assert copied, "no trunk ended before its fork: the seed is a bad one"
+    batch = build_batch(1, groups, "leave_one_out", credit=CREDIT)
+    sampled = sum(len(turn.completion_ids) for group in groups for rollout in group.rollouts
+                  for turn in rollout.turns[rollout.branch.turns if rollout.branch else 0 :])  # fmt: skip
+    assert batch.num_loss_tokens == sampled == len(batch.staleness)
+    assert agent.calls == sum(len(turns) for turns in own_turns(groups))
+
+
+def own_turns(groups: list[Group]) -> Iterator[tuple[Turn, ...]]:
+    for rollout in (rollout for group in groups for rollout in group.rollouts):
+        yield rollout.turns[rollout.branch.turns if rollout.branch else 0 :]

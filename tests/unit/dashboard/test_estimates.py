@@ -1,0 +1,103 @@
+"""Means, intervals and differences against what they are known to be."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.dashboard.estimates import difference_of, exact_interval, mean_of, pass_at_k, sign_test
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_draws_of_k_tries_with_a_pass(tries: int, data: st.DataObject) -> None:
+    passed, k = data.draw(st.integers(0, tries)), data.draw(st.integers(1, tries))
+    draws = list(itertools.combinations([index < passed for index in range(tries)], k))
+    assert pass_at_k(tries, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    rate, tries, k = Fraction(3, 10), 6, 3
+    chances = [math.comb(tries, c) * rate**c * (1 - rate) ** (tries - c) for c in range(tries + 1)]
+    mean = sum(float(chance) * pass_at_k(tries, c, k) for c, chance in enumerate(chances))
+    assert mean == pytest.approx(float(1 - (1 - rate) ** k), abs=1e-12)
+
+
+@pytest.mark.parametrize(("tries", "k"), [(3, 4), (3, 0)])
+def test_pass_at_k_of_too_few_tries_is_refused(tries: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} cannot be told from {tries} tries"):
+        pass_at_k(tries, 0, k)
+
+
+@pytest.mark.parametrize(
+    ("passed", "tasks", "low", "high"),
+    [(0, 10, 0.0, 0.30850), (4, 10, 0.12155, 0.73762), (10, 10, 0.69150, 1.0), (130, 200, 0.57955, 0.71593)],
+)
+def test_the_exact_interval_is_that_of_the_tables(passed: int, tasks: int, low: float, high: float) -> None:
+    assert exact_interval(passed, tasks) == pytest.approx((low, high), abs=2e-5)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.5, 0.97])
+def test_the_exact_interval_covers_in_95_percent_of_cases_or_more(rate: float) -> None:
+    tasks = 25
+    chances = [math.comb(tasks, c) * rate**c * (1 - rate) ** (tasks - c) for c in range(tasks + 1)]
+    covered = [low <= rate <= high for low, high in (exact_interval(c, tasks) for c in range(tasks + 1))]
+    assert sum(chance for chance, hit in zip(chances, covered, strict=True) if hit) >= 0.95
+
+
+def test_the_bootstrap_covers_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(5)
+    hits = 0
+    for _ in range(60):
+        values = generator.integers(0, 5, size=40) / 4  # four tries of each of 40 tasks
+        estimate = mean_of(values.tolist())
+        assert estimate.method == "bootstrap over tasks"
+        hits += estimate.low <= 0.5 <= estimate.high
+    assert 50 <= hits <= 60
+
+
+def test_tasks_are_what_is_drawn_not_tries() -> None:
+    few_tasks = mean_of([1.0, 0.0, 0.5, 0.5, 1.0, 0.25] * 2)
+    assert few_tasks.high - few_tasks.low > 0.3  # as if each try counted it would be a half of that
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_what_never_differs_is_not_certain(value: float) -> None:
+    estimate = mean_of([value] * 20)
+    assert estimate.value == value
+    assert estimate.high - estimate.low == pytest.approx(0.16843, abs=1e-4)
+    alike = difference_of([value] * 20, [value] * 20)
+    assert alike.value == 0.0
+    assert alike.high == pytest.approx(0.16843, abs=1e-4)
+    assert alike.low == -alike.high
+
+
+def test_a_difference_is_paired() -> None:
+    before = [0.0, 1.0] * 20
+    after = [value + 0.1 for value in before]
+    estimate = difference_of(before, after)
+    assert estimate.value == pytest.approx(0.1)
+    assert estimate.low == pytest.approx(0.1)  # the tasks differ much, the pairs do not
+    assert estimate.high == pytest.approx(0.1)
+
+
+def test_the_same_values_have_the_same_interval() -> None:
+    values = np.random.default_rng(0).random(30).tolist()
+    assert mean_of(values) == mean_of(values)
+
+
+def test_the_sign_test_is_the_binomial_one() -> None:
+    test = sign_test([0, 0, 0, 0, 0, 1, 0.5, 1], [1, 1, 1, 1, 1, 0, 0.5, 1])
+    assert (test.wins, test.losses, test.ties) == (5, 1, 2)
+    assert test.p == pytest.approx(2 * (1 + 6) / 64)
+    assert sign_test([1, 0], [1, 0]).p == 1.0
+
+
+def test_nothing_has_no_mean() -> None:
+    with pytest.raises(ValueError, match="no task has a value"):
+        mean_of([])
+    with pytest.raises(ValueError, match="no task in common"):
+        difference_of([], [])

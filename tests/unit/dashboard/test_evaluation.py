@@ -1,0 +1,113 @@
+"""Figures of evaluations, and of the difference of two."""
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from etude.dashboard.evaluation import Evaluation, Measure, Prices, Try, differences, figures
+from etude.dashboard.evaluation_text import comparison_table, evaluation_table
+from etude.dashboard.report import figure
+from etude.errors import ConfigError
+
+
+def make_try(task: int, reward: float, **effort: Any) -> Try:
+    spent = {"prompt_tokens": 300, "new_tokens": 100, "sampled_tokens": 40, "turns": 3, "summaries": 0, "seconds": 2.0}
+    return Try(task_id=f"task-{task}", reward=reward, **(spent | effort))
+
+
+def make_evaluation(*passes: list[float | None], greedy: list[float] | None = None, version: int = 3) -> Evaluation:
+    def tries(rewards: Any) -> tuple[Try | None, ...]:
+        return tuple(None if reward is None else make_try(index, reward) for index, reward in enumerate(rewards))
+
+    ways: Any = {"sampled": tuple(map(tries, passes))}
+    if greedy is not None:
+        ways["greedy"] = (tries(greedy),)
+    return Evaluation(run="runs/a", version=version, digest="d" * 32, tries=ways, engine_s=12.5)
+
+
+def test_pass_rates_are_means_over_tasks() -> None:
+    found = figures(make_evaluation([1, 0, 1], [0, 0, 1]), Measure(ks=(1, 2)))
+    assert figure(found, "sampled.pass.1.value") == pytest.approx((0.5 + 0 + 1) / 3)
+    assert figure(found, "sampled.pass.2.value") == pytest.approx(2 / 3)
+    assert figure(found, "sampled.tries") == 6
+    assert figure(found, "engine_seconds") == 12.5
+
+
+def test_a_missing_try_is_counted_and_is_no_failure() -> None:
+    found = figures(make_evaluation([1, None, 1], [1, 1, None]), Measure())
+    assert figure(found, "sampled.missing") == 2
+    assert figure(found, "sampled.pass.1.value") == 1.0
+
+
+def test_what_passes_is_said() -> None:
+    evaluation = make_evaluation([0.4, 0.6, -0.5])
+    assert figure(figures(evaluation, Measure()), "sampled.pass.1.value") == pytest.approx(2 / 3)
+    assert figure(figures(evaluation, Measure(passes_above=0.5)), "sampled.pass.1.value") == pytest.approx(1 / 3)
+    assert figure(figures(evaluation, Measure()), "sampled.reward.value") == pytest.approx(0.5 / 3)
+
+
+def test_cost_is_of_read_cached_and_sampled_tokens() -> None:
+    prices = Prices(new=2.0, cached=0.5, sampled=10.0)
+    assert prices.of(make_try(0, 1.0)) == pytest.approx((100 * 2.0 + 200 * 0.5 + 40 * 10.0) / 1e6)
+    assert figure(figures(make_evaluation([1, 0]), Measure(prices=prices)), "sampled.cost.value") == pytest.approx(7e-4)
+    assert figure(figures(make_evaluation([1, 0]), Measure()), "sampled.cost.value") is None
+
+
+def test_a_k_beyond_the_tries_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"pass@4 takes 4 tries of a task.*--passes"):
+        figures(make_evaluation([1, 0], [0, 1]), Measure(ks=(1, 4)))
+    with pytest.raises(ConfigError, match="numbers from 1 on"):
+        Measure(ks=(0,))
+
+
+def test_no_figure_is_made_of_nothing() -> None:
+    with pytest.raises(ConfigError, match="every sampled try failed"):
+        figures(make_evaluation([None, None]), Measure())
+
+
+def test_two_versions_are_compared_on_the_tasks_that_both_have_tried() -> None:
+    before = make_evaluation([0, 0, 0, None, 1], [0, 0, 0, None, 1], greedy=[0, 0, 1, 1, 1], version=0)
+    after = make_evaluation([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], greedy=[1, 1, 0, 1, 1])
+    found = differences(before, after, Measure(ks=(1, 2)))
+    assert figure(found, "sampled.tasks") == 4
+    assert figure(found, "sampled.pass.1.value") == pytest.approx((1 + 0.5) / 4)
+    assert figure(found, "sampled.pass.2.value") == pytest.approx(2 / 4)
+    assert (figure(found, "sampled.sign_test.wins"), figure(found, "sampled.sign_test.losses")) == (2, 0)
+    assert (figure(found, "greedy.sign_test.wins"), figure(found, "greedy.sign_test.losses")) == (2, 1)
+    assert figure(found, "greedy.sign_test.p") == 1.0
+
+
+def test_other_tasks_cannot_be_compared() -> None:
+    before, after = make_evaluation([1, 0]), make_evaluation([1, 0])
+    strange: Any = {"sampled": ((make_try(0, 1.0), make_try(7, 1.0)),)}
+    with pytest.raises(ConfigError, match=r"task 1 is task-1 for one and task-7"):
+        differences(before, Evaluation(run="b", version=0, digest="", tries=strange, engine_s=0.0), Measure())
+    greedy = Evaluation(run="b", version=0, digest="", tries={"greedy": after.tries["sampled"]}, engine_s=0.0)
+    with pytest.raises(ConfigError, match="not evaluated in the same way"):
+        differences(before, greedy, Measure())
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_tables_fit_and_say_how_intervals_were_found(width: int) -> None:
+    measure = Measure(ks=(1, 2), prices=Prices(new=1, cached=1, sampled=1))
+    evaluations = [
+        make_evaluation([0, 0.5, 1, None], [1, 0, 0, 1], greedy=[0, 0, 1, 1], version=version) for version in (0, 3)
+    ]
+    before, after = (figures(evaluation, measure) for evaluation in evaluations)
+    single = drawn(evaluation_table(after), width)
+    for words in ("sampled ×2, 1 tries missing", "pass@2", "bootstrap over tasks", "Clopper-Pearson", "cost"):
+        assert words in single
+    double = drawn(comparison_table(before, after, differences(evaluations[0], evaluations[1], measure)), width)
+    for words in ("runs/a v0 → v3", "difference", "McNemar, exact", "exact sign test", "alike on"):
+        assert words in double
+    for text in (single, double):
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+
+
+def drawn(table: RenderableType, width: int) -> str:
+    out = StringIO()
+    Console(file=out, width=width, highlight=False).print(table)
+    return out.getvalue()

@@ -1,0 +1,167 @@
+"""Hints of rollouts become lessons: the reply as it was sampled, in two contexts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from etude.config.recipe import RunConfig, default_recipe
+from etude.errors import ConfigError
+from etude.models.spec import TINY
+from etude.run.hints import CoursePlan, lesson_of, reminders_of
+from etude.tokens.chat import ChatTemplate
+from etude.tokens.jinja import Checkpoint, JinjaFormat
+from etude.tokens.messages import Message
+from etude.tokens.reminders import Reminders
+from etude.types import (
+    NO_ROUTE,
+    Branch,
+    Case,
+    Disposition,
+    Finish,
+    FunctionChecks,
+    Group,
+    Hint,
+    Rollout,
+    RolloutStatus,
+    Split,
+    Task,
+    Turn,
+    TurnKind,
+    Verdict,
+)
+
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+CHAT = ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)
+REMINDERS = Reminders(CHAT)
+HINT = "edit FILE N"
+SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+
+
+def make_turn(*said: str, kind: TurnKind = TurnKind.ACT) -> Turn:
+    """The last of what was said in turns, by a user first."""
+    roles = ("user", "assistant")
+    messages = [Message(role=roles[n % 2], content=text) for n, text in enumerate(said[:-1])]  # type: ignore[arg-type]
+    completion = [*CHAT.encode(said[-1]), CHAT.end_id]
+    return Turn(
+        prompt_ids=np.array(CHAT.open(messages), np.int32),
+        completion_ids=np.array(completion, np.int32),
+        logprobs=np.full(len(completion), -1.0, np.float32),
+        versions=np.full(len(completion), 3, np.int32),
+        finish=Finish.STOP,
+        kind=kind,
+        temperature=0.7,
+    )
+
+
+TURNS = (make_turn("fix f", "edit f.py:3"), make_turn("fix f", "edit f.py:3", "bad call", "submit"))
+
+
+def make_rollout(name: str, *turns: int, verdict: Verdict | None = None, branch: Branch | None = None) -> Rollout:
+    return Rollout(
+        rollout_id=name,
+        group_index=0,
+        slot=0,
+        attempt=0,
+        status=RolloutStatus.GRADED,
+        reward=1.0,
+        turns=TURNS,
+        hints=tuple(Hint(turn=turn, text=HINT, source="style") for turn in turns),
+        verdict=verdict,
+        branch=branch,
+    )
+
+
+def make_group(*rollouts: Rollout) -> Group:
+    return Group(index=0, task=TASK, admitted_version=3, rollouts=rollouts)
+
+
+def make_config(*overrides: str) -> RunConfig:
+    return default_recipe(["hints.weight=1.0", *overrides])
+
+
+def plan(*overrides: str) -> CoursePlan:
+    return CoursePlan(make_config(*overrides), TINY, REMINDERS)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_lesson_is_the_turn_and_the_turn_with_the_hint_in_its_context(turn: int) -> None:
+    lesson = lesson_of(make_rollout("r", turn), turn, HINT, REMINDERS)
+    sampled = TURNS[turn]
+    for view in (lesson.student, lesson.teacher):
+        assert view.token_ids[view.loss_mask].tolist() == sampled.completion_ids.tolist()
+        assert view.logprobs[view.loss_mask].tolist() == sampled.logprobs.tolist()
+        assert set(view.temperatures[view.loss_mask].tolist()) == {np.float32(0.7)}
+        assert not view.advantages.any()
+    reply = len(sampled.completion_ids)
+    assert lesson.student.token_ids[:-reply].tolist() == sampled.prompt_ids.tolist()
+    assert lesson.teacher.token_ids[:-reply].tolist() == REMINDERS.insert(sampled.prompt_ids, HINT).tolist()
+
+
+def test_routes_of_the_context_before_the_hint_are_kept_and_no_others() -> None:
+    read = len(TURNS[0].prompt_ids) + len(TURNS[0].completion_ids) - 1
+    routes = np.tile(np.array([[0, 1]], np.uint16), (read, 2, 1))
+    rollout = replace(make_rollout("r", 0), turns=(replace(TURNS[0], routes=routes), TURNS[1]))
+    lesson = lesson_of(rollout, 0, HINT, REMINDERS)
+    assert lesson.student.routes is not None
+    assert lesson.teacher.routes is not None
+    place = REMINDERS.place(TURNS[0].prompt_ids)
+    assert (lesson.student.routes[:read] != NO_ROUTE).all()
+    assert (lesson.teacher.routes[:place] != NO_ROUTE).all()
+    assert (lesson.teacher.routes[place:] == NO_ROUTE).all()
+
+
+def test_every_hint_of_trusted_rollouts_is_one_lesson() -> None:
+    group = make_group(make_rollout("a", 0, 1), make_rollout("b"), make_rollout("c", 0, verdict=SUSPECT))
+    course = plan().course([group, make_group(make_rollout("d", 1))], shares=1, sampled_tokens=99)
+    assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "a", "d"]
+    assert course.sampled_tokens == 99
+    assert sorted(index for piece in course.shares[0] for index in piece) == [0, 1, 2]
+
+
+def test_a_turn_that_rollouts_share_is_taught_once() -> None:
+    trunk = make_rollout("a", 0)
+    forked = make_rollout("b", 0, 1, branch=Branch(rollout_id="a", turns=1))
+    course = plan().course([make_group(trunk, forked)], shares=1, sampled_tokens=9)
+    assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "b"]
+    assert len(course.lessons[1].student.token_ids) > len(course.lessons[0].student.token_ids)
+
+
+def test_summaries_that_are_not_trained_are_not_taught() -> None:
+    summary = (TURNS[0], replace(TURNS[1], kind=TurnKind.SUMMARY))
+    group = make_group(replace(make_rollout("a", 0, 1), turns=summary))
+    summaries = ("harness.context=summary", "harness.summary_at_tokens=100", "engine.max_length=400")
+    for choice, lessons in (("train", 2), ("mask", 1)):
+        chosen = plan(*summaries, f"credit.summaries={choice}")
+        assert len(chosen.course([group], shares=1, sampled_tokens=9).lessons) == lessons
+
+
+def test_lessons_are_dealt_out_evenly_in_pieces_that_fit() -> None:
+    group = make_group(*(make_rollout(f"r{n}", 0, 1) for n in range(5)))
+    course = plan("trainer.microbatch_tokens=64").course([group], shares=2, sampled_tokens=9)
+    lengths = [len(lesson.teacher.token_ids) for lesson in course.lessons]
+    assert len({len(share) for share in course.shares}) == 1
+    assert len(course.shares) == 2
+    assert all(sum(lengths[index] for index in piece) <= 64 for share in course.shares for piece in share)
+    assert sorted(i for share in course.shares for piece in share for i in piece) == list(range(10))
+
+
+def test_a_batch_without_hints_has_no_course() -> None:
+    course = plan().course([make_group(make_rollout("a"))], shares=4, sampled_tokens=9)
+    assert (course.lessons, course.shares) == ((), ())
+
+
+def test_a_template_that_takes_no_hint_is_refused_by_name() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    tokenizer = Tokenizer.from_str(CHAT._tokenizer.to_str())
+    variables = {"eos_token": "<|end|>"}
+    chat = JinjaFormat(
+        Checkpoint(tokenizer=tokenizer, templates={"default": source}, variables=variables, stop_ids=(CHAT.end_id,))
+    )
+    with pytest.raises(ConfigError, match=r"hints.weight cannot be above 0 with this model: .*roles must alternate"):
+        reminders_of(chat)

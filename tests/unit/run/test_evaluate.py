@@ -1,0 +1,82 @@
+"""What was tried is found again, whatever was missing and however much was wanted."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError, RunFolderError
+from etude.ledger.archive import Archive
+from etude.ledger.ledger import Ledger
+from etude.run.evaluate import Wanted, missing, one_pass, rounds, tries
+from etude.types import Split, Task
+from ledgers import rollout, task
+
+
+def play(ledger: Ledger, label: str, number: int, broken: set[int]) -> None:
+    """One evaluation of ``number`` tasks, in which those that are ``broken`` fail by infrastructure for good."""
+
+    async def try_all(name: str, tasks: Sequence[Task]) -> None:
+        for wanted in tasks[ledger.progress(name).admitted :]:
+            group = ledger.admit_group(wanted, name, 1, 0)
+            assert group is not None
+            if int(wanted.task_id) in broken:
+                ledger.record(rollout(group, 0, reward=None, name=f"{name}/{group}"), name)
+                ledger.lose_slot(name, group, 0, "infra")
+            else:
+                ledger.record(rollout(group, 0, reward=float(wanted.task_id), name=f"{name}/{group}"), name)
+
+    asyncio.run(one_pass(ledger, try_all, label, [task(index, Split.HELDOUT) for index in range(number)]))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(4, set()), (6, set())],  # more tasks
+        [(6, {0, 3, 5}), (6, {3}), (6, set())],  # some missing, then one of them again
+        [(3, {0, 2}), (6, {2, 4}), (6, set())],  # more tasks while some are missing
+        [(6, {1, 4}), (2, {1}), (6, {4}), (6, set())],  # fewer tasks in between
+    ],
+)
+def test_every_task_keeps_its_own_try(tmp_path: Path, calls: list[tuple[int, set[int]]]) -> None:
+    place = tmp_path / "ledger.db"
+    tried: set[int] = set()
+    with Ledger.open(place) as ledger, Archive.open(place) as archive:
+        for number, broken in calls:
+            play(ledger, "sampled-0", number, broken)
+            found = tries(archive, "sampled-0", 6)
+            now = {index for index, attempt in enumerate(found) if attempt is not None}
+            assert all(attempt.task_id == str(index) for index, attempt in enumerate(found) if attempt is not None)
+            assert all(attempt.reward == index for index, attempt in enumerate(found) if attempt is not None)
+            assert now >= tried | (set(range(number)) - broken)
+            assert missing(archive, "sampled-0", number) == sorted(set(range(number)) - now)
+            tried = now
+    assert tried == set(range(6))
+
+
+def test_a_missing_task_gets_one_more_round_with_every_call(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        for expected in (["greedy"], ["greedy", "greedy.again-1"], ["greedy", "greedy.again-1", "greedy.again-2"]):
+            play(ledger, "greedy", 3, {1})
+            assert [
+                name for name, _ in zip(rounds("greedy"), range(5), strict=False) if ledger.progress(name).admitted
+            ] == expected
+
+
+def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
+    async def nothing(name: str, tasks: Sequence[Task]) -> None: ...
+
+    with Ledger.open(tmp_path / "ledger.db") as ledger:
+        play(ledger, "greedy", 2, set())
+        with pytest.raises(
+            RunFolderError, match=r"was 0 when it was tried and is 9 now.*remove the run's evaluations/"
+        ):
+            asyncio.run(one_pass(ledger, nothing, "greedy", [task(9, Split.HELDOUT)]))
+
+
+def test_what_is_wanted_is_checked() -> None:
+    assert Wanted(passes=2).labels() == {"sampled": ["sampled-0", "sampled-1"], "greedy": ["greedy"]}
+    assert Wanted(greedy=False).labels() == {"sampled": ["sampled-0"]}
+    with pytest.raises(ConfigError, match="passes = 0"):
+        Wanted(passes=0)

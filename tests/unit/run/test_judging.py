@@ -1,0 +1,197 @@
+"""A recipe's judge, put together: who is trusted, what is remembered, what the command line says."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import aiohttp
+import orjson
+import pytest
+
+from etude.cli.main import main
+from etude.config.recipe import RunConfig, load_recipe
+from etude.config.reward import RewardConfig
+from etude.errors import ConfigError, DamagedError
+from etude.protocols import HarnessResult
+from etude.rewards.judging.budget import Spend
+from etude.rewards.judging.calibration import parse_calibration
+from etude.rewards.judging.spending import SpendFile
+from etude.run.judging import check_judge, open_judge, pins_of, rubrics_of
+from etude.telemetry.events import JudgeAlarm
+from etude.types import AnswerChecks, Split, Task
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "summaries"
+UNTRUSTED = "judge.calibrations={}"
+TASK = Task(
+    task_id="t",
+    family="summaries",
+    template="m",
+    split=Split.TRAIN,
+    prompt="sum up\ndef area(w, h):\n    return w * h",
+    files={},
+    checks=AnswerChecks(answer="area returns w * h"),
+)
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_recipe(RECIPE, overrides)
+
+
+def test_the_recipe_s_judge_is_the_one_that_was_calibrated() -> None:
+    config = recipe()
+    check_judge(config)
+    assert sorted(pins_of(config)) == ["factuality", "style"]
+    assert pins_of(recipe(UNTRUSTED)) == pins_of(config)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        (UNTRUSTED, "never calibrated"),
+        ("judge.max_tokens=99", "not the one that was calibrated"),
+        ("judge.min_agreement=0.99", "judge.min_agreement is 0.99"),
+    ],
+)
+def test_a_judge_that_nobody_vouches_for_is_refused_unless_the_recipe_says_so(override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_judge(recipe(override))
+    check_judge(recipe(override, "judge.allow_uncalibrated=true"))
+
+
+def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_about(tmp_path: Path) -> None:
+    config = recipe(UNTRUSTED, "judge.allow_uncalibrated=true")
+    alone = config.model_copy(update={"reward": RewardConfig(parts=config.reward.parts[:1])})
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as http, open_judge(alone, http, state=tmp_path) as opened:
+            assert opened is not None
+            found = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
+            assert sorted(found) == ["addresses_judge", "style", "unreadable_votes"]
+
+    asyncio.run(scenario())
+    check_judge(config.model_copy(update={"reward": RewardConfig(), "judge": recipe(UNTRUSTED).judge}))
+
+
+def test_a_rubric_under_another_name_is_refused() -> None:
+    config = recipe()
+    style = config.judge.rubrics["style"]
+    wrong = config.judge.model_copy(update={"rubrics": {"tone": style}})
+    with pytest.raises(ConfigError, match=r"judge\.rubrics\.tone is about 'style'"):
+        rubrics_of(wrong)
+
+
+def test_rules_are_for_families_that_bring_some() -> None:
+    config = load_recipe(RECIPE.parent / "quickstart", ["judge.url=rules"])
+    with pytest.raises(ConfigError, match="'bugfix' brings none"):
+        pins_of(config)
+
+
+def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
+    config = recipe()
+    right = "area returns w * h"
+    alarms: list[JudgeAlarm] = []
+
+    async def play(answer: str) -> dict[str, float]:
+        async with (
+            aiohttp.ClientSession() as http,
+            open_judge(config, http, state=tmp_path, alarm=alarms.append) as opened,
+        ):
+            assert opened is not None
+            result = HarnessResult(reason="submit", counts={}, answer=answer)
+            return dict(await opened.parts.parts(TASK, result, ""))
+
+    good = asyncio.run(play(right))
+    assert good == {"style": 1.0, "factuality": 1.0, "addresses_judge": 0.0, "unreadable_votes": 0.0}
+    spent = SpendFile(tmp_path / "judge-spend.json").load()
+    assert spent.calls == 2
+    assert asyncio.run(play(right)) == good
+    assert SpendFile(tmp_path / "judge-spend.json").load() == spent
+    bad = asyncio.run(play("hm, maybe it is something!"))
+    assert bad["style"] < 0.6
+    assert SpendFile(tmp_path / "judge-spend.json").load().calls == 4
+    assert alarms == []
+
+
+def test_a_recipe_without_a_judge_has_none() -> None:
+    async def scenario() -> None:
+        async with (
+            aiohttp.ClientSession() as http,
+            open_judge(load_recipe(RECIPE.parent / "quickstart"), http) as judge,
+        ):
+            assert judge is None
+
+    asyncio.run(scenario())
+    assert pins_of(load_recipe(RECIPE.parent / "quickstart")) == {}
+
+
+def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = recipe()
+    older = {
+        aspect: text.replace('"identity": "etude-rules-1"', '"identity": "etude-rules-0"')
+        for aspect, text in config.judge.calibrations.items()
+    }
+    changed = config.model_copy(update={"judge": config.judge.model_copy(update={"calibrations": older})})
+    alarms: list[JudgeAlarm] = []
+
+    async def scenario() -> None:
+        async with (
+            aiohttp.ClientSession() as http,
+            open_judge(changed, http, state=tmp_path, alarm=alarms.append) as opened,
+        ):
+            assert opened is not None
+            await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert [alarm.kind for alarm in alarms] == ["model"]
+    assert "etude-rules-1" in caplog.text
+
+
+def test_spending_is_remembered_and_a_damaged_record_is_not_a_fresh_start(tmp_path: Path) -> None:
+    file = SpendFile(tmp_path / "spend.json")
+    assert file.load() == Spend()
+    file.save(Spend(calls=3, prompt_tokens=5, completion_tokens=7))
+    assert file.load() == Spend(calls=3, prompt_tokens=5, completion_tokens=7)
+    for damage in (b"", b"{", b'{"calls": -1}', b'{"money": 1}', b"[]"):
+        (tmp_path / "spend.json").write_bytes(damage)
+        with pytest.raises(DamagedError, match="remove it to begin at 0"):
+            file.load()
+
+
+def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run.toml", "style.toml", "factuality.toml", "style.jsonl", "factuality.jsonl"):
+        (tmp_path / name).write_text((RECIPE / name).read_text(encoding="utf-8"), encoding="utf-8")
+    assert main(["judge", "calibrate", str(tmp_path)]) == 0
+    assert "weighted kappa" in capsys.readouterr().out
+    for aspect in ("style", "factuality"):
+        fresh = parse_calibration((tmp_path / f"{aspect}.calibration.json").read_text(encoding="utf-8"), aspect)
+        shipped = parse_calibration((RECIPE / f"{aspect}.calibration.json").read_text(encoding="utf-8"), aspect)
+        assert (fresh.pin, fresh.agreement, fresh.bias, fresh.items) == (
+            *(shipped.pin, shipped.agreement, shipped.bias, shipped.items),
+        )
+    assert main(["judge", "check", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("; trusted;") == 2
+    assert main(["judge", "check", str(tmp_path), "--set", "judge.max_tokens=99"]) == 2
+    assert "not trusted" in capsys.readouterr().out
+    (tmp_path / "task").write_text("def area(w, h):\n    return w * h", encoding="utf-8")
+    (tmp_path / "work").write_text("I think area returns w * h!", encoding="utf-8")
+    arguments = ["--aspect", "style", "--task", str(tmp_path / "task"), "--work", str(tmp_path / "work")]
+    assert main(["judge", "score", str(tmp_path), *arguments]) == 0
+    assert orjson.loads(capsys.readouterr().out)["score"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["judge", "check", str(RECIPE.parent / "quickstart")], "has no judge"),
+        (["judge", "calibrate", str(RECIPE), "--aspect", "tone"], "rubrics of factuality, style"),
+        (["judge", "score", str(RECIPE), "--aspect", "style", "--task", "/none", "--work", "/none"], "--task /none"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert complaint in said
+    assert said.count("\n") == 1
