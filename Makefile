@@ -31,7 +31,7 @@ demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set 
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
 test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" picks some, WORKERS=4 runs more at once
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape

@@ -352,6 +352,26 @@ class Turn:
             raise ValueError(f"temperature {self.temperature!r} of a turn is negative")
         self._check_payload()
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of what was sampled behind it."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    def continues(self, earlier: "Turn") -> bool:
+        """Whether the prompt begins with all tokens of an earlier turn, its prompt and what it sampled.
+
+        Views of one array are known to agree as far as both go; others are compared, what says no soonest first.
+        """
+        middle, end = len(earlier.prompt_ids), earlier.length
+        return (
+            len(self.prompt_ids) >= end
+            and np.array_equal(self.prompt_ids[middle:end], earlier.completion_ids)
+            and (
+                _same_memory(self.prompt_ids, earlier.prompt_ids)
+                or np.array_equal(self.prompt_ids[:middle], earlier.prompt_ids)
+            )
+        )
+
     def _check_payload(self) -> None:
         read, sampled = len(self.prompt_ids) + len(self.completion_ids) - 1, len(self.completion_ids)
         if self.payload is not None and (self.routes is not None or self.kept is not None):
@@ -362,6 +382,10 @@ class Turn:
             raise ValueError(
                 f"the {sampled} tokens of a turn were not all drawn from the {len(self.kept)} kept sets it came with"
             )
+
+
+def _same_memory(one: Ids, other: Ids) -> bool:
+    return one.ctypes.data == other.ctypes.data and one.strides == other.strides
 
 
 class RolloutStatus(StrEnum):
@@ -504,7 +528,7 @@ class Trajectory:
     token_ids: Ids
     """[L]"""
     loss_mask: Mask
-    """[L] true where a model sampled the token."""
+    """[L] true where a model sampled the token and it is to be trained on."""
     logprobs: Floats
     """[L] the engine's logprob of each sampled token; 0 elsewhere."""
     versions: Ids

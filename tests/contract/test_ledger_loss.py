@@ -196,5 +196,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096 * 2 :] = b"\x5a" * (len(data) - 4096 * 2)
     path.write_bytes(data)
-    with Ledger.open(path) as ledger, pytest.raises(DamagedError, match=r"ledger\.db is damaged.*from a copy"):
+    named = pytest.raises((DamagedError, RunFolderError), match=r"ledger\.db is damaged.*from a copy")
+    with named, Ledger.open(path) as ledger:  # whichever comes upon it first
         ledger.progress()

@@ -177,6 +177,7 @@ def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
         helpers = [seat(folder, 1), seat(folder, 2)]
         wait_for_rollouts_of(folder, "rollouts-1")
         helpers[0].kill()
+        helpers[0].wait(30)
         output, _ = run.communicate(timeout=DEADLINE_S)
         last = helpers[1].wait(30)
     assert (run.returncode, last) == (0, 0), output + read_logs(folder)

@@ -308,7 +308,7 @@ def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: st
     assert expected[0]["flipped_pairs"] > 0
     assert abs(expected[3]["hint_nats"]) > 0.01
     for found, step in zip(measured, expected, strict=True):
-        assert found == pytest.approx(step, abs=TOLERANCE)
+        assert found == pytest.approx(step, rel=1e-4, abs=TOLERANCE)
     weights = load_file(folder / f"crew {name}.safetensors")
     for key, tensor in policy.model.state_dict().items():
         # AdamW steps by the sign of a gradient that is 0 but for rounding; that is one number in thousands.

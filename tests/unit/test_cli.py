@@ -35,7 +35,7 @@ def test_a_shipped_recipe_resolves(recipe: str, capsys: pytest.CaptureFixture[st
 def test_a_dry_run_says_what_the_reward_can_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(RECIPES / "tab"), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "# reward: from -0." in said
+    assert "# reward: from -1.32 to 1" in said
     assert "#   rejected: -0.5 to 0, -0.5 × grader.wrong, version 1" in said
     assert main(["run", str(QUICKSTART), "--dry-run"]) == 0
     assert "# reward" not in capsys.readouterr().out

@@ -8,7 +8,9 @@ import pytest
 HEAVY = ("torch", "transformers")
 
 
-@pytest.mark.parametrize("module", ["etude.config.recipe", "etude.types", "etude.protocols", "etude.cli.main"])
+@pytest.mark.parametrize(
+    "module", ["etude.config.recipe", "etude.types", "etude.protocols", "etude.cli.main", "etude.run.rollouts"]
+)
 def test_a_light_module_loads_no_machinery(module: str) -> None:
     program = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

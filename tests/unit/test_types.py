@@ -14,6 +14,7 @@ from etude.types import (
     Document,
     Finish,
     FunctionChecks,
+    Ids,
     KeptSets,
     PayloadRef,
     Rollout,
@@ -233,3 +234,24 @@ def test_a_weight_version_without_a_base_is_full(base: int | None, kind: str) ->
     )
     assert version.kind == kind
     assert version.size_bytes == 7
+
+
+def turn_after(prompt_ids: Ids, said: int = 1) -> Turn:
+    one = np.array([said], np.int32)
+    zero = np.zeros(1, np.int32)
+    return Turn(
+        prompt_ids=prompt_ids, completion_ids=one, logprobs=zero.astype(np.float32), versions=zero, finish=Finish.STOP
+    )
+
+
+def test_a_turn_continues_another_if_its_prompt_has_that_ones_prompt_and_what_was_said() -> None:
+    memory = np.array([1, 1, 1, 2, 1, 1], np.int32)
+    earlier = turn_after(memory[:2])  # [1, 1], and then 1
+    for prompt in (memory[:3], memory[:5], memory.copy(), np.repeat(memory, 2)[::2]):
+        assert turn_after(prompt).continues(earlier)
+    for prompt in (memory[:2], memory[1:], np.array([1, 2, 1], np.int32), memory[:0]):
+        assert not turn_after(prompt).continues(earlier)
+    strided = turn_after(np.array([1, 9, 2, 1, 1], np.int32)[::2])  # [1, 2, 1], and then 1
+    base = strided.prompt_ids.base
+    assert base is not None
+    assert not turn_after(base).continues(strided)  # it begins at the same byte, and has a 1 in the right place

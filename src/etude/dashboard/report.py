@@ -41,6 +41,7 @@ def build_report(
         "weights": _weights(story),
         "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
         "cheating": story.hacks.get(TRAIN, HackRates()).figures(),
+        "judge_alarms": [asdict(alarm) for alarm in story.judge_alarms],
         "restarts": story.restarts,
         "memory_bytes_max": story.memory_bytes_max,
         "interruptions": max(0, len(story.segments) - 1),
@@ -79,6 +80,8 @@ def _heldout(story: RunStory) -> Figures:
         "greedy_stderr": _joint(greedy_stderr_before, greedy_stderr_after),
         "greedy_stderr_before": greedy_stderr_before,
         "greedy_stderr_after": greedy_stderr_after,
+        "recall_before": _recall(before),
+        "recall_after": _recall(after),
     }
 
 
@@ -87,6 +90,12 @@ def _scores(result: EvalDone | None) -> tuple[float | None, float | None, float 
         return None, None, None, None
     sampled, greedy = _ratio(result.sampled_pass), _ratio(result.greedy_pass)
     return sampled, _ratio(result.sampled_stderr), greedy, _ratio(result.greedy_stderr)
+
+
+def _recall(result: EvalDone | None) -> float | None:
+    """Of the facts that a task takes and that had been seen by then, the share that stood in summaries."""
+    parts = result.sampled_parts if result else {}
+    return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
 
 
 def _joint(before: float | None, after: float | None) -> float | None:

@@ -22,6 +22,7 @@ from etude.telemetry.events import (
     EvalDone,
     HeldoutLoss,
     ImitationProgress,
+    JudgeAlarm,
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
@@ -103,6 +104,7 @@ class RunStory:
         self.mismatch: dict[tuple[int, str, int], MismatchMeasured] = {}
         """(step, by what, first) → the newest row of the mismatch's breakdown."""
         self.warnings: list[Timed[MismatchWarned]] = []
+        self.judge_alarms: list[JudgeAlarm] = []
         self.published: list[Timed[WeightsPublished]] = []
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
@@ -145,6 +147,8 @@ class RunStory:
                 self.mismatch[event.step, event.by, event.first] = event
             case MismatchWarned():
                 _insert(self.warnings, Timed(at_s, event))
+            case JudgeAlarm():
+                self.judge_alarms.append(event)
             case WeightsPublished():
                 _insert(self.published, Timed(at_s, event))
             case WeightsSwapped():

@@ -41,6 +41,7 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
             f"compared",
         ),
         *_routes(of("mismatch.flips")),
+        *_summaries(of("heldout.recall_before"), of("heldout.recall_after")),
         (
             "weights",
             f"{count(of('weights.versions'))} versions, deltas {size(of('weights.mean_delta_bytes'))} of "
@@ -65,6 +66,13 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         ("memory", f"{size(of('memory_bytes_max'))} at most, sandboxes aside"),
         ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
     ]
+
+
+def _summaries(before: float | None, after: float | None) -> tuple[tuple[str, str], ...]:
+    """A row only where tasks say what a summary has to keep."""
+    if before is None and after is None:
+        return ()
+    return (("summaries", f"keep {percent(before)} → {percent(after)} of the needed facts that had been seen"),)
 
 
 def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:

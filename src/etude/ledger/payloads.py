@@ -30,7 +30,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
-from etude.ledger.turns import begins_with
 from etude.types import KeptSets, PayloadRef, Routes, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
@@ -160,7 +159,7 @@ def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list
         if rows is not None:
             missing = _rows_read(turn) - len(rows)
             having = complete.get((missing, *rows.shape[1:]), ()) if missing > 0 else ()
-            place = next((one for one in reversed(having) if begins_with(turn.prompt_ids, turns[one])), None)
+            place = next((one for one in reversed(having) if turn.continues(turns[one])), None)
             if missing == 0 or place is not None:
                 complete.setdefault((_rows_read(turn), *rows.shape[1:]), []).append(index)
         above.append(place)

@@ -104,23 +104,6 @@ def decode_turns(data: bytes) -> tuple[Turn, ...]:
     return tuple(_turn(arrays, index, prompts[index], completions[index]) for index in range(num_turns))
 
 
-def begins_with(prompt_ids: Ids, earlier: Turn) -> bool:
-    """Whether a prompt begins with all tokens of an earlier turn, its prompt and what it sampled.
-
-    Views of one array are known to agree as far as both go; others are compared, what says no soonest first.
-    """
-    middle, end = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.completion_ids)
-    return (
-        len(prompt_ids) >= end
-        and np.array_equal(prompt_ids[middle:end], earlier.completion_ids)
-        and (_same_memory(prompt_ids, earlier.prompt_ids) or np.array_equal(prompt_ids[:middle], earlier.prompt_ids))
-    )
-
-
-def _same_memory(one: Ids, other: Ids) -> bool:
-    return one.ctypes.data == other.ctypes.data and one.strides == other.strides
-
-
 def _branches(prompts: Sequence[Ids]) -> tuple[list[Ids], list[int]]:
     """The longest prompt of each branch, and where each prompt starts once these lie end to end.
 

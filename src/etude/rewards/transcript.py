@@ -13,8 +13,6 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from etude.types import Ids, Turn, TurnKind
 
 
@@ -42,7 +40,7 @@ def read_turns(turns: Sequence[Turn], decode: Callable[[Ids], str]) -> tuple[Spo
     """
     parents = continued(turns)
     heard = [
-        decode(turn.prompt_ids if parent is None else turn.prompt_ids[_length(turns[parent]) :])
+        decode(turn.prompt_ids if parent is None else turn.prompt_ids[turns[parent].length :])
         for turn, parent in zip(turns, parents, strict=True)
     ]
     answers: dict[int, str] = {}
@@ -72,18 +70,8 @@ def continued(turns: Sequence[Turn]) -> list[int | None]:
     seen: list[tuple[int, int]] = []
     for index, turn in enumerate(turns):
         end = bisect_right(seen, (len(turn.prompt_ids), index))
-        fitting = (place for _, place in reversed(seen[:end]) if _begins_with(turn.prompt_ids, turns[place]))
+        fitting = (place for _, place in reversed(seen[:end]) if turn.continues(turns[place]))
         parents.append(next(fitting, None))
         if len(turn.completion_ids):
-            insort(seen, (_length(turn), index))
+            insort(seen, (turn.length, index))
     return parents
-
-
-def _begins_with(prompt_ids: Ids, turn: Turn) -> bool:
-    middle, end = len(turn.prompt_ids), _length(turn)
-    said = np.array_equal(prompt_ids[middle:end], turn.completion_ids)
-    return said and np.array_equal(prompt_ids[:middle], turn.prompt_ids)
-
-
-def _length(turn: Turn) -> int:
-    return len(turn.prompt_ids) + len(turn.completion_ids)

@@ -27,6 +27,7 @@ from etude.rewards.parts import Combined, MakeUp, check_behaviours, combine, dif
 from etude.rewards.slips import slip_rewards
 from etude.rewards.transcript import SpokenTurn, read_turns
 from etude.run.folder import RunFolder
+from etude.run.hints import open_hints
 from etude.run.judging import OpenJudge
 from etude.types import Ids, Task, Turn
 
@@ -132,11 +133,7 @@ def open_appraiser(
     the model's chat template takes no hint.
     """
     check_behaviours(config.reward)
-    hints = None
-    if config.hints.weight:
-        from etude.run.hints import open_hints  # knows torch, which no other part of this process needs
-
-        hints = open_hints(config, folder, judge.hints if judge is not None and config.hints.judge else None)
+    hints = open_hints(config, folder, judge.hints if judge is not None and config.hints.judge else None)
     rewards_turns = config.credit.kind == "shaped"
     if not (config.reward.parts or rewards_turns or hints is not None):
         return None

@@ -33,7 +33,7 @@ class WeightPublishing:
         self._recipe = recipe
         self._events = events
         self._started_s = 0.0
-        self._ended_s = 0.0
+        self._ended_s: float | None = None
         self._blocked_s = 0.0
         self._state_bytes = 0
         self._publication: Publication | None = None
@@ -50,7 +50,7 @@ class WeightPublishing:
         """Begin to publish ``state`` as ``version``; its tensors must not change before :meth:`release`."""
         assert self._publication is None, "one version at a time: land the one before first"
         stored = to_stored(state)
-        self._started_s, self._blocked_s = time.perf_counter(), 0.0
+        self._started_s, self._blocked_s, self._ended_s = time.perf_counter(), 0.0, None
         self._state_bytes = state_bytes(stored)
         self._publication = self._publisher.publish(stored, version=version, step=version, recipe=self._recipe)
         self._publication.record.add_done_callback(self._note_end)
@@ -72,6 +72,7 @@ class WeightPublishing:
         waiting_s = time.perf_counter()
         record = self._publication.result(DEADLINE_S)
         self._blocked_s += time.perf_counter() - waiting_s
+        ended_s = self._ended_s or time.perf_counter()  # who waits may be woken before the end was noted
         self._publication = None
         self._events.write(
             WeightsPublished(
@@ -79,7 +80,7 @@ class WeightPublishing:
                 kind=record.kind,
                 size_bytes=record.size_bytes,
                 state_bytes=self._state_bytes,
-                seconds=self._ended_s - self._started_s,
+                seconds=ended_s - self._started_s,
                 blocked_s=self._blocked_s,
             )
         )

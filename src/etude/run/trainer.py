@@ -29,7 +29,7 @@ from etude.rewards.parts import mean_parts
 from etude.run.crew import Crew
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
-from etude.run.hints import CoursePlan
+from etude.run.lessons import CoursePlan
 from etude.run.locks import holder
 from etude.run.numerics import (
     decoded_state,

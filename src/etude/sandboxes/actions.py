@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-
 from etude.sandboxes import tools
 from etude.types import Ids, Turn
 
@@ -115,11 +113,8 @@ def excerpt(text: str, letters: int = OUTPUT_LETTERS) -> str:
 
 
 def _output(turn: Turn, later: Sequence[Turn], decode: Callable[[Ids], str]) -> str:
-    seen = np.concatenate((turn.prompt_ids, turn.completion_ids))
-    for other in later:
-        if len(other.prompt_ids) > len(seen) and np.array_equal(other.prompt_ids[: len(seen)], seen):
-            return decode(other.prompt_ids[len(seen) :])
-    return ""
+    after = next((other for other in later if len(other.prompt_ids) > turn.length and other.continues(turn)), None)
+    return "" if after is None else decode(after.prompt_ids[turn.length :])
 
 
 def _json_call(text: str) -> tuple[str, dict[str, str]] | None:

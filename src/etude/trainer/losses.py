@@ -38,7 +38,7 @@ class LossTokens:
     engine_logprobs_N: Tensor
     """log μ, at the version that sampled the token."""
     advantages_N: Tensor
-    """The same for all tokens of a trajectory."""
+    """The same for all tokens of a turn, and with the default ``[credit]`` of a trajectory."""
     trajectories_N: Tensor
     """int64, ascending: which trajectory of the micro-batch, 0 … S−1."""
     proximal_logprobs_N: Tensor | None = None

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.ledger.turns import begins_with
 from etude.types import NO_ROUTE, UNSAMPLED, Floats, KeptSets, Mask, Rollout, Routes, Trajectory, Turn
 
 
@@ -77,7 +76,7 @@ def build_trajectories(
 
 def _continued_by(turn: Turn, branches: Sequence[list[_Weighed]]) -> list[_Weighed] | None:
     """The longest branch that the turn's prompt begins with."""
-    candidates = [branch for branch in branches if begins_with(turn.prompt_ids, branch[-1].turn)]
+    candidates = [branch for branch in branches if turn.continues(branch[-1].turn)]
     return max(candidates, key=lambda branch: branch[-1].length, default=None)
 
 

@@ -10,7 +10,9 @@ import pytest
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
-from etude.telemetry.events import EvalDone, Event, HeldoutLoss, PhaseEnded, StepDone
+from etude.dashboard.summary import summary
+from etude.dashboard.units import percent
+from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded, StepDone
 from etude.telemetry.log import Logged
 from etude.types import Json
 
@@ -74,6 +76,24 @@ def test_every_held_out_measurement_is_in_one_curve(config: RunConfig) -> None:
     assert report["lineage"][0] == {
         "phase": "midtrain", "steps": 1, "tokens": 1, "loss": 1.0, "digest": "b", "parent": "a",
     }  # fmt: skip
+
+
+def test_what_summaries_keep_stands_beside_the_pass_rates(config: RunConfig) -> None:
+    rates = [
+        EvalDone(
+            label=label, version=version, tasks=4, sampled_pass=0.5, sampled_stderr=0.25, greedy_pass=0.5,
+            greedy_stderr=0.25, sampled_parts={"facts_seen": 8.0, "facts_kept": kept},
+        )
+        for label, version, kept in (("before", 0, 4.0), ("after", 40, 7.0))
+    ]  # fmt: skip
+    alarm = JudgeAlarm(kind="model", aspect="", detail="another one")
+    report = _report_of([*rates, alarm], config)
+    assert (figure(report, "heldout.recall_before"), figure(report, "heldout.recall_after")) == (0.5, 0.875)
+    assert dict(summary(report))["summaries"].startswith(f"keep {percent(0.5)} → {percent(0.875)} of")
+    assert report["judge_alarms"] == [{"kind": "model", "aspect": "", "detail": "another one"}]
+    without = _report_of([], config)
+    assert figure(without, "heldout.recall_after") is None
+    assert "summaries" not in dict(summary(without))
 
 
 def test_means_are_weighted_by_tokens(config: RunConfig) -> None:

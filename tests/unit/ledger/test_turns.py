@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load, save
 
-from etude.ledger.turns import begins_with, decode_turns, encode_turns
+from etude.ledger.turns import decode_turns, encode_turns
 from etude.types import Finish, Ids, PayloadRef, Turn, TurnKind
 
 IDS = st.integers(0, 2**31 - 1)
@@ -113,19 +113,6 @@ def test_a_branch_is_written_once_however_often_it_was_read() -> None:
     assert_same(received, sent)
     assert len({id(turn.prompt_ids.base) for turn in received}) == 1
     assert encode_turns(received) == blob
-
-
-def test_a_prompt_begins_with_a_turn_if_it_has_its_prompt_and_what_was_said() -> None:
-    memory = np.array([1, 1, 1, 2, 1, 1], np.int32)
-    said = some_turn(memory[:2])  # [1, 1], and then 1
-    for prompt in (memory[:3], memory[:5], memory.copy(), np.repeat(memory, 2)[::2]):
-        assert begins_with(prompt, said)
-    for prompt in (memory[:2], memory[1:], np.array([1, 2, 1], np.int32), memory[:0]):
-        assert not begins_with(prompt, said)
-    strided = some_turn(np.array([1, 9, 2, 1, 1], np.int32)[::2])  # [1, 2, 1], and then 1
-    base = strided.prompt_ids.base
-    assert base is not None
-    assert not begins_with(base, strided)  # it begins at the same byte, and has a 1 in the right place
 
 
 def test_a_small_blob_stays_small_whatever_it_claims() -> None:

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 from etude.config.recipe import RunConfig, default_recipe
 from etude.errors import ConfigError
 from etude.models.spec import TINY
-from etude.run.hints import CoursePlan, lesson_of, reminders_of
+from etude.run.hints import reminders_of
+from etude.run.lessons import CoursePlan, lesson_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat
 from etude.tokens.messages import Message

@@ -12,6 +12,7 @@ from etude.telemetry.events import (
     Event,
     HeldoutLoss,
     ImitationProgress,
+    JudgeAlarm,
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
@@ -60,6 +61,7 @@ EXAMPLES: tuple[Event, ...] = (
         label="after", version=40, tasks=256, sampled_pass=0.5, sampled_stderr=0.031, greedy_pass=0.75,
         greedy_stderr=0.027,
     ),
+    JudgeAlarm(kind="agreement", aspect="style", detail="less than it was calibrated with"),
 )  # fmt: skip
 
 

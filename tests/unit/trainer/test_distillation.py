@@ -264,7 +264,7 @@ def test_divergences_of_a_distribution_from_itself_are_nothing() -> None:
 
 def make_compared(gaps: list[float], lessons: list[int]) -> Compared:
     found_N = torch.tensor(gaps)
-    return Compared(found_N, found_N, found_N, torch.tensor(lessons))
+    return Compared(found_N, found_N, found_N, torch.tensor(lessons, dtype=torch.int64))
 
 
 def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
