@@ -14,7 +14,6 @@ should be. A model of the usual size has learnt that from the world; this one ha
 
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,17 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.benchmarks.loop_runs import begin_from, run_midtraining
+from etude.benchmarks.loop_runs import begin_from
+from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.report import figure
 from etude.environments.transcripts import REMINDER
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
-from etude.run.local import run_local
-from etude.telemetry.log import EventReader
 from etude.types import Group, Json, Rollout
 
 HABIT = ("transcripts.bad_call=0.8", "transcripts.reminded=0.2")
@@ -138,24 +135,13 @@ def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequenc
     taught = [f"hints.weight={weight}", "hints.tools=false", f"hints.rules=[{RULE}]"] if weight else []
     config = load_recipe(recipe, [*common, *taught])
     path = out / f"s{seed}-hints-{weight:g}"
-    folder = RunFolder.open(path) if path.exists() else begin_from(_start(out, recipe, common, seed), path, config)
-    if not folder.report_json.exists():
-        run_local(folder, resumed=False, out=sys.stderr)
+    start = out / f"s{seed}-start"
+    folder = finished_run(path, lambda: begin_from(midtrained(start, load_recipe(recipe, common)), path, config))
     return _read(folder, config, seed, weight)
 
 
-def _start(out: Path, recipe: Path, settings: Sequence[str], seed: int) -> RunFolder:
-    """The run folder with the start of both trials of a seed."""
-    path = out / f"s{seed}-start"
-    folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, load_recipe(recipe, settings))
-    return run_midtraining(folder)
-
-
 def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Trial:
-    story = RunStory()
-    for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
+    report = report_of(folder, config)
     with Ledger.open(folder.ledger) as ledger:
         batches = _batches(ledger.groups(TRAIN), config.rollouts.groups_per_step)
         steps = tuple(step_figures(batch) for batch in islice(batches, config.trainer.steps))

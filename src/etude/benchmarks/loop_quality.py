@@ -12,7 +12,6 @@ tasks of these very models, and over seeds. Run folders are kept, and a call goe
 
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.benchmarks.loop_runs import begin_from, run_midtraining
+from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.quantised import WAYS, paired
+from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.report import figure
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
-from etude.run.local import run_local
-from etude.telemetry.log import EventReader
 from etude.types import Json
 
 FRESH, STALE = 0, 4
@@ -98,24 +95,13 @@ def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[s
     """Run, or go on, or read what is there."""
     config = load_recipe(recipe, [*overrides, f"seed={seed}", f"rollouts.max_staleness={bound}"])
     path = out / f"s{seed}-staleness{bound}"
-    begun = path.exists()
-    folder = RunFolder.open(path) if begun else begin_from(_midtrained(out, config, seed), path, config)
-    if not folder.report_json.exists():
-        run_local(folder, resumed=begun, out=sys.stderr)
+    start = out / f"s{seed}-start"
+    folder = finished_run(path, lambda: begin_from(midtrained(start, config), path, config))
     return _read(folder, config, seed, bound)
 
 
-def _midtrained(out: Path, config: RunConfig, seed: int) -> RunFolder:
-    """The run folder with the start of both trials of a seed."""
-    path = out / f"s{seed}-start"
-    return run_midtraining(RunFolder.open(path) if path.exists() else RunFolder.create(path, config))
-
-
 def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
-    story = RunStory()
-    for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
+    report = report_of(folder, config)
     with Ledger.open(folder.ledger) as ledger:
         rewards = {way: ledger.rewards(f"after-{way}") for way in WAYS}
     return Trial(

@@ -15,7 +15,6 @@ So a difference comes with two standard errors: over the tasks of these very mod
 import math
 import shutil
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +23,18 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.trials import finished_run, report_of
 from etude.config.recipe import RunConfig, load_recipe
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.report import figure
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_checkpoint, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
-from etude.run.local import run_local
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
-from etude.telemetry.log import EventLog, EventReader
+from etude.telemetry.log import EventLog
 from etude.types import Json
 
 REFERENCE = "plain"
@@ -111,9 +109,7 @@ def _trial(recipe: Path, out: Path, seed: int, experts: str, overrides: Sequence
     settings = [*overrides, f"seed={seed}", "numerics.dtype=bfloat16", f"numerics.experts={experts}"]
     config = load_recipe(recipe, settings)
     path = out / f"s{seed}-{experts}"
-    folder = RunFolder.open(path) if path.exists() else _prepared(path, config, _midtrained(out, config, seed))
-    if not folder.report_json.exists():
-        run_local(folder, resumed=False, out=sys.stderr)
+    folder = finished_run(path, lambda: _prepared(path, config, _midtrained(out, config, seed)))
     return _read(folder, config, seed, experts)
 
 
@@ -145,10 +141,7 @@ def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:
 
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, experts: str) -> Trial:
-    story = RunStory()
-    for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
+    report = report_of(folder, config)
     ledger = Ledger.open(folder.ledger)
     try:
         rewards = {way: ledger.rewards(f"after-{way}") for way in WAYS}

@@ -12,7 +12,6 @@ takes and that had been seen by then, how many stood in a summary (recall). Run 
 where an earlier one stopped.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.benchmarks.envelope import Goal, envelope, heading
-from etude.benchmarks.loop_runs import begin_from, run_midtraining
+from etude.benchmarks.loop_runs import begin_from
+from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe, parse_config
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.report import figure
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
-from etude.run.local import run_local
-from etude.telemetry.log import EventReader
 from etude.types import Json, Rollout
 
 TRAINED, UNTRAINED, TRUNCATED, UNLIMITED = ARMS = ("trained", "untrained", "truncated", "unlimited")
@@ -153,24 +150,13 @@ def _trial(recipe: Path, out: Path, seed: int, arm: str, overrides: Sequence[str
     """Run, or go on, or read what is there."""
     config = arm_config(load_recipe(recipe, [*overrides, f"seed={seed}"]), arm)
     path = out / f"s{seed}-{arm}"
-    begun = path.exists()
-    folder = RunFolder.open(path) if begun else begin_from(_start(out, config, seed, arm), path, config)
-    if not folder.report_json.exists():
-        run_local(folder, resumed=begun, out=sys.stderr)
+    start = out / f"s{seed}-{START_OF[arm]}-start"
+    folder = finished_run(path, lambda: begin_from(midtrained(start, config), path, config))
     return _read(folder, config, seed, arm)
 
 
-def _start(out: Path, config: RunConfig, seed: int, arm: str) -> RunFolder:
-    """The run folder with the mid-trained model that an arm begins from."""
-    path = out / f"s{seed}-{START_OF[arm]}-start"
-    return run_midtraining(RunFolder.open(path) if path.exists() else RunFolder.create(path, config))
-
-
 def _read(folder: RunFolder, config: RunConfig, seed: int, arm: str) -> Trial:
-    story = RunStory()
-    for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
+    report = report_of(folder, config)
     with Ledger.open(folder.ledger) as ledger:
         before, after = (_moment(ledger, label) for label in ("before", "after"))
     return Trial(
