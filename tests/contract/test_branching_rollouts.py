@@ -33,7 +33,8 @@ from gateways import ADMIN_KEY, VOCAB_SIZE, Setting, gateway, template
 
 WINDOW, GROUPS, SIZE = 600, 3, 4
 CREDIT = CreditConfig(kind="shared_prefix", branches=2, branch_within=4)
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+CASE = Case(arguments=(), expected=0)
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(CASE,), hidden=(CASE,))
 BEGINNING = "one\ntwo\nthree\n"
 
 
@@ -50,7 +51,7 @@ def task(number: int) -> Task:
 
 
 class Agent(FakeEngine):
-    """Edits a file at random, now and then in ways that are no call, and submits some time."""
+    """Edits a file at random, now and then in ways that are no call, tests it, and submits some time."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock(), vocab_size=VOCAB_SIZE, max_length=WINDOW)
@@ -61,7 +62,7 @@ class Agent(FakeEngine):
         self.calls += 1
         line, number = self._random.randint(1, 4), self._random.randint(10, 99)
         edit = f"edit a.py {line}\n{number}"
-        said = self._random.choice([edit, edit, edit, edit, "read a.py", "edit it", tools.SUBMIT])
+        said = self._random.choice([edit, edit, edit, edit, "read a.py", tools.TEST, "edit it", tools.SUBMIT])
         self.script([*template().encode(said), template().end_id])
         return await super().generate(prompt_ids, params, session=session)
 

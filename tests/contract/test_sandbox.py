@@ -277,6 +277,19 @@ def test_closing_ends_the_commands_that_run(stage: Stage) -> None:
     assert stage.play(close) < PROMPT_S
 
 
+def test_a_sandbox_that_is_being_closed_says_so(stage: Stage) -> None:
+    async def use(sandbox: Sandbox) -> None:
+        await sandbox.write_file("a", "kept")
+        closing = asyncio.ensure_future(sandbox.close())
+        await asyncio.sleep(0)
+        with pytest.raises(SandboxError):
+            await sandbox.export(["a"])  # and not what is left of it
+        await assert_closed(sandbox)
+        await closing
+
+    stage.play(use)
+
+
 def test_a_sandbox_ends_by_itself(stage: Stage) -> None:
     async def wait(sandbox: Sandbox) -> None:
         with pytest.raises(SandboxError):

@@ -53,6 +53,16 @@ def test_a_behaviour_of_another_version_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("way", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_a_judge_that_is_not_to_be_trusted_is_refused_before_anything_runs(
+    way: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    strict = ("--set", "judge.min_agreement=0.99")
+    said = fail(capsys, "run", RECIPES / "summaries", *strict, *way, "--out", tmp_path / "out")
+    assert "the judge of 'style' is not to be trusted" in said or "the judge of 'factuality' is not" in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_missing_recipe_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'recipes/nowhere'" in fail(capsys, "run", "recipes/nowhere")
 

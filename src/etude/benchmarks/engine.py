@@ -25,13 +25,11 @@ from etude.benchmarks import engine_card, engine_sessions, engine_swaps
 from etude.benchmarks.engine_contestants import Setup
 from etude.benchmarks.engine_models import BenchModel, write_model
 from etude.benchmarks.engine_options import NATIVE, EngineOptions
-from etude.benchmarks.engine_table import table
 from etude.benchmarks.engine_worker import Load, Timing, Worker, available_cores
-from etude.benchmarks.envelope import Goal, envelope
+from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.tables import draw, page, results_of
 from etude.errors import InfrastructureError
 from etude.types import Json
-
-__all__ = ["bench_engine", "table"]
 
 JUDGED_BATCHES = (16, 64)
 """Batches at which engines are compared: what rollouts keep busy."""
@@ -45,6 +43,8 @@ NATIVE_VS_CONTINUOUS = Goal("native_vs_transformers_cb", "at least", 4.0)
 INVARIANT_SLOWDOWN = Goal("invariant_slowdown", "at most", 1.5)
 SWAP_VS_RELOAD = Goal("swap_pause_vs_reload", "at least", 20.0)
 PREFIX_REUSE = Goal("prefix_reuse", "at least", 0.9)
+_COLUMNS = ("contestant", "tokens_per_cpu_s", "tokens_per_cpu_s_range", "tokens_per_s", "first_token_s", "peak_bytes")
+_SWAP_COLUMNS = ("case", "changed_bytes", "pause_s", "in_place_s", "reload_s", "reload_disk_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +142,14 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
         },
     }
     return envelope("engine", time.monotonic() - started_s, figures)
+
+
+def table(result: dict[str, Json]) -> str:
+    """Tokens, swaps and sessions, then the goals and who is missing."""
+    tokens = draw(heading(result), results_of(result), _COLUMNS, under="case")
+    swaps = draw("new weights", results_of(result, "swaps"), _SWAP_COLUMNS)
+    card = [f"card: {result['card']}"] if result["card"] else []
+    return page(result, tokens, swaps, notes=[f"sessions: {result['sessions']}", *card])
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────────────

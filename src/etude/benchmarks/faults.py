@@ -38,15 +38,13 @@ from etude.benchmarks.faults_machine import Machine, compile_preload, missing
 from etude.benchmarks.faults_plan import Extent, Kind, Sortie, plan
 from etude.benchmarks.faults_shelf import Shelf, Verdict
 from etude.benchmarks.faults_siege import Siege
-from etude.benchmarks.faults_table import table
+from etude.benchmarks.tables import results_page
 from etude.config.recipe import RunConfig, parse_config
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder
 from etude.run.machine import source_commit
 from etude.run.supervision import THREADING
 from etude.types import Json
-
-__all__ = ["bench_faults", "table"]
 
 GROUPS, GROUP_SIZE = 2, 4
 """Per step: small batches, so that many steps and many claims are under way while things go wrong."""
@@ -65,6 +63,7 @@ MEMORY = Path("/dev/shm")
 LINKS = ("engine", "gateway")
 """Processes behind a link, by their names among the endpoints."""
 GOALS = tuple(Goal(wrong.value, "at most", 0.0) for wrong in Wrong)
+_COLUMNS = ("case", "injected", "runs", "recovered", "went_on", "restarted", "resumed", "median_s", "longest_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +158,16 @@ def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
                 verdicts.append(campaign.verdict(sortie))
                 sys.stderr.write(progress_line(verdicts, len(sorties)))
     return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen))
+
+
+def table(result: dict[str, Json]) -> str:
+    """Kinds of fault and how they were got over, then the errors that runs ended with, findings and goals."""
+    endings, findings = result["endings"], result["findings"]
+    assert isinstance(endings, dict) and isinstance(findings, list)
+    told = [f"endings: {times} × {text}" for text, times in endings.items()]
+    told += [f"findings: {finding}" for finding in findings]
+    played = f"{result['injected']} of {result['planned']} faults"
+    return results_page(result, _COLUMNS, f"seed {result['seed']}", played, notes=told)
 
 
 class Campaign:

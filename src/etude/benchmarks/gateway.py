@@ -27,14 +27,12 @@ from etude.benchmarks.engine_worker import available_cores
 from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.gateway_contestants import CONTESTANTS, NO_KEY, Server, Site
 from etude.benchmarks.gateway_load import Door, LoadProcess, Measured, Order
-from etude.benchmarks.gateway_table import table
 from etude.benchmarks.gateway_upstream import MODEL, Script
+from etude.benchmarks.tables import results_page
 from etude.errors import InfrastructureError, UserError
 from etude.run.endpoints import probe_port
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json
-
-__all__ = ["bench_gateway", "table"]
 
 DIRECT = "direct"
 OURS = ("etude", "etude-uncaptured")
@@ -51,6 +49,8 @@ WARM_UP_S = 0.3
 THROUGHPUT_VS_LITELLM = Goal("throughput_vs_litellm", "at least", 50.0)
 ADDED_LATENCY_VS_LITELLM = Goal("added_latency_vs_litellm", "at most", 0.05)
 THROUGHPUT_VS_BARE_PROXY = Goal("throughput_vs_bare_proxy", "at least", 0.5)
+_COLUMNS = ("contestant", "per_s", "cpu_us", "p50_ms", "p99_ms", "added_p50_ms", "added_p99_ms", "first_text_ms",
+            "peak_bytes")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +215,12 @@ def bench_gateway(options: GatewayOptions | None = None) -> dict[str, Json]:
             "goals": judged_rows(rows),
         },
     )
+
+
+def table(result: dict[str, Json]) -> str:
+    """Calls, then the goals, the cost of capture and who is missing."""
+    captured = f"cost of capture, us of CPU per call: {result['capture_us']}"
+    return results_page(result, _COLUMNS, under="case", notes=[captured])
 
 
 def _ms(seconds: float) -> float:

@@ -17,22 +17,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.table import Table
+
 from etude.benchmarks.attacks.attack import Attack
 from etude.benchmarks.attacks.insiders import INSIDERS
 from etude.benchmarks.attacks.leftovers import LEFTOVERS
 from etude.benchmarks.attacks.runner import RUNNER
 from etude.benchmarks.attacks.startup import STARTUP
 from etude.benchmarks.attacks.values import VALUES
-from etude.benchmarks.envelope import Goal, envelope
+from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.grading_graders import GRADERS, OURS, Examiner
 from etude.benchmarks.grading_subjects import LIMITS, SUBJECTS, Subject
-from etude.benchmarks.grading_table import table
+from etude.benchmarks.tables import Row, page, results_of
 from etude.errors import SandboxError, UserError
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.types import Json
 from etude.worlds import Image, SandboxSpec
-
-__all__ = ["bench_grading", "table"]
 
 ATTACKS: tuple[Attack, ...] = (*STARTUP, *RUNNER, *INSIDERS, *VALUES, *LEFTOVERS)
 RUNNERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
@@ -121,6 +121,27 @@ def bench_grading(options: GradingOptions | None = None) -> dict[str, Json]:
     cases: list[Json] = [outcome.to_json() for outcome in outcomes]
     figures: dict[str, Json] = {"results": results, "cases": cases, "goals": judged(outcomes)}
     return envelope("grading", time.monotonic() - started_s, figures)
+
+
+def table(result: dict[str, Json]) -> str:
+    """Each case by each grader, the counts, the goals."""
+    rows = results_of(result)
+    names = [str(row["contestant"]) for row in rows]
+    drawing = Table(title=heading(result))
+    drawing.add_column("left by the agent")
+    for name in names:
+        drawing.add_column(name, justify="center")
+    honest = None
+    for case in results_of(result, "cases"):
+        if case["honest"] is not honest:
+            honest = case["honest"]
+            drawing.add_section()
+            drawing.add_row("[bold]honest solutions" if honest else "[bold]attacks")
+        drawing.add_row(str(case["case"]), *(_shown(case, name) for name in names))
+    drawing.add_section()
+    for figure in ("attacks_accepted", "honest_rejected", "errors"):
+        drawing.add_row(figure.replace("_", " "), *(str(row[figure]) for row in rows))
+    return page(result, drawing)
 
 
 def attack_case(attack: Attack) -> Case:
@@ -242,3 +263,11 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Json]:
         "honest_rejected": sum(not outcome.accepted.get(name, True) for outcome in honest),
         "errors": sum(name in outcome.errors for outcome in outcomes),
     }
+
+
+def _shown(case: Row, name: str) -> str:
+    accepted = case["accepted"]
+    assert isinstance(accepted, dict)
+    if name not in accepted:
+        return "error"
+    return "pass" if accepted[name] else "–"

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.loop_runs import begin_from
+from etude.benchmarks.tables import draw, page, results_of
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import figure
@@ -106,21 +104,9 @@ def bench_hints(
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people: every tenth step."""
-    rows = result["results"]
-    assert isinstance(rows, list)
-    drawing = Table(title=heading(result))
     columns = ("seed", "contestant", "step", "malformed", "malformed_stderr", "passed", "passed_stderr")
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="left" if column == "contestant" else "right")
-    for row in rows:
-        assert isinstance(row, dict) and isinstance(row["step"], int)
-        if row["step"] % 10 == 1:
-            drawing.add_row(*(str(row[column]) for column in columns))
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(drawing)
-        console.print(f"goals: {result['goals']}")
-    return capture.get()
+    steps = [row for row in results_of(result) if int(str(row["step"])) % 10 == 1]
+    return page(result, draw(heading(result), steps, columns))
 
 
 def gone_after(shares: Sequence[float]) -> int | None:

@@ -20,14 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.loop_contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, recipe
 from etude.benchmarks.loop_heldout import Point, measure_marks, measure_start, target_rate, time_to
 from etude.benchmarks.loop_runs import run_etude, run_midtraining
 from etude.benchmarks.loop_trl import run_trl
+from etude.benchmarks.tables import results_of, results_page
 from etude.run.folder import RunFolder
 from etude.types import Json
 
@@ -107,26 +105,13 @@ def judge_ratio(
 
 
 def table(result: dict[str, Json]) -> str:
-    """The bench object as a table for people."""
-    rows, goals = result["results"], result["goals"]
-    assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=heading(result))
-    for column in _COLUMNS:
-        drawing.add_column(column.replace("_", " "), justify="left" if column == "contestant" else "right")
-    console = Console(width=130)
-    with console.capture() as capture:
-        for row in rows:
-            assert isinstance(row, dict)
-            drawing.add_row(*("–" if row.get(column) is None else str(row[column]) for column in _COLUMNS))
-        console.print(drawing)
-        for row in rows:
-            assert isinstance(row, dict)
-            said = row["missing"] or f"share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
-            console.print(f"{row['contestant']}: {said}", markup=False)
-        for name, goal in goals.items():
-            assert isinstance(goal, dict)
-            console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in goal.items()))
-    return capture.get()
+    """The bench object as a table for people, and what each contestant spent its time on."""
+    spent = [
+        f"{row['contestant']}: share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
+        for row in results_of(result)
+        if not row["missing"]
+    ]
+    return results_page(result, _COLUMNS, notes=spent)
 
 
 def _named(courses: Mapping[str, Course], prefix: str) -> list[str]:

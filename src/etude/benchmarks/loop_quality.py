@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.quantised import WAYS, paired
+from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import figure
@@ -76,19 +74,7 @@ def figures(trials: Sequence[Trial]) -> dict[str, Json]:
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows = result["results"]
-    assert isinstance(rows, list)
-    drawing = Table(title=heading(result))
-    for column in _COLUMNS:
-        drawing.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        assert isinstance(row, dict)
-        drawing.add_row(*(str(row[column]) for column in _COLUMNS))
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(drawing)
-        console.print(f"goals: {result['goals']}")
-    return capture.get()
+    return results_page(result, _COLUMNS)
 
 
 def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[str]) -> Trial:

@@ -22,15 +22,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from etude.benchmarks.engine_contestants import LENGTH, RUNNING, Order, Setup
 from etude.benchmarks.engine_models import END_ID, PAD_ID, QUICK_MODEL, load_trained
 from etude.benchmarks.engine_worker import Worker, available_cores
-from etude.benchmarks.envelope import envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.numerics_model import CACHE, Schooling, TrainedModel, trained_model
+from etude.benchmarks.tables import results_page
 from etude.config.inference import NumericsConfig
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import save_checkpoint
@@ -57,7 +56,8 @@ REPLAYS: Final = MappingProxyType({"none": None, "replay": 0.0, "filter": 0.5})
 JUDGED_FORMAT = "bfloat16"
 JUDGED_ENGINE = "transformers-generate"
 """Another system's engine, whose numbers are really not the trainer's."""
-REPLAY_GOAL = 0.6
+INVARIANT = Goal("invariant_max_abs", "at most", 0.0)
+REPLAY = Goal("replay_p99_removed", "at least", 0.6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,31 +173,9 @@ def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:
 
 
 def table(result: dict[str, Json]) -> str:
-    """The bench object as a table for people."""
-    rows, goals = result["results"], result["goals"]
-    assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=heading(result, str(result["model"])))
-    columns = ("mean_abs", "p99", "max", "k1", "k3", "equal_share", "flip_share", "flipped_p99", "tokens")
-    drawing.add_column("engine")
-    drawing.add_column("trainer")
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="right")
-    engine = None
-    for row in rows:
-        assert isinstance(row, dict)
-        if row["contestant"] != engine:
-            engine = row["contestant"]
-            drawing.add_section()
-        shown = ("–" if row.get(column) is None else str(row[column]) for column in columns)
-        drawing.add_row(str(engine), str(row["case"]), *shown)
-    console = Console(width=150)
-    with console.capture() as capture:
-        console.print(drawing)
-        for name, goal in goals.items():
-            console.print(f"{name}: {goal}")
-        for reason in sorted({str(row["missing"]) for row in rows if isinstance(row, dict) and row["missing"]}):
-            console.print(reason, markup=False)
-    return capture.get()
+    """The bench object as a table for people: engine by engine, a row for each of the trainer's arithmetics."""
+    columns = ("case", "mean_abs", "p99", "max", "k1", "k3", "equal_share", "flip_share", "flipped_p99", "tokens")
+    return results_page(result, columns, str(result["model"]), under="contestant")
 
 
 def _four_digits(figure: float) -> float:
@@ -340,18 +318,9 @@ def judged_rows(rows: Sequence[Row]) -> dict[str, Json]:
     removed = _removed(rows, lambda row: row.mismatch)
     worst, judged = max(exact.values(), default=None), removed.get(JUDGED_ENGINE)
     return {
-        "invariant_max_abs": {
-            "value": worst,
-            "goal": 0.0,
-            "sense": "at most",
-            "met": worst == 0.0,
-            "each": dict(exact),
-        },
-        "replay_p99_removed": {
-            "value": judged,
-            "goal": REPLAY_GOAL,
-            "sense": "at least",
-            "met": judged is not None and judged >= REPLAY_GOAL,
+        INVARIANT.name: INVARIANT.judge(worst) | {"value": worst, "each": dict(exact)},
+        REPLAY.name: REPLAY.judge(judged)
+        | {
             "engine": JUDGED_ENGINE,
             "each": dict(removed),
             "each_of_flipped": dict(_removed(rows, lambda row: row.flipped)),

@@ -19,10 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
+from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, report_of
 from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import figure
@@ -88,20 +86,8 @@ def bench_quantised(
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows = result["results"]
-    assert isinstance(rows, list)
-    drawing = Table(title=heading(result))
     columns = ("seed", "experts", "sampled_before", "sampled", "sampled_gain", "greedy", "greedy_gain", "k3")
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="left" if column == "experts" else "right")
-    for row in rows:
-        assert isinstance(row, dict)
-        drawing.add_row(*(str(row[column]) for column in columns))
-    console = Console(width=110)
-    with console.capture() as capture:
-        console.print(drawing)
-        console.print(f"goals: {result['goals']}")
-    return capture.get()
+    return results_page(result, columns)
 
 
 def _trial(recipe: Path, out: Path, seed: int, experts: str, overrides: Sequence[str]) -> Trial:

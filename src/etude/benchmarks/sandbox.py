@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from etude.benchmarks.envelope import Goal, envelope
+from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.sandbox_contestants import (
     CONTESTANTS,
     NS,
@@ -52,12 +52,10 @@ from etude.benchmarks.sandbox_measures import (
     spread,
 )
 from etude.benchmarks.sandbox_programs import PROGRAMS, Launch, Launcher
-from etude.benchmarks.sandbox_table import table
+from etude.benchmarks.tables import draw, page, results_of
 from etude.errors import EtudeError, UserError
 from etude.protocols import SandboxProvider
 from etude.types import Json
-
-__all__ = ["bench_sandbox", "table"]
 
 MEMORY = Path("/dev/shm")
 BWRAP, BWRAP_AT_BEST, PODMAN = "bwrap+overlay", "bwrap+syscalls", "podman"
@@ -76,6 +74,8 @@ STARTS_VS_PODMAN = Goal("starts_vs_podman", "at least", 5.0)
 ALIVE = Goal("alive", "at least", 1000.0)
 LEAKED = Goal("leaked", "at most", 0.0)
 FORK_VS_BOOT = Goal("vm_fork_vs_cold_boot", "at least", 20.0)
+_COLUMNS = ("contestant", "ran_ms", "ran_p90_ms", "ran_min_ms", "whole_ms", "clean_ms", "per_s", "cpu_ms", "mb_each",
+            "mb_own")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,14 @@ def bench_sandbox(options: SandboxOptions | None = None) -> dict[str, Json]:
         time.monotonic() - began_s,
         {"rounds": chosen.rounds, "results": list(rows_of(figures, chosen)), "goals": judged(figures)},
     )
+
+
+def table(result: dict[str, Json]) -> str:
+    """Starts, rates and the rest, then what was left behind, the goals and who is missing."""
+    rows = results_of(result)
+    measured = [row for row in rows if not row.get("missing")]
+    notes = [f"{row['case']}: {name} {row[name]}" for row in measured for name in ("grown", "left") if name in row]
+    return page(result, draw(heading(result), measured, _COLUMNS, under="case"), notes=notes)
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,23 +12,20 @@ takes and that had been seen by then, how many stood in a summary (recall). Run 
 where an earlier one stopped.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.loop_runs import begin_from
+from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe, parse_config
 from etude.dashboard.report import figure
 from etude.errors import UserError
-from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
-from etude.types import Json, Rollout
+from etude.types import Json
 
 TRAINED, UNTRAINED, TRUNCATED, UNLIMITED = ARMS = ("trained", "untrained", "truncated", "unlimited")
 """What is compared."""
@@ -43,18 +40,9 @@ LIFT = Goal("lift", "at least", 0.20)
 """How much more of the held-out tasks each seed solves after RL."""
 RECALL = Goal("recall_gain", "at least", 0.10)
 """How much more of what is needed its summaries keep."""
-_COLUMNS = ("contestant", "seed", "pass_before", "pass_after", "greedy_before", "greedy_after", "recall_before",
-            "recall_after", "rl_s", "total_s")  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """A measurement on the held-out tasks, sampled at temperature 1 and greedily."""
-
-    passed: float
-    greedy: float
-    recall: float | None
-    """Of the sampled rollouts; ``None`` where nothing was summarised that could have been kept."""
+_MEASURED = ("pass_before", "pass_after", "stderr", "greedy_before", "greedy_after", "greedy_stderr", "recall_before",
+             "recall_after")  # fmt: skip
+_COLUMNS = ("contestant", "seed", *_MEASURED, "rl_s", "total_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +51,18 @@ class Trial:
 
     arm: str
     seed: int
-    before: Moment
-    after: Moment
+    heldout: Mapping[str, float | None]
+    """Of the run's report: the pass rates of ``_MEASURED`` before and after, sampled at temperature 1 and greedily, the
+    standard errors of their differences, and recall, ``None`` where nothing was summarised that could have been kept.
+    """
     rl_s: float
     seconds: float
     """All of it, but for mid-training that another arm did."""
+
+    def gain(self, measure: str) -> float | None:
+        """How much more there is of ``pass``, ``greedy`` or ``recall`` after RL."""
+        before, after = self.heldout[f"{measure}_before"], self.heldout[f"{measure}_after"]
+        return None if before is None or after is None else after - before
 
 
 def bench_summaries(
@@ -110,8 +105,10 @@ def unlimited_length(recipe: RunConfig) -> int:
 def figures(trials: Sequence[Trial]) -> dict[str, Json]:
     """Rows, and the goals for the worst seed of the recipe's own arm."""
     own = [trial for trial in trials if trial.arm == TRAINED]
-    lifts = {f"seed {trial.seed}": trial.after.passed - trial.before.passed for trial in own}
-    gains = {f"seed {trial.seed}": gain for trial in own if (gain := _recall_gain(trial)) is not None}
+    lifts, gains = (
+        {f"seed {trial.seed}": gain for trial in own if (gain := trial.gain(measure)) is not None}
+        for measure in ("pass", "recall")
+    )
     return {
         "results": [_row(trial) for trial in trials],
         "goals": {LIFT.name: LIFT.judge_worst(lifts), RECALL.name: RECALL.judge_worst(gains)},
@@ -120,26 +117,7 @@ def figures(trials: Sequence[Trial]) -> dict[str, Json]:
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows = result["results"]
-    assert isinstance(rows, list)
-    drawing = Table(title=heading(result))
-    for column in _COLUMNS:
-        drawing.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        assert isinstance(row, dict)
-        drawing.add_row(*("" if row[column] is None else str(row[column]) for column in _COLUMNS))
-    console = Console(width=130)
-    with console.capture() as capture:
-        console.print(drawing)
-        console.print(f"goals: {result['goals']}")
-    return capture.get()
-
-
-def recall(rollouts: Iterable[Rollout]) -> float | None:
-    """Of the needed facts that had been seen by a summary, the share that was in it, over all summaries of all."""
-    parts = [rollout.reward_parts for rollout in rollouts]
-    seen, kept = (sum(part.get(name, 0.0) for part in parts) for name in ("facts_seen", "facts_kept"))
-    return kept / seen if seen else None
+    return results_page(result, _COLUMNS)
 
 
 def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -157,35 +135,15 @@ def _trial(recipe: Path, out: Path, seed: int, arm: str, overrides: Sequence[str
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, arm: str) -> Trial:
     report = report_of(folder, config)
-    with Ledger.open(folder.ledger) as ledger:
-        before, after = (_moment(ledger, label) for label in ("before", "after"))
     return Trial(
         arm=arm,
         seed=seed,
-        before=before,
-        after=after,
+        heldout={name: figure(report, f"heldout.{name}") for name in _MEASURED},
         rl_s=figure(report, "seconds.rl") or 0.0,
         seconds=figure(report, "seconds.total") or 0.0,
     )
 
 
-def _moment(ledger: Ledger, label: str) -> Moment:
-    sampled, greedy = ledger.rewards(f"{label}-sampled"), ledger.rewards(f"{label}-greedy")
-    rollouts = (rollout for group in ledger.groups(f"{label}-sampled") for rollout in group.rollouts)
-    return Moment(passed=sum(sampled) / len(sampled), greedy=sum(greedy) / len(greedy), recall=recall(rollouts))
-
-
-def _recall_gain(trial: Trial) -> float | None:
-    before, after = trial.before.recall, trial.after.recall
-    return None if before is None or after is None else after - before
-
-
 def _row(trial: Trial) -> dict[str, Json]:
     row: dict[str, Json] = {"contestant": trial.arm, "case": f"seed {trial.seed}", "seed": trial.seed}
-    for name, moment in (("before", trial.before), ("after", trial.after)):
-        row |= {
-            f"pass_{name}": round(moment.passed, 4),
-            f"greedy_{name}": round(moment.greedy, 4),
-            f"recall_{name}": None if moment.recall is None else round(moment.recall, 4),
-        }
-    return row | {"rl_s": trial.rl_s, "total_s": trial.seconds}
+    return row | dict(trial.heldout) | {"rl_s": trial.rl_s, "total_s": trial.seconds}

@@ -25,13 +25,11 @@ from queue import Empty, Queue
 from types import TracebackType
 from typing import Self, final
 
-from rich.console import Console
-from rich.table import Table
-
-from etude.benchmarks.envelope import envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.link_probe import LinkMeasurement, measure_link
 from etude.benchmarks.links import Traffic
 from etude.benchmarks.sites import COMPUTE_S, SitePlan
+from etude.benchmarks.tables import results_page
 from etude.benchmarks.trainee import TrainedWeights
 from etude.benchmarks.wan import Wan, WanShape
 from etude.errors import InfrastructureError, UserError
@@ -51,10 +49,10 @@ STEP_DEADLINE_S = 120.0
 PROBE_S = 4.0
 """Per link."""
 
-BLOCKED_S_GOAL = 0.01
-PAUSE_VS_RELOAD_GOAL = 20.0
-COPIES_GOAL = 1.05
-BYTES_VS_XOR_GOAL = 0.5
+BLOCKED = Goal("trainer_blocked_s", "at most", 0.01)
+PAUSE = Goal("pause_vs_reload", "at least", 20.0)
+COPIES = Goal("wan_copies_per_region", "at most", 1.05)
+BYTES = Goal("bytes_vs_xor", "at most", 0.5)
 
 LARGE_MODEL_BYTES = 1e12
 LARGE_TRAINER_CORES, LARGE_RECEIVER_CORES = 16 * 32, 8 * 32
@@ -152,23 +150,9 @@ def bench_sync(options: SyncOptions | None = None) -> dict[str, Json]:
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows, goals = result["results"], result["goals"]
-    assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=heading(result))
-    columns = ("case", "served_s", "blocked_s", "pause_s", "in_place_s", "reload_s", "bytes", "region_bytes")
-    drawing.add_column("contestant")
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="left" if column == "case" else "right")
-    for row in rows:
-        assert isinstance(row, dict)
-        drawing.add_row(str(row["contestant"]), *(str(row.get(column, "–")) for column in columns))
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(drawing)
-        for name, goal in goals.items():
-            console.print(f"{name}: {goal}")
-        console.print(f"links: {result['links']}")
-    return capture.get()
+    columns = ("contestant", "case", "served_s", "blocked_s", "pause_s", "in_place_s", "reload_s", "bytes",
+               "region_bytes")  # fmt: skip
+    return results_page(result, columns, notes=[f"links: {result['links']}"])
 
 
 # ── running ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -386,21 +370,15 @@ def _goals(steps: Mapping[str, Sequence[Step]]) -> dict[str, Json]:
     copies = statistics.median(max(step.region_bytes) / step.size_bytes for step in ours)
     sizes = statistics.median(step.size_bytes for step in ours) / statistics.median(step.size_bytes for step in xor)
     return {
-        "trainer_blocked_s": {
-            "value": round(blocked_s, 6),
-            "goal": 0,
-            "met": blocked_s <= BLOCKED_S_GOAL,
-            "of_step": round(blocked_s / COMPUTE_S, 6),
-        },
-        "pause_vs_reload": {
-            "value": round(pauses, 2),
-            "goal": PAUSE_VS_RELOAD_GOAL,
-            "met": pauses >= PAUSE_VS_RELOAD_GOAL,
+        BLOCKED.name: BLOCKED.judge(blocked_s)
+        | {"value": round(blocked_s, 6), "of_step": round(blocked_s / COMPUTE_S, 6)},
+        PAUSE.name: PAUSE.judge(pauses)
+        | {
             "in_place": round(statistics.median(step.reload_s / step.in_place_s for step in ours), 2),
             "in_place_vs_disk": round(statistics.median(step.reload_disk_s / step.in_place_s for step in ours), 2),
         },
-        "wan_copies_per_region": {"value": round(copies, 4), "goal": COPIES_GOAL, "met": copies <= COPIES_GOAL},
-        "bytes_vs_xor": {"value": round(sizes, 3), "goal": BYTES_VS_XOR_GOAL, "met": sizes < BYTES_VS_XOR_GOAL},
+        COPIES.name: COPIES.judge(copies),
+        BYTES.name: BYTES.judge(sizes) | {"met": sizes < BYTES.goal},
     }
 
 

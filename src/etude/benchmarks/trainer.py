@@ -26,12 +26,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from etude.benchmarks.engine_models import MOE_20M, QUICK_MODEL, BenchModel, write_model
 from etude.benchmarks.engine_worker import available_cores
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
+from etude.benchmarks.tables import results_page
 from etude.benchmarks.trainer_contestants import CONTESTANTS, Setup, sequences
 from etude.benchmarks.trl_environment import Rival, open_rival, trl_python
 from etude.errors import InfrastructureError, UserError
@@ -194,24 +193,8 @@ def goals(rows: Sequence[Row], *, on_card: bool) -> dict[str, Json]:
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows, judged = result["results"], result["goals"]
-    assert isinstance(rows, list) and isinstance(judged, dict)
     columns = ("contestant", "tokens_per_s", "step_s", "peak_share", "peak_gflops")
-    drawing = Table(title=heading(result, str(result["model"]), str(result["device"]), str(result["dtype"])))
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="left" if column == "contestant" else "right")
-    console = Console(width=130)
-    with console.capture() as capture:
-        for row in rows:
-            assert isinstance(row, dict)
-            drawing.add_row(*(str(row.get(column, "–")) for column in columns))
-        console.print(drawing)
-        for name, goal in judged.items():
-            assert isinstance(goal, dict)
-            console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in goal.items()))
-        for reason in sorted({str(row["missing"]) for row in rows if isinstance(row, dict) and row["missing"]}):
-            console.print(reason, markup=False)
-    return capture.get()
+    return results_page(result, columns, str(result["model"]), str(result["device"]), str(result["dtype"]))
 
 
 async def _measure(options: TrainerOptions, scratch: Path) -> list[Row]:

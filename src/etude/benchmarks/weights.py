@@ -23,13 +23,12 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from etude.benchmarks.contestants import CONTESTANTS, DeltaContestant, FireworksContestant
-from etude.benchmarks.envelope import Goal, envelope, heading
+from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.floors import Floors, floors_of
 from etude.benchmarks.rehearsal import CACHE, PublishedPair, Rehearsal, published_pairs, state_over
+from etude.benchmarks.tables import results_page
 from etude.errors import DamagedError, UserError
 from etude.types import Json
 from etude.weights.log import WeightLog
@@ -189,31 +188,9 @@ def bench_weights(
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    rows, goals = result["results"], result["goals"]
-    assert isinstance(rows, list) and isinstance(goals, dict)
-    drawing = Table(title=heading(result))
-    columns = ("bytes_per_changed", "ratio", "encode_gb_per_s", "decode_gb_per_s", "of_gaps_floor", "of_context_floor")
-    drawing.add_column("contestant")
-    for column in columns:
-        drawing.add_column(column.replace("_", " "), justify="right")
-    case = None
-    for row in rows:
-        assert isinstance(row, dict)
-        if row["case"] != case:
-            case = row["case"]
-            drawing.add_section()
-            drawing.add_row(f"[bold]{case}")
-        drawing.add_row(
-            str(row["contestant"]), *("–" if row[column] is None else str(row[column]) for column in columns)
-        )
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(drawing)
-        for name, goal in goals.items():
-            console.print(f"{name}: {goal}")
-        for reason in sorted({str(row["missing"]) for row in rows if isinstance(row, dict) and row["missing"]}):
-            console.print(reason)
-    return capture.get()
+    columns = ("contestant", "bytes_per_changed", "ratio", "encode_gb_per_s", "decode_gb_per_s", "of_gaps_floor",
+               "of_context_floor")  # fmt: skip
+    return results_page(result, columns, under="case")
 
 
 def _say(line: str) -> None:

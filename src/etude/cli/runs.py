@@ -122,6 +122,7 @@ def _run(options: argparse.Namespace) -> int:
 
     from etude.rewards.parts import describe
     from etude.run.folder import RunFolder
+    from etude.run.judging import check_judge
 
     if options.resume is not None:
         ignored = [name for name in OF_NEW_RUNS if getattr(options, name) is not None]
@@ -137,6 +138,7 @@ def _run(options: argparse.Namespace) -> int:
         ledger = [] if options.ledger is None else [f"ledger.url={json.dumps(options.ledger)}"]
         config = load_recipe(options.recipe, [*options.set, *seed, *kind, *ledger])
         about_reward = describe(config.reward)
+        check_judge(config)
         if options.dry_run:
             print(dump_toml(config), end="")
             print("".join(f"# {line}\n" for line in about_reward), end="")

@@ -51,14 +51,13 @@ class CreditConfig(Section):
     @model_validator(mode="after")
     def _effective(self) -> Self:
         looked_at = CREDIT_KEYS[self.kind]
-        for name in sorted(frozenset().union(*CREDIT_KEYS.values()) - looked_at):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"credit.{name} would have no effect with credit.kind = {self.kind!r}; leave it out")
+        idle = sorted(frozenset().union(*CREDIT_KEYS.values()) - looked_at)
+        self.refuse_idle("credit", idle, f"with credit.kind = {self.kind!r}")
         if self.kind in NEEDED:
             name, way_out = NEEDED[self.kind]
-            if getattr(self, name) == type(self).model_fields[name].default:
+            if not self.is_set(name):
                 raise ValueError(f"credit.kind = {self.kind!r} would have no effect with credit.{name} = "
                                  f"{getattr(self, name)!r}: set that {way_out}")  # fmt: skip
-        if self.branch_at == "error" and self.branch_within != type(self).model_fields["branch_within"].default:
-            raise ValueError("credit.branch_within would have no effect with credit.branch_at = 'error'; leave it out")
+        if self.branch_at == "error":
+            self.refuse_idle("credit", ["branch_within"], "with credit.branch_at = 'error'")
         return self

@@ -59,11 +59,10 @@ class HintsConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        for name, field in type(self).model_fields.items() if not self.weight else ():
-            if getattr(self, name) != field.default:
-                raise ValueError(f"hints.{name} would have no effect with hints.weight = 0; leave it out")
-        if self.estimator == "full" and self.cap != type(self).model_fields["cap"].default:
-            raise ValueError("hints.cap would have no effect with hints.estimator = 'full'; leave it out")
+        if not self.weight:
+            self.refuse_idle("hints", type(self).model_fields, "with hints.weight = 0")
+        if self.estimator == "full":
+            self.refuse_idle("hints", ["cap"], "with hints.estimator = 'full'")
         if not (self.tools or self.judge or self.rules):
             raise ValueError("hints.weight would have no effect: there are neither rules nor a judge; name some")
         names = [rule.name for rule in self.rules]

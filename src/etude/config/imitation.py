@@ -1,6 +1,7 @@
 """``[midtrain]``, ``[sft]``, ``[transcripts]``: what is learnt by imitation before reinforcement learning."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -47,9 +48,9 @@ class ImitationConfig(Section):
 
     @model_validator(mode="after")
     def _scheduled(self) -> Self:
-        section, default = self._name(), type(self).model_fields["decay_share"].default
-        if self.schedule != "wsd" and self.decay_share != default:
-            raise ValueError(f"{section}.decay_share would have no effect with schedule = {self.schedule!r}")
+        section = self._name()
+        if self.schedule != "wsd":
+            self.refuse_idle(section, ["decay_share"], f"with schedule = {self.schedule!r}")
         if bool(self.first_batch_tokens) != bool(self.ramp_share):
             raise ValueError(f"{section}.first_batch_tokens and ramp_share make a ramp together: set both, or neither")
         if self.first_batch_tokens > self.batch_tokens:
@@ -94,9 +95,7 @@ class MidtrainConfig(ImitationConfig):
             raise ValueError("stdlib_share + code_share is more than 1: nothing would be left for transcripts")
         if not self.mixture:
             return self
-        for name in ("stdlib_share", "code_share"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"midtrain.{name} would have no effect beside midtrain.mixture; leave it out")
+        self.refuse_idle("midtrain", ["stdlib_share", "code_share"], "beside midtrain.mixture")
         for name in self.mixture:
             if name not in PRACTICE_SOURCES and not (name.startswith(FILE_SOURCES) and name.partition(":")[2]):
                 known = ", ".join((*PRACTICE_SOURCES, *(f"{kind}PATH" for kind in FILE_SOURCES)))
@@ -128,9 +127,8 @@ class SftConfig(ImitationConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        for name, field in type(self).model_fields.items() if not self.file else ():
-            if getattr(self, name) != field.default:
-                raise ValueError(f"sft.{name} would have no effect without sft.file; leave it out")
+        if not self.file:
+            self.refuse_idle("sft", type(self).model_fields, "without sft.file")
         return self
 
 
@@ -151,3 +149,16 @@ class TranscriptConfig(Section):
     """Probability that the user reminds of how an edit is written, right before one; then it is written rightly."""
     keep_fact: float = Field(default=0.8, ge=0, le=1)
     """Probability that a summary has a fact that is asked for, rather than another one (``lookup``)."""
+
+
+TRANSCRIPT_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "bugfix": ("right_edit", "read_first", "test_after", "retry", "bad_call", "reminded"),
+        "repository": ("right_edit", "read_first"),
+        "lookup": ("keep_fact",),
+        "nextedit": ("right_edit",),
+    }
+)
+"""Family of tasks → what is said of the agent that its sessions imitate; of other families there are none."""
+TOOL_HABITS = ("bad_call", "reminded")
+"""Those that are about the built-in harness's tools."""

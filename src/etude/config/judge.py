@@ -70,9 +70,7 @@ class JudgeConfig(Section):
     @model_validator(mode="after")
     def _effective(self) -> Self:
         if not self.url:
-            for name in type(self).model_fields:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(f"judge.{name} would have no effect without judge.url; leave it out")
+            self.refuse_idle("judge", type(self).model_fields, "without judge.url")
             return self
         if self.url != RULES and urlsplit(self.url).scheme not in ("http", "https"):
             raise ValueError(

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from etude.config.credit import CreditConfig
 from etude.config.hints import HintsConfig
-from etude.config.imitation import MidtrainConfig, SftConfig, TranscriptConfig
+from etude.config.imitation import TOOL_HABITS, TRANSCRIPT_KEYS, MidtrainConfig, SftConfig, TranscriptConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.reward import RewardConfig
@@ -195,12 +195,16 @@ class RunConfig(Section):
     def _hinted(self) -> Self:
         if self.hints.judge and self.judge.url in ("", "rules"):
             raise ValueError("hints.judge = true needs a model that can be asked: set judge.url and judge.model")
-        planted = next((name for name in ("bad_call", "reminded") if getattr(self.transcripts, name)), None)
-        if planted and (self.tasks.family, self.harness.kind) != ("bugfix", "coding"):
-            raise ValueError(
-                f"transcripts.{planted} would have no effect: only sessions with the built-in tools on tasks.family = "
-                f"'bugfix' are written with it; leave it out"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _imitated(self) -> Self:
+        family, harness = self.tasks.family, self.harness.kind
+        known = TRANSCRIPT_KEYS.get(family, ())
+        idle = [name for name in type(self.transcripts).model_fields if name not in known]
+        self.transcripts.refuse_idle("transcripts", idle, f"with tasks.family = {family!r}")
+        if harness != "coding":
+            self.transcripts.refuse_idle("transcripts", TOOL_HABITS, f"with harness.kind = {harness!r}")
         return self
 
     @model_validator(mode="after")

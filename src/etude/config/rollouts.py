@@ -62,9 +62,7 @@ class HarnessConfig(Section):
     @model_validator(mode="after")
     def _effective(self) -> Self:
         idle = OF_COMMAND if self.kind == "coding" else OF_CODING
-        for name in idle:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"harness.{name} would have no effect with harness.kind = {self.kind!r}; leave it out")
+        self.refuse_idle("harness", idle, f"with harness.kind = {self.kind!r}")
         if self.kind == "command":
             self._check_command()
         else:
@@ -77,11 +75,7 @@ class HarnessConfig(Section):
 
     def _check_context(self) -> None:
         idle = {"grow": OF_CONTEXTS, "truncate": OF_SUMMARIES, "summary": ()}[self.context]
-        for name in idle:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"harness.{name} would have no effect with harness.context = {self.context!r}; leave it out"
-                )
+        self.refuse_idle("harness", idle, f"with harness.context = {self.context!r}")
         if self.context != "grow" and not self.summary_at_tokens:
             raise ValueError(
                 f"harness.context = {self.context!r} needs harness.summary_at_tokens: how full a context may become"

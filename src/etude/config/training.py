@@ -34,9 +34,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        for name in type(self).model_fields.keys() - {"checkpoint"} if self.checkpoint else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"model.{name} would have no effect: model.checkpoint says its own; leave it out")
+        if self.checkpoint:
+            names = [name for name in type(self).model_fields if name != "checkpoint"]
+            self.refuse_idle("model", names, "with model.checkpoint, which says its own")
         return self
 
     @model_validator(mode="after")
@@ -217,7 +217,7 @@ class EffortConfig(Section):
             way_out = f"set one of {', '.join(OF_EFFORT)}" if self.weight else "set effort.weight"
             raise ValueError(f"effort.weight = {self.weight:g} and what effort counts have no effect apart: {way_out}")
         for name, idle in (("curvature", not self.weight), ("scale", not (self.weight and self.curvature))):
-            if idle and getattr(self, name) != type(self).model_fields[name].default:
+            if idle and self.is_set(name):
                 raise ValueError(f"effort.{name} would have no effect with weight = {self.weight:g} and curvature = "
                                  f"{self.curvature:g}; leave it out")  # fmt: skip
         if self.thinking_token and self.thinking_end_id < 0:
@@ -259,10 +259,8 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _scheduled(self) -> Self:
-        if self.schedule != "wsd" and self.decay_share != type(self).model_fields["decay_share"].default:
-            raise ValueError(
-                f"trainer.decay_share would have no effect with schedule = {self.schedule!r}; leave it out"
-            )
+        if self.schedule != "wsd":
+            self.refuse_idle("trainer", ["decay_share"], f"with schedule = {self.schedule!r}")
         return self
 
 
@@ -278,8 +276,8 @@ class OptimiserConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.kind == "adamw" and self.momentum != type(self).model_fields["momentum"].default:
-            raise ValueError("optimiser.momentum would have no effect with optimiser.kind = 'adamw'; leave it out")
+        if self.kind == "adamw":
+            self.refuse_idle("optimiser", ["momentum"], "with optimiser.kind = 'adamw'")
         return self
 
 

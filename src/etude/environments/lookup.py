@@ -22,6 +22,7 @@ not grade (:mod:`etude.rewards.answers`), nor write what mid-training reads (:mo
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 from string import ascii_lowercase
 
@@ -114,7 +115,9 @@ class LookupFamily:
     """An endless stream of lookup tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        """Raises :class:`~etude.errors.ConfigError` for a material that the names are too few for."""
+        """Raises :class:`~etude.errors.ConfigError` for a material with more facts than names, and for askable names
+        of which all sets are held out, or none.
+        """
         facts = config.pages * config.page_facts
         if not config.asked <= facts <= len(NAMES):
             raise ConfigError(
@@ -122,6 +125,8 @@ class LookupFamily:
             )
         self._config = config
         self._seed = seed
+        self.askable = self._askable() if config.askable else NAMES
+        """Names that are ever asked for."""
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
@@ -130,20 +135,39 @@ class LookupFamily:
 
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
         """Draw a material, and names to ask for that are on a side of the hold-out."""
-        facts = self.facts(self._config.pages * self._config.page_facts, rng)
         while True:
-            asked = tuple(fact.name for fact in rng.sample(facts, self._config.asked))
+            asked = tuple(rng.sample(self.askable, self._config.asked))
             if self.is_heldout(asked) == (split is Split.HELDOUT):
                 break
         size = self._config.page_facts
+        facts = self.facts(self._config.pages * size, rng, about=asked)
         pages = tuple(tuple(facts[start : start + size]) for start in range(0, len(facts), size))
         return Inquiry(asked=asked, pages=pages)
 
-    def facts(self, count: int, rng: Random) -> list[Fact]:
-        """So many facts about different names."""
-        return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in rng.sample(NAMES, count)]
+    def facts(self, count: int, rng: Random, *, about: Sequence[str] = ()) -> list[Fact]:
+        """So many facts about different names, those of ``about`` among them."""
+        others = [name for name in NAMES if name not in about]
+        names = [*about, *rng.sample(others, count - len(about))]
+        rng.shuffle(names)
+        return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in names]
 
     def is_heldout(self, asked: Sequence[str]) -> bool:
         """Whether a set of names is never asked for in training."""
         digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._config.heldout_one_in == 0
+
+    def _askable(self) -> tuple[str, ...]:
+        """A few names, spread over all of them, with sets on either side of the hold-out."""
+        count, asked = self._config.askable, self._config.asked
+        if not asked <= count <= len(NAMES):
+            raise ConfigError(
+                f"tasks.askable = {count}: expected {asked} (tasks.asked) … {len(NAMES)} names, or 0 for all of them"
+            )
+        names = NAMES[:: len(NAMES) // count][:count]
+        held = [self.is_heldout(chosen) for chosen in combinations(names, asked)]
+        if all(held) or not any(held):
+            raise ConfigError(
+                f"tasks.askable = {count}: {sum(held)} of {len(held)} sets of {asked} names (tasks.asked) are held "
+                "out, and both sides need some; take more names, or another tasks.heldout_one_in"
+            )
+        return names

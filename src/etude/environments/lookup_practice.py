@@ -43,9 +43,9 @@ HAVE = "have"
 """Opens a list of facts."""
 MESSAGE_TOKENS = 2
 """What a message takes beside its words: the token that opens it and the one that ends it."""
-DRILL_FACTS = (2, 5)
+DRILL_FACTS = (4, 10)
 """Fewest and most facts of a drill."""
-DRILL_QUESTIONS = 6
+DRILL_QUESTIONS = 8
 """Names of a drill, drawn with replacement: nothing can be told from what was answered before, only by the name."""
 
 
@@ -67,8 +67,9 @@ class LookupPractice:
     def code(self, rng: Random) -> list[Message]:
         """A drill."""
         while True:
-            facts = self._family.facts(rng.randint(*DRILL_FACTS), rng)
-            asked = [rng.choice(facts).name for _ in range(DRILL_QUESTIONS)]
+            count = rng.randint(*DRILL_FACTS)
+            names = rng.sample(self._family.askable, rng.randint(2, min(count, len(self._family.askable))))
+            facts, asked = self._family.facts(count, rng, about=names), rng.choices(names, k=DRILL_QUESTIONS)
             if not self._family.is_heldout(sorted(set(asked))):
                 break
         shown = tools.number_lines("\n".join(map(str, facts)))

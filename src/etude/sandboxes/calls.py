@@ -3,12 +3,12 @@
 Owns the driver that runs inside, and what counts as the same result. Only arguments enter the sandbox, never what
 they should give: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains
 nothing, since the only lines worth forging hold right answers, and those it would have to compute. The nonce keeps
-innocent output from being read as results. A value's own ``==`` is never asked: what comes out is plain JSON, compared
-out here.
+innocent output from being read as results; the driver draws it, so that the same call is the same command and a
+rollout can be gone through once more. A value's own ``==`` is never asked: what comes out is plain JSON, compared out
+here.
 """
 
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +26,8 @@ def drive():
     request = json.load(sys.stdin)
     results = os.dup(1)
     os.dup2(2, 1)
-    dumps, write, nonce = json.dumps, os.write, request["nonce"]
+    dumps, write, nonce = json.dumps, os.write, os.urandom(8).hex()
+    write(results, f"{nonce}\\n".encode())
     def plain(value):
         kind = type(value)
         if kind is list:
@@ -51,7 +52,9 @@ def drive():
         write(results, f"{nonce} {index} {outcome}\\n".encode())
 drive()
 """
-"""Prints a line per call: nonce, index, and JSON of whether it returned a plain value and the value or a class name."""
+"""Prints a nonce, then a line per call: the nonce, its index, and JSON of whether it returned a plain value, with that
+value or a class name.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +89,9 @@ async def call_function(
     A program that cannot even be loaded ends every call with the exception it raised.
     Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the program.
     """
-    nonce = secrets.token_hex(8)
-    request = {"nonce": nonce, "path": path, "function": function, "calls": [list(call) for call in argument_lists]}
+    request = {"path": path, "function": function, "calls": [list(call) for call in argument_lists]}
     result = await sandbox.exec(["python", "-c", DRIVER], stdin=json.dumps(request), timeout_s=timeout_s)
-    outcomes = _read_outcomes(result, nonce)
+    outcomes = _read_outcomes(result)
     missing = CallOutcome(False, None, TIMED_OUT if result.timed_out else NO_RESULT)
     return [outcomes.get(index, missing) for index in range(len(argument_lists))]
 
@@ -106,11 +108,12 @@ def same_value(got: Json, expected: Json) -> bool:
     return type(got) is type(expected) and got == expected
 
 
-def _read_outcomes(result: ExecResult, nonce: str) -> dict[int, CallOutcome]:
+def _read_outcomes(result: ExecResult) -> dict[int, CallOutcome]:
     """Outcome by index of the call; lines that are not the driver's are nothing."""
     outcomes: dict[int, CallOutcome] = {}
-    for line in result.stdout.split("\n"):
-        if not line.startswith(nonce):
+    nonce, *lines = result.stdout.split("\n")
+    for line in lines:
+        if not line.startswith(f"{nonce} "):
             continue
         try:
             _, index, outcome = line.split(" ", 2)

@@ -4,7 +4,7 @@ Owns who waits for whom. Whoever wants to be alone keeps newcomers out, so that 
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from etude.errors import SandboxError
@@ -13,7 +13,11 @@ from etude.errors import SandboxError
 class Gate:
     """Lets callers into one sandbox; those who wait when it is shut get an error. Waits end with what they wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """``check`` raises :class:`~etude.errors.SandboxError` once what is inside is not to be believed, maybe
+        before the gate is shut: asked of those who come, and of those who leave.
+        """
+        self._ask = check
         self._change = asyncio.Condition()
         self._inside = 0
         self._taken = False
@@ -28,6 +32,11 @@ class Gate:
             self._inside += 1
         try:
             yield
+        except Exception:
+            self._ask()
+            raise
+        else:
+            self._ask()
         finally:
             self._inside -= 1
             await asyncio.shield(self._tell())
@@ -58,5 +67,6 @@ class Gate:
             self._change.notify_all()
 
     def _check(self) -> None:
+        self._ask()
         if self._shut:
             raise SandboxError("the sandbox is closed")

@@ -66,7 +66,7 @@ class GvisorSandbox:
         self.files = Folder(self.stage / "root", owner=owner, inside="/", workdir=spec.image.workdir)
         """The root; written from outside only before the container has started."""
         self._born_s = time.monotonic()
-        self._gate = Gate()
+        self._gate = Gate(self._check_open)
         self._running: set[asyncio.Task[ExecResult]] = set()
         self._closing: asyncio.Task[None] | None = None
         self._ttl = asyncio.get_running_loop().call_later(spec.ttl_s, self._expire)
@@ -144,7 +144,6 @@ class GvisorSandbox:
 
         Raises :class:`~etude.errors.Unsupported` while something inside has outputs of a command open that ended.
         """
-        self._check_open()
         if count < 1:
             raise ValueError(f"fork({count}): at least one")
         async with self._alone():
@@ -167,7 +166,7 @@ class GvisorSandbox:
             running = asyncio.ensure_future(self.container.run(command, stdin))
             self._running.add(running)
             try:
-                result = await running
+                return await running  # and the gate asks whether it was killed with the sandbox
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if self._closing is None or (task is not None and task.cancelling()):
@@ -178,8 +177,6 @@ class GvisorSandbox:
                 raise
             finally:
                 self._running.discard(running)
-            self._check_open()  # else it was killed with the sandbox
-            return result
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:

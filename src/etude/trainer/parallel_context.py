@@ -164,18 +164,22 @@ class _Gathered:
         return gathered[self._places_N]
 
 
-class _AllGather(torch.autograd.Function):
-    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from.
-
-    With lists, of views: the calls for single tensors have another name in each of torch's versions.
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[M,…] of every rank → [C·M,…] of all. With lists, of views: calls for single tensors have another name in each of
+    torch's versions.
     """
+    every = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
+    return every
+
+
+class _AllGather(torch.autograd.Function):
+    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
-        every = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
-        return every
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -192,9 +196,7 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group  # type: ignore[attr-defined]
-        every = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather(list(every.chunk(group.size())), x.contiguous(), group)
-        return every
+        return _gathered(x, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -10,10 +10,9 @@ from etude.config.recipe import default_recipe
 from etude.environments.transcripts import REMINDER
 from etude.errors import UserError
 from etude.rewards.hints import Rule
-from etude.types import Case, Finish, FunctionChecks, Group, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Finish, Group, Rollout, RolloutStatus, Turn
+from records import TASK
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 NOTHING = np.zeros(1, np.int32)
 TURN = Turn(
     prompt_ids=NOTHING,

@@ -7,12 +7,10 @@ import pytest
 from etude.benchmarks.summaries import (
     ARMS,
     START_OF,
-    Moment,
     Trial,
     arm_config,
     bench_summaries,
     figures,
-    recall,
     table,
 )
 from etude.clock import date_utc
@@ -20,7 +18,7 @@ from etude.config.recipe import load_recipe
 from etude.environments.lookup import LookupFamily
 from etude.errors import UserError
 from etude.tokens.words import FIND_WORDS
-from etude.types import Rollout, RolloutStatus, Split
+from etude.types import Split
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "self-summary"
 RECIPE = load_recipe(RECIPES)
@@ -28,19 +26,12 @@ RECIPE = load_recipe(RECIPES)
 
 def trial(arm: str, seed: int, before: float, after: float, kept: tuple[float, float] | None) -> Trial:
     first, last = kept or (None, None)
-    return Trial(
-        arm=arm,
-        seed=seed,
-        before=Moment(passed=before, greedy=before, recall=first),
-        after=Moment(passed=after, greedy=after, recall=last),
-        rl_s=1.0,
-        seconds=2.0,
-    )
-
-
-def rollout(name: str, parts: dict[str, float]) -> Rollout:
-    status = RolloutStatus.DROPPED
-    return Rollout(rollout_id=name, group_index=0, slot=0, attempt=0, status=status, reward=None, reward_parts=parts)
+    heldout = {
+        "pass_before": before, "pass_after": after, "stderr": 0.02,
+        "greedy_before": before, "greedy_after": after, "greedy_stderr": 0.02,
+        "recall_before": first, "recall_after": last,
+    }  # fmt: skip
+    return Trial(arm=arm, seed=seed, heldout=heldout, rl_s=1.0, seconds=2.0)
 
 
 def test_an_arm_differs_from_the_recipe_in_what_it_takes_away() -> None:
@@ -78,13 +69,7 @@ def test_the_worst_seed_decides_and_only_of_the_recipes_own_arm() -> None:
     assert goals["recall_gain"]["met"] is True  # type: ignore[index,call-overload]  # JSON
     shown = table({"bench": "summaries", "date": date_utc(), "commit": "0", **result})
     assert "truncated" in shown
-    assert "None" not in shown.split("goals:")[0]
-
-
-def test_recall_counts_facts_and_not_rollouts() -> None:
-    one, other = rollout("a", {"facts_seen": 9.0, "facts_kept": 3.0}), rollout("b", {"facts_seen": 1.0})
-    assert recall([one, other]) == pytest.approx(0.3)
-    assert recall([rollout("c", {})]) is None
+    assert "None" not in shown
 
 
 def test_an_arm_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from etude.rewards.hints import HINT_CHARACTERS, TOOL_RULES, HintFinder, Rule, c
 from etude.rewards.transcript import read_turns
 from etude.sandboxes import tools
 from etude.sandboxes.summaries import ask_for_summary
-from etude.types import Case, Finish, FunctionChecks, Hint, Ids, Split, Task, Turn
+from etude.types import Finish, Hint, Ids, Split, Task, Turn
+from records import CHECKS
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="fix f", files={}, checks=CHECKS)
 STYLE = Rule.of(HintRule(name="style", where="said", pattern=r"^edit \S+:[0-9]", text="edit FILE N"))
 

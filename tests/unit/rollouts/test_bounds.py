@@ -15,12 +15,11 @@ from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
 from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
 from etude.rollouts.worker import OUT_OF_TIME, run_rollout
-from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Finish, Rollout, RolloutStatus, Task, Turn
+from records import TASK
 
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 SLOT = OpenSlot(task=TASK, group_index=0, slot=0, attempt=0)
 LIMITS = Limits(commands_s=100.0, silence_s=50.0)
 NEVER_S = 1e7

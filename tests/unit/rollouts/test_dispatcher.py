@@ -23,10 +23,10 @@ from etude.rollouts.schedule import backoff_s
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trajectories.batch import build_batch
-from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
+from records import CHECKS
 
 Play: TypeAlias = Callable[[Task], Awaitable[None]]
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 
 
 @dataclass(frozen=True)

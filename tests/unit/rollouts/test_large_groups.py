@@ -13,9 +13,9 @@ from etude.protocols import Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.log import EventLog
-from etude.types import Case, Finish, FunctionChecks, RolloutStatus, Split, Task, Turn
+from etude.types import Finish, RolloutStatus, Split, Task, Turn
+from records import CHECKS
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 ONE = np.ones(1, np.int32)
 NEWEST = 99 * ONE
 """A weight version that is never too old."""

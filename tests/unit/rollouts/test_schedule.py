@@ -10,10 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.breaker import MAX_PAUSE_S, STREAK, Circuit
 from etude.rollouts.schedule import MAX_BACKOFF_S, SLOT_MOVES, Place, Schedule, SlotState, backoff_s, place_of
-from etude.types import Case, FunctionChecks, Split, Task
+from records import TASK
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 CONCURRENCY, MAX_ATTEMPTS = 3, 3
 
 

@@ -25,9 +25,9 @@ from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
 from etude.rollouts.admission import Admission
 from etude.rollouts.schedule import Place, place_of
 from etude.trajectories.batch import build_batch
-from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
+from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
+from records import CHECKS
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 MAX_FAILURES = 12
 """Attempts that fail in one history: finitely many, as liveness supposes."""
 MOST_MOVES = 2000

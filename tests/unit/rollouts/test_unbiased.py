@@ -29,7 +29,8 @@ from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trajectories.advantage import around_mean, survivor_weight
-from etude.types import Case, Finish, FunctionChecks, Group, Rollout, Split, Task, Turn
+from etude.types import Finish, Group, Rollout, Split, Task, Turn
+from records import CHECKS
 
 P_LONG = 0.1
 SUCCESS = {True: 0.8, False: 0.2}
@@ -41,7 +42,6 @@ SIGMAS = 4.0
 """Half width of the confidence intervals, in standard errors: a chance of 1 in 16,000 that one misses."""
 MEMORY = Path("/dev/shm")
 """Where a ledger is fastest."""
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 ONE = np.ones(1, np.int32)
 NEWEST = 99 * ONE
 """A weight version that is never too old."""

@@ -14,11 +14,11 @@ from etude.protocols import Appraisal, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.worker import GRADINGS, run_rollout
-from etude.types import Case, Disposition, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn, Verdict
+from etude.types import Disposition, Finish, Rollout, RolloutStatus, Split, Task, Turn, Verdict
+from records import CHECKS
 
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 SLOT = OpenSlot(task=TASK, group_index=3, slot=1, attempt=2)
 LIMITS = Limits()

@@ -16,9 +16,9 @@ from etude.protocols import Appraisal, HarnessResult, Reward
 from etude.rewards.parts import make_up
 from etude.run.appraisal import RolloutAppraiser, hold_reward, open_appraiser
 from etude.run.folder import RunFolder
-from etude.types import Case, Finish, FunctionChecks, Split, Task, Turn
+from etude.types import Finish, Split, Task, Turn
+from records import CHECKS
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="t", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 RESULT = HarnessResult(reason="submit", counts={"read": 1, "malformed": 1}, measures={"todo_opened": 2, "todo_open": 1})
 GRADED = Reward(value=1.0, parts={"hidden_passed": 1.0, "cheat_canary": 0.0})

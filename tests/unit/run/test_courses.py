@@ -18,23 +18,18 @@ from etude.tokens.reminders import Reminders
 from etude.types import (
     NO_ROUTE,
     Branch,
-    Case,
     Disposition,
     Finish,
-    FunctionChecks,
     Group,
     Hint,
     Rollout,
     RolloutStatus,
-    Split,
-    Task,
     Turn,
     TurnKind,
     Verdict,
 )
+from records import TASK
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 CHAT = ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)
 REMINDERS = Reminders(CHAT)
 HINT = "edit FILE N"

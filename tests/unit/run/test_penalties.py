@@ -1,6 +1,5 @@
 """What a recipe takes off rewards, rollout by rollout."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,46 +14,14 @@ from etude.run.penalties import Penalties
 from etude.trainer.reference import Reference
 from etude.trajectories.build import build_trajectories
 from etude.types import (
-    Case,
     Disposition,
-    Finish,
-    FunctionChecks,
     Group,
-    Rollout,
-    RolloutStatus,
-    Split,
-    Task,
-    Turn,
     Verdict,
 )
+from records import TASK, make_rollout, make_turn
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 EFFORT = EffortConfig(weight=0.5, turn=1.0)
 torch.set_num_threads(1)
-
-
-def make_turn(prompt: list[int], completion: list[int]) -> Turn:
-    return Turn(
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(completion, np.int32),
-        logprobs=np.full(len(completion), -1.0, np.float32),
-        versions=np.zeros(len(completion), np.int32),
-        finish=Finish.STOP,
-    )
-
-
-def make_rollout(name: str, *turns: Turn, verdict: Verdict | None = None) -> Rollout:
-    return Rollout(
-        rollout_id=name,
-        group_index=0,
-        slot=0,
-        attempt=0,
-        status=RolloutStatus.GRADED,
-        reward=1.0,
-        turns=turns,
-        verdict=verdict,
-    )
 
 
 SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)

@@ -9,21 +9,16 @@ from etude.errors import DamagedError
 from etude.ledger.payloads import Payloads
 from etude.run.trainer import fetch_payloads, payload_refs
 from etude.types import (
-    Case,
     Finish,
-    FunctionChecks,
     Group,
     Rollout,
     RolloutStatus,
     Routes,
     RouteSpace,
-    Split,
-    Task,
     Turn,
 )
+from records import TASK
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
 SPACE = RouteSpace(layers=1, slots=2, experts=4)
 GOOD = np.tile(np.array([[1, 3]], np.uint16), (3, 1, 1))
 

@@ -9,9 +9,9 @@ from etude.config.tasks import CheatingConfig
 from etude.protocols import Reward
 from etude.rollouts.fake import FakeSandbox
 from etude.run.watching import CheatWatch, policy_of
-from etude.types import Case, Disposition, Finish, FunctionChecks, Split, Task, Turn, Verdict
+from etude.types import Disposition, Finish, Split, Task, Turn, Verdict
+from records import CHECKS
 
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
 TASK = Task(task_id="t", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)

@@ -10,10 +10,9 @@ from etude.errors import ConfigError
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.worlds import KEY_VARIABLE, PlainWorlds, TaskWorlds, base_store, image_store, open_provider
 from etude.sandboxes.images import ImageStore
-from etude.types import Case, FunctionChecks, Split, Task
+from etude.types import Split, Task
 from etude.worlds import World
-
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
+from records import CHECKS
 
 
 def task(world: World | None = None) -> Task:

@@ -9,42 +9,19 @@ from etude.config.credit import CreditConfig
 from etude.trajectories.batch import build_batch
 from etude.types import (
     Branch,
-    Case,
     Disposition,
-    Finish,
-    FunctionChecks,
     Group,
     Rollout,
-    RolloutStatus,
-    Split,
-    Task,
     Turn,
     TurnKind,
     Verdict,
 )
-
-CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=0),))
-TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+from records import TASK, make_rollout, make_turn
 
 
 def rollout(group: int, slot: int, reward: float, versions: list[int]) -> Rollout:
-    sampled = np.arange(len(versions), dtype=np.int32)
-    turn = Turn(
-        prompt_ids=np.array([9], np.int32),
-        completion_ids=sampled,
-        logprobs=-sampled.astype(np.float32),
-        versions=np.array(versions, np.int32),
-        finish=Finish.STOP,
-    )
-    return Rollout(
-        rollout_id=f"{group}.{slot}",
-        group_index=group,
-        slot=slot,
-        attempt=0,
-        status=RolloutStatus.GRADED,
-        reward=reward,
-        turns=(turn,),
-    )
+    turn = make_turn([9], range(len(versions)), versions)
+    return make_rollout(f"{group}.{slot}", turn, group=group, slot=slot, reward=reward)
 
 
 def group(index: int, *rollouts: Rollout) -> Group:
