@@ -145,7 +145,7 @@ class Injector:
     def damage(self, fault: Fault) -> Damage:
         """Change a file of a run that is down. Raises :class:`NoVictim`."""
         draw = random.Random(fault.pick)
-        path = _picked([path for path in self._files(fault.kind) if path.stat().st_size > 1], fault.pick)
+        path = _picked(damageable(self._folder, fault.kind), fault.pick)
         sound = path.read_bytes()
         if fault.kind is Kind.DAMAGE_SIDECAR and path.name.endswith("-wal"):
             damaged = sound + draw.randbytes(GARBAGE_BYTES)
@@ -156,21 +156,6 @@ class Injector:
             damaged = sound[: draw.randrange(1, len(sound))]
         path.write_bytes(damaged)
         return Damage(path, sound, damaged)
-
-    def _files(self, kind: Kind) -> list[Path]:
-        """What could be damaged, in an order that a seed can rely on."""
-        folder = self._folder
-        match kind:
-            case Kind.DAMAGE_CHECKPOINT:
-                newest = max(folder.checkpoints.glob("step-*"), default=folder.checkpoints)
-                return sorted(path for path in newest.rglob("*") if path.is_file())
-            case Kind.DAMAGE_EVENTS:
-                return sorted(folder.events.glob("*.jsonl"))
-            case Kind.DAMAGE_SIDECAR:
-                return sorted(folder.path.glob("ledger.db-*"))
-            case _:
-                store = Path(folder.store)
-                return sorted(path for name in STORED for path in (store / name).rglob("*") if path.is_file())
 
     @contextmanager
     def _signalled(self, victim: Callable[[], int], number: signal.Signals) -> Iterator[None]:
@@ -201,6 +186,22 @@ class Injector:
         return [pid for pid in descendants(self._pid(ROLLOUTS)) if any(SANDBOX in word for word in command_line(pid))]
 
 
+def damageable(folder: RunFolder, kind: Kind) -> list[Path]:
+    """The files that this could happen to, were the run down now, in an order that a seed can rely on."""
+    match kind:
+        case Kind.DAMAGE_CHECKPOINT:
+            newest = max(folder.checkpoints.glob("step-*"), default=folder.checkpoints)
+            found = list(newest.rglob("*"))
+        case Kind.DAMAGE_EVENTS:
+            found = list(folder.events.glob("*.jsonl"))
+        case Kind.DAMAGE_SIDECAR:
+            found = list(folder.path.glob("ledger.db-*"))
+        case _:
+            store = Path(folder.store)
+            found = [path for name in STORED for path in (store / name).rglob("*")]
+    return sorted(path for path in found if _size_bytes(path) > 1)
+
+
 def jump_s(pick: float) -> float:
     """How far the clock jumps: seconds to days, each as likely as the other, forward or back."""
     back, far = (pick < 0.5), (pick * 2) % 1.0
@@ -214,6 +215,14 @@ def command_line(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
     except OSError:
         return []
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a file; 0 if it is none, or gone."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
 
 
 def _picked(victims: Sequence[Choice], pick: float) -> Choice:

@@ -18,7 +18,7 @@ from typing import final
 
 from etude.benchmarks.faults_audit import Books, Finding, Wrong, compare
 from etude.benchmarks.faults_evidence import read_books
-from etude.benchmarks.faults_injector import Damage, Injector, NoVictim, Site
+from etude.benchmarks.faults_injector import Damage, Injector, NoVictim, Site, damageable
 from etude.benchmarks.faults_plan import OFFLINE, Fault, Kind, Sortie
 from etude.benchmarks.faults_supervisor import GONE_S, Supervisor, kill_all, wait_for_end
 from etude.errors import InfrastructureError, RunFolderError
@@ -128,11 +128,11 @@ class Siege:
             while self._due and self._is_due(self._due[0]):
                 fault = self._due[0]
                 if fault.kind in DOWN:
-                    self._strike_down(fault.at)
+                    self._strike_down(self._due_together(fault.at))
                     continue
                 context = self._injector.begin(fault)
                 context.__enter__()
-                self._open.append((time.monotonic() + fault.hold_s, self._tell(), context))
+                self._open.append((time.monotonic() + fault.hold_s, self._tell(fault), context))
 
     def _is_due(self, fault: Fault) -> bool:
         if not self._books.groups or self._books.graded < fault.at or self._supervisor.status is not None:
@@ -141,31 +141,36 @@ class Siege:
             self._due_since_s = time.monotonic()
         return time.monotonic() - self._due_since_s >= fault.delay_s
 
-    def _tell(self) -> Tale:
-        """Begin the tale of the fault that is due."""
-        fault = self._due.pop(0)
+    def _tell(self, fault: Fault) -> Tale:
+        """Begin the tale of a fault that was due."""
+        self._due.remove(fault)
         self._due_since_s = None
         starts, resumes = self._supervisor.starts, self._supervisor.resumes
         tale = Tale(fault=fault, struck_s=time.monotonic(), starts=starts, resumes=resumes)
         self._chronicle.tales.append(tale)
         return tale
 
-    def _strike_down(self, at: int) -> None:
+    def _due_together(self, at: int) -> list[Fault]:
+        """All that takes the run down at one point. Raises :class:`NoVictim` while a file for it is missing."""
+        together = [fault for fault in self._due if fault.at == at and fault.kind in DOWN]
+        if not all(damageable(self._folder, fault.kind) for fault in together if fault.kind in OFFLINE):
+            raise NoVictim
+        return together
+
+    def _strike_down(self, faults: Sequence[Fault]) -> None:
         """Kill the supervisor, do to files what is due with that, and resume."""
         orphans = self._supervisor.kill()
         tales = []
-        if any(fault.kind in OFFLINE and fault.at == at for fault in self._due):
+        if any(fault.kind in OFFLINE for fault in faults):
             kill_all(orphans)  # all at once, as with the machine: politely ended, they would tidy their files up
             self._heal()
             if left := wait_for_end(orphans):
                 self._find(f"processes {left} outlived their supervisor by {GONE_S:g} s")
-        while self._due and self._due[0].at == at and self._due[0].kind in DOWN:
-            try:
-                if self._due[0].kind in OFFLINE:
-                    self._damages.append(self._injector.damage(self._due[0]))
-                tales.append(self._tell())
-            except NoVictim:
-                self._due.pop(0)  # there is no such file: it did not happen
+        for fault in faults:
+            with suppress(NoVictim):  # its file went with the processes: it waits for the next one
+                if fault.kind in OFFLINE:
+                    self._damages.append(self._injector.damage(fault))
+                tales.append(self._tell(fault))
         for tale in tales:
             tale.healed_s = time.monotonic()
         self._supervisor.resume()

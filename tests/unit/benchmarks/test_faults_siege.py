@@ -7,9 +7,9 @@ import pytest
 
 from etude.benchmarks.faults import recipe
 from etude.benchmarks.faults_audit import Wrong
-from etude.benchmarks.faults_injector import Site
+from etude.benchmarks.faults_injector import Site, damageable
 from etude.benchmarks.faults_machine import Machine, compile_preload, missing
-from etude.benchmarks.faults_plan import Sortie
+from etude.benchmarks.faults_plan import Kind, Sortie
 from etude.benchmarks.faults_siege import Bounds, Chronicle, Siege
 from etude.benchmarks.usage import descendants
 from etude.run.folder import RunFolder
@@ -51,6 +51,19 @@ def test_a_run_that_ends_again_and_again_is_found_with_its_last_error(site: Site
     chronicle = besieged(RunFolder(tmp_path / "run"), site, Bounds(vain_endings=1, again_s=0.0))
     assert "is not a run folder" in chronicle.findings[0].what
     assert len(chronicle.endings) == 2
+
+
+def test_no_checkpoint_can_be_damaged_before_there_is_one(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", recipe(0, 3))
+    newest = folder.checkpoints / "step-000002"
+    (newest / "shards").mkdir(parents=True)
+    (newest / "begun").write_bytes(b"1")
+    assert damageable(folder, Kind.DAMAGE_CHECKPOINT) == []
+    weights = newest / "shards" / "weights"
+    weights.write_bytes(b"weights")
+    (folder.checkpoints / "step-000001").mkdir()
+    (folder.checkpoints / "step-000001" / "older").write_bytes(b"weights")
+    assert damageable(folder, Kind.DAMAGE_CHECKPOINT) == [weights]
 
 
 def command(pid: int) -> bytes:
