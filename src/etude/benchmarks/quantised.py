@@ -21,7 +21,7 @@ from pathlib import Path
 
 from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.tables import results_page
-from etude.benchmarks.trials import finished_run, report_of
+from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
 from etude.dashboard.report import figure
 from etude.errors import UserError
@@ -95,18 +95,8 @@ def _trial(recipe: Path, out: Path, seed: int, experts: str, overrides: Sequence
     settings = [*overrides, f"seed={seed}", "numerics.dtype=bfloat16", f"numerics.experts={experts}"]
     config = load_recipe(recipe, settings)
     path = out / f"s{seed}-{experts}"
-    folder = finished_run(path, lambda: _prepared(path, config, _midtrained(out, config, seed)))
+    folder = finished_run(path, lambda: _prepared(path, config, midtrained(out / f"s{seed}-start", config)))
     return _read(folder, config, seed, experts)
-
-
-def _midtrained(out: Path, config: RunConfig, seed: int) -> RunFolder:
-    """The run folder with the start of all trials of a seed."""
-    from etude.run.phases import run_phases
-
-    path = out / f"s{seed}-start"
-    folder = RunFolder.open(path) if path.exists() else RunFolder.create(path, config)
-    run_phases(folder)
-    return folder
 
 
 def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:

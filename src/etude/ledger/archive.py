@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self, TypeAlias
 
 from etude.config.recipe import LedgerConfig
@@ -27,7 +26,7 @@ from etude.ledger.places import open_database
 from etude.ledger.records import decode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
-from etude.ledger.transactions import Transactions
+from etude.ledger.transactions import Door, Transactions
 from etude.types import Disposition, Group, Rollout, RolloutStatus
 
 ALIKE_CHARACTERS = 60
@@ -141,15 +140,12 @@ class Census:
     """Rollouts that an older étude recorded: only how they ended is known without reading them."""
 
 
-class Archive:
+class Archive(Door):
     """One reader's look into a ledger; not to be shared between threads.
 
     Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``, and
     :class:`~etude.errors.DamagedError` for a record that cannot be read.
     """
-
-    def __init__(self, transactions: Transactions) -> None:
-        self._db = transactions
 
     @classmethod
     def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
@@ -159,18 +155,6 @@ class Archive:
         """
         patience_s = (config or LedgerConfig()).patience_s
         return cls(Transactions(open_database(place, patience_s=patience_s), patience_s=patience_s))
-
-    def close(self) -> None:
-        """Let go of the database."""
-        self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def steps_done(self) -> int:
         """Committed optimiser steps."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from etude.clock import SystemClock
@@ -29,7 +28,7 @@ from etude.ledger.places import open_database
 from etude.ledger.records import encode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
-from etude.ledger.transactions import Transactions
+from etude.ledger.transactions import Door, Transactions
 from etude.protocols import Clock
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
 
@@ -82,7 +81,7 @@ class Progress:
         return self.kept + self.dropped
 
 
-class Ledger:
+class Ledger(Door):
     """One process's door to the ledger of a run; not to be shared between threads.
 
     Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``; any
@@ -90,7 +89,7 @@ class Ledger:
     """
 
     def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
-        self._db = transactions
+        super().__init__(transactions)
         self.name = transactions.name
         """What to call it in messages; it has no secrets."""
         self.facts = Facts(transactions)
@@ -106,18 +105,6 @@ class Ledger:
         database = open_database(place, patience_s=config.patience_s)
         transactions = Transactions(database, patience_s=config.patience_s)
         return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
-
-    def close(self) -> None:
-        """Let go of the database. What was committed is safe even without."""
-        self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:
         """Open a group of ``size`` slots and return its index; ``None`` if the task was admitted for training before.

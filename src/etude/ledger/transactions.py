@@ -16,7 +16,8 @@ without its ledger may do.
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from etude.ledger import rows
 from etude.ledger.database import Database, Interrupted, LedgerUnavailable
@@ -57,7 +58,7 @@ def insist(attempt: Callable[[], T], name: str, patience_s: float) -> T:
 
 
 class Transactions:
-    """One door to a database; not to be shared between threads."""
+    """What one door does to a database; not to be shared between threads."""
 
     def __init__(self, database: Database, *, patience_s: float) -> None:
         self._database = database
@@ -103,3 +104,22 @@ class Transactions:
                 database.rollback()
                 raise
         return result
+
+
+class Door:
+    """One process's way into a ledger, open until it lets go; not to be shared between threads."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    def close(self) -> None:
+        """Let go of the database. What was committed is safe even without."""
+        self._db.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

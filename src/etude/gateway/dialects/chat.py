@@ -31,6 +31,7 @@ from etude.gateway.dialects.openai import (
     nullable,
     read_model,
     read_sampling,
+    read_tools,
     read_view,
     refuse,
 )
@@ -119,7 +120,7 @@ def parse(body: bytes) -> ChatAsked:
     view = read_view(fields, logprobs=fields.flag("logprobs"))
     call = Call(
         messages=_read_messages(fields),
-        tools=_read_tools(fields),
+        tools=read_tools(fields, _read_tool),
         sampling=read_sampling(fields, _read_max_tokens(fields)),
         stream=fields.flag("stream"),
         single_call=not fields.flag("parallel_tool_calls", default=True),
@@ -189,17 +190,6 @@ def _read_call(call: Fields) -> ToolCall:
     if function is None:
         raise call.invalid("function", "an object with name and arguments")
     return ToolCall(call_id=call.text("id"), name=function.text("name"), arguments=function.text("arguments"))
-
-
-def _read_tools(fields: Fields) -> tuple[Tool, ...]:
-    """The tools that the model may call: none where the caller chose none."""
-    tools = tuple([_read_tool(tool) for tool in fields.children("tools")])
-    if len({tool.name for tool in tools}) < len(tools):
-        raise fields.invalid("tools", "tools with names of their own")
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.unsupported("tool_choice", 'nothing here constrains what is sampled, send "auto" or "none"')
-    return () if choice == "none" else tools
 
 
 def _read_tool(tool: Fields) -> Tool:

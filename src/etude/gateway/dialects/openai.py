@@ -1,4 +1,4 @@
-"""What OpenAI's chat completions and completions have in common: sampling options, usage, events, errors.
+"""What OpenAI's dialects have in common: the choice of tools, sampling options, usage, events, errors.
 
 Owns the options that both bodies have, which values of others ask for nothing, and the shapes that both answers share.
 Which fields a body has besides, and what a choice looks like, is :mod:`.chat`'s and :mod:`.completions`' business.
@@ -7,7 +7,7 @@ Tokens are named ``token_id:123`` wherever a reply lists them, as by vLLM's ``re
 not always a text, two tokens may have the same one, and who asks for logprobs here wants to know which was sampled.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -16,6 +16,7 @@ import orjson
 from etude.gateway.calls import MODEL, Answer, Ending, Refusal, Sampling
 from etude.gateway.dialects.fields import Fields
 from etude.gateway.dialects.schemas import FLAG, OBJECT, bounded, either, listed, record, whole
+from etude.tokens.messages import Tool
 from etude.types import Ids, Json
 
 UNDERSTOOD = frozenset(
@@ -123,6 +124,17 @@ def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
         seed=fields.integer("seed", low=0, high=MAX_WHOLE),
         count=fields.integer("n", low=1, high=MAX_COUNT) or 1,
     )
+
+
+def read_tools(fields: Fields, read_tool: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
+    """The tools that the model may call, none where the caller chose none; how one is written differs."""
+    tools = tuple([read_tool(tool) for tool in fields.children("tools")])
+    if len({tool.name for tool in tools}) < len(tools):
+        raise fields.invalid("tools", "tools with names of their own")
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise fields.unsupported("tool_choice", 'nothing here constrains what is sampled, send "auto" or "none"')
+    return () if choice == "none" else tools
 
 
 def read_view(fields: Fields, *, logprobs: bool) -> View:

@@ -29,6 +29,7 @@ from etude.gateway.dialects.openai import (
     MAX_WHOLE,
     neutral_schema,
     read_model,
+    read_tools,
     refuse,
 )
 from etude.gateway.dialects.response_events import ResponseAsked
@@ -123,7 +124,7 @@ def parse(body: bytes) -> ResponseAsked:
     leading = (Message(role="system", content=instructions),) if instructions else ()
     call = Call(
         messages=(*leading, *_messages(fields)),
-        tools=_tools(fields),
+        tools=read_tools(fields, _tool),
         previous=_previous(fields),
         instructed=bool(instructions),
         sampling=_sampling(fields),
@@ -173,17 +174,6 @@ def _previous(fields: Fields) -> str | None:
     if not 0 < len(answer_id) <= MAX_NAME_CHARACTERS:
         raise fields.invalid("previous_response_id", f"the id of an earlier response, {ID_PREFIX}…")
     return answer_id
-
-
-def _tools(fields: Fields) -> tuple[Tool, ...]:
-    """The tools that the model may call: none where the caller chose none."""
-    tools = tuple(_tool(tool) for tool in fields.children("tools"))
-    if len({tool.name for tool in tools}) < len(tools):
-        raise fields.invalid("tools", "tools with names of their own")
-    choice = fields.value("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.unsupported("tool_choice", 'nothing here constrains what is sampled, send "auto" or "none"')
-    return () if choice == "none" else tools
 
 
 def _tool(tool: Fields) -> Tool:
