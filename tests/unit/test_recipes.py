@@ -14,7 +14,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
-CLAIMS = {"quickstart": (0.30, 0.05), "external-harness": (0.10, -0.05), "self-summary": (0.20, -0.02)}
+CLAIMS = {
+    "quickstart": (0.30, 0.05),
+    "external-harness": (0.10, -0.05),
+    "self-summary": (0.20, -0.02),
+    "summaries": (0.18, 0.05),
+}
 """Recipe → how much more is passed afterwards: by every seed when sampled; by the mean when greedy, for some leave
 mid-training with hardly any room, and ten steps of another team's harness leave it as it was.
 """
@@ -36,7 +41,7 @@ def lift(report: dict[str, Json], way: str) -> float:
     return after - before
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "self-summary"])
+@pytest.mark.parametrize("recipe", ["quickstart", "self-summary", "summaries"])
 def test_what_is_claimed_was_measured_on_three_seeds(recipe: str) -> None:
     assert [report["seed"] for report in reports(RECIPES / recipe)] == [0, 1, 2]
 
