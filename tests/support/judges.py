@@ -90,6 +90,11 @@ def court(
     alarms: list[Alarm] = []
     spent: list[Spend] = []
     clock = VirtualClock()
+
+    def recorded(now: Spend) -> Spend:
+        spent.append(now)
+        return Spend()
+
     means = Means(
         endpoint=endpoint,
         cache=VoteCache(None, 100),
@@ -98,7 +103,7 @@ def court(
         clock=clock,
         identity=IdentityWatch(known),
         alarm=alarms.append,
-        record=spent.append,
+        record=recorded,
     )
     return Court(Judge(means, manner or Manner(model="m"), bounds or Bounds()), means, alarms, spent, clock)
 

@@ -96,7 +96,12 @@ def _add_show(commands: Commands) -> None:
         "--outcome", choices=("graded", "failed", "dropped", "quarantined"), help="list those that ended so"
     )
     show.add_argument("--reason", metavar="TEXT", help="list those whose end or verdict is due to that: 'submit'")
-    show.add_argument("--version", type=int, metavar="V", help="list those that this weight version had a part in")
+    show.add_argument(
+        "--version",
+        type=int,
+        metavar="V",
+        help="list those whose tokens are of weight version V, or of ones around it",
+    )
     show.add_argument("--has-summary", action="store_true", help="list those that summarised their context")
     show.add_argument("--has-hint", action="store_true", help="list those with a hint")
     show.add_argument(

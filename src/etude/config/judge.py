@@ -43,7 +43,7 @@ class JudgeConfig(Section):
     concurrency: int = Field(default=16, ge=1)
     """Calls under way."""
     calls_per_rollout: int = Field(default=100, ge=1)
-    """Most calls about one rollout."""
+    """Most calls about one rollout, for its reward; as many again for its hints."""
     tokens_per_rollout: int = Field(default=1_000_000, ge=1)
     """Most tokens of them, read and written."""
     calls_per_run: int = Field(default=1_000_000, ge=1)

@@ -10,10 +10,10 @@ from etude.config.section import Section
 SOURCES = ("grader", "behaviour", "measure", "judge")
 """Kinds of source: the family's grader; conduct, read from what was said and done; the harness; a judge's rubric."""
 EXCUSED = {
-    "judge": "a judge may be out of reach",
-    "measure": "an agent whose time was up leaves no measures",
+    "judge": "a judge may be out of reach, which is no error, and worth nothing: set missing = 'wait' or 'mask'",
+    "measure": "an agent whose time was up leaves no measures, no error: set missing = 'wait', 'mask' or a number",
 }
-"""Kind of source → why its values may be missing in a run that is in order."""
+"""Kind of source → why its values may be missing in a run that is in order, and what to do about it."""
 RESERVED = ("clipped", "assumed")
 """What the record says of the parts themselves."""
 
@@ -64,8 +64,8 @@ class PartConfig(Section):
                              f"{', '.join(f'{kind}.NAME' for kind in SOURCES)}")  # fmt: skip
         if self.name in RESERVED or self.name.startswith("cheat_"):
             raise ValueError(f"{where} has a name that means something else in the record; choose another")
-        if kind in EXCUSED and self.missing == "error":
-            raise ValueError(f"{where}: {EXCUSED[kind]}, which is no error: set missing = 'wait', 'mask' or a number")
+        if (self.missing == "error" and kind in EXCUSED) or (isinstance(self.missing, float) and kind == "judge"):
+            raise ValueError(f"{where}: {EXCUSED[kind]}")
         return self
 
     @model_validator(mode="after")

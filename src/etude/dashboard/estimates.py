@@ -63,8 +63,8 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """The mean of one value per task. Raises ``ValueError`` without any.
 
     Where every value is 0 or 1, Clopper and Pearson's interval is exact. Elsewhere tasks are drawn again: a bootstrap
-    of clusters, percentiles. Where all tries of all tasks end alike no resample would differ; Clopper and Pearson's
-    holds there, too, as nothing in [0, 1] is likelier to show only zeros, or only ones, than a rate of the same mean.
+    of clusters, percentiles. Where all values are one and the same no resample would differ: other ones, of which none
+    was seen, are at most a share s, and the mean is as far from theirs as that allows.
     """
     if not len(values):
         raise ValueError("no task has a value: there is nothing to take the mean of")
@@ -72,6 +72,8 @@ def mean_of(values: Sequence[float]) -> Estimate:
     if bool(np.isin(values_N, (0.0, 1.0)).all()):
         low, high = exact_interval(int(values_N.sum()), len(values_N))
         return Estimate(value=float(values_N.mean()), low=low, high=high, method="Clopper-Pearson")
+    if _are_alike(values_N) and _are_rates(values_N):
+        return _of_alike(float(values_N[0]), len(values_N), least=0.0)
     return _bootstrapped(values_N)
 
 
@@ -83,16 +85,17 @@ def mean_effort(values: Sequence[float]) -> Estimate:
 def difference_of(before: Sequence[float], after: Sequence[float]) -> Estimate:
     """The mean of ``after`` − ``before``, values of the same tasks in the same order: paired, tasks drawn again.
 
-    Where no task differs, and values are in [0, 1], the difference is not known to be 0: it is at most the share of
-    tasks that do differ, of which none was seen. Raises ``ValueError`` without any task.
+    Where every task changes by the same, and values are in [0, 1], the difference d is not known to be that: of other
+    tasks none was seen, so they are at most a share s, and the mean is between (1 − s)·d − s and (1 − s)·d + s. Raises
+    ``ValueError`` without any task.
     """
     before_N, after_N = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if not len(before_N):
         raise ValueError("the two have no task in common: there is nothing to compare")
-    if np.array_equal(before_N, after_N) and bool(((before_N >= 0) & (before_N <= 1)).all()):
-        _, most = exact_interval(0, len(before_N))
-        return Estimate(value=0.0, low=-most, high=most, method="Clopper-Pearson, of unlike tasks")
-    return _bootstrapped(after_N - before_N)
+    differences_N = after_N - before_N
+    if _are_alike(differences_N) and _are_rates(before_N) and _are_rates(after_N):
+        return _of_alike(float(differences_N[0]), len(differences_N), least=-1.0)
+    return _bootstrapped(differences_N)
 
 
 def sign_test(before: Sequence[float], after: Sequence[float]) -> SignTest:
@@ -112,6 +115,25 @@ def exact_interval(passed: int, tasks: int) -> tuple[float, float]:
     low = 0.0 if passed == 0 else _crossing(lambda rate: _at_least(passed, tasks, rate), tail)
     high = 1.0 if passed == tasks else 1.0 - _crossing(lambda rate: _at_least(tasks - passed, tasks, rate), tail)
     return low, high
+
+
+def _are_rates(values_N: npt.NDArray[np.float64]) -> bool:
+    return bool(((values_N >= 0) & (values_N <= 1)).all())
+
+
+def _are_alike(values_N: npt.NDArray[np.float64]) -> bool:
+    return bool((values_N == values_N[0]).all())
+
+
+def _of_alike(value: float, tasks: int, *, least: float) -> Estimate:
+    """The mean where that many tasks have one ``value``, of [``least``, 1]: others are at most the share of a kind of
+    which none was seen.
+    """
+    _, others = exact_interval(0, tasks)
+    known = (1 - others) * value
+    return Estimate(
+        value=value, low=known + others * least, high=known + others, method="Clopper-Pearson, of unlike tasks"
+    )
 
 
 def _bootstrapped(values_N: npt.NDArray[np.float64]) -> Estimate:

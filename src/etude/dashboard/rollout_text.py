@@ -229,12 +229,13 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
 
 
 def _summed(rollout: ReadRollout) -> Text:
-    """The number, and the sum that it is."""
+    """The number, and the sum that it is; or was, where a verdict says otherwise."""
     assert rollout.reward is not None
     text = Text(f"{rollout.reward:.3f}".replace("-", "−"), f"bold {GOOD}" if rollout.reward > 0 else "bold")
     summed = [part for part in rollout.parts if part.worth is not None]
+    counts = rollout.verdict is None or rollout.verdict.disposition == "keep"
     for part in summed:
-        text.append(" = " if part is summed[0] else "  ", DIM)
+        text.append("  " if part is not summed[0] else " = " if counts else " by its verdict; appraised at ", DIM)
         text.append(_signed(part.worth or 0.0)).append(f" {visible(part.name)} ({part.value:.4g})", DIM)
     return text
 

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, Self, final
 
 from etude.config.hints import HintRule
 from etude.errors import JudgeUnavailable
-from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.rewards.transcript import SpokenTurn, attributed, read_turns
 from etude.sandboxes import tools
 from etude.types import Hint, Ids, Task, Turn
 
@@ -160,4 +160,4 @@ def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint,
 
 def page(turn: SpokenTurn) -> str:
     """A turn as an adviser reads it."""
-    return f"heard:\n{turn.heard}\nsaid:\n{turn.said}\nanswered:\n{turn.answered}"
+    return attributed(heard=turn.heard, said=turn.said, answered=turn.answered)

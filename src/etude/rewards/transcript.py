@@ -32,6 +32,13 @@ class SpokenTurn:
     """The turn whose reply it goes on from; ``None``: its context began anew."""
 
 
+def attributed(*, before: str = "", **texts: str) -> str:
+    """Texts by the name of who they are of, every line behind that name: nothing that was said can pass for something
+    that was heard, whatever lines it has.
+    """
+    return "\n".join(f"{before}{name}| {line}" for name, text in texts.items() for line in text.splitlines())
+
+
 def read_turns(turns: Sequence[Turn], decode: Callable[[Ids], str]) -> tuple[SpokenTurn, ...]:
     """Every turn of a rollout, in order. ``decode`` gives the text of token ids.
 

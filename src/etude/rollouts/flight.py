@@ -56,14 +56,14 @@ class Flight:
         self._limits = Limits.of(config)
         self._temperature = temperature
         self._ledger = ledger
-        self._rig = rig
+        self._rig = rig if purpose == TRAIN else rig.for_measuring()
         self._events = events
         self._schedule = Schedule(
             concurrency=config.concurrency, max_attempts=config.max_attempts, outage_s=config.outage_s
         )
-        self._branching = rig.branching if purpose == TRAIN else None
+        self._branching = self._rig.branching
         self._bundles = Bundles(1 if self._branching is None else self._branching.size)
-        self._beginnings = _Beginnings(rig, self._limits)
+        self._beginnings = _Beginnings(self._rig, self._limits)
         self._attempts: dict[Place, asyncio.Task[None]] = {}
         self._closing = False
         self._failure: BaseException | None = None

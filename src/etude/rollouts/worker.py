@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import aiohttp
 
@@ -104,6 +104,14 @@ class Rig:
     """``None``: the grader's word is all."""
     branching: Branching | None = None
     """How training rollouts branch; ``None``: each begins by itself."""
+    measures: bool = False
+    """Whether rollouts are for a measurement, to which one without a reward says nothing: what the appraiser masks has
+    failed then, and is tried again, instead of being kept and not trained on.
+    """
+
+    def for_measuring(self) -> Self:
+        """The same parts for rollouts that are not trained on."""
+        return replace(self, branching=None, measures=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +233,8 @@ async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, co
     if rig.appraiser is not None:
         appraising = rig.appraiser.appraise(task, result, reward, turns)
         appraisal = await within(limits.grading_s, "appraising", appraising)
+    if appraisal.masked and rig.measures:
+        raise InfrastructureError(appraisal.masked)
     verdict = None if watching is None else watching.judge(reward, turns)
     return _Played(result=result, appraisal=appraisal, turns=turns, verdict=_weigh(verdict, appraisal, reward))
 

@@ -25,7 +25,7 @@ from etude.rewards.effort import effort_of
 from etude.rewards.hints import HintFinder
 from etude.rewards.parts import Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
 from etude.rewards.slips import slip_rewards
-from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.rewards.transcript import SpokenTurn, attributed, read_turns
 from etude.run.folder import RunFolder
 from etude.run.hints import open_hints
 from etude.run.judging import OpenJudge
@@ -149,9 +149,10 @@ def open_appraiser(
 
 
 def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
-    """A rollout as a judge reads it: everything once, in order."""
-    pages = (f"turn {number}, heard:\n{turn.heard}\n\nsaid:\n{turn.said}" for number, turn in enumerate(spoken))
-    return "\n\n".join(pages)
+    """A rollout as a judge reads it: everything once, in order, and before every line who said it."""
+    turns = enumerate(spoken)
+    pages = (attributed(heard=turn.heard, said=turn.said, before=f"turn {number} ") for number, turn in turns)
+    return "\n".join(pages)
 
 
 def hold_reward(facts: Facts, made: MakeUp) -> None:

@@ -47,10 +47,27 @@ from etude.run.endpoints import HOST
 from etude.run.serving import listening
 from etude.telemetry.events import JudgeAlarm
 
-CACHE, SPEND = "judge.db", "judge-spend.json"
-"""Files of a run folder."""
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a process keeps the votes it was given and what it spent."""
+
+    folder: Path
+    """Of the run."""
+    seat: int = 0
+    """Tells the processes of a run from each other: each has files of its own."""
+
+    @property
+    def votes(self) -> Path:
+        """The cache."""
+        return self.folder / f"judge-{self.seat}.db"
+
+    @property
+    def spending(self) -> SpendFile:
+        """What it spent, and the others."""
+        return SpendFile(self.folder, self.seat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,13 +179,13 @@ async def open_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    state: Path | None = None,
+    memory: Memory | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
     """The judge of a run, trusted, while the context is open; ``None`` where the recipe has none. It is asked about the
     aspects that parts of the reward name.
 
-    ``state`` is the run folder: without one nothing is remembered. Raises :class:`~etude.errors.ConfigError`.
+    Without a ``memory`` nothing is remembered. Raises :class:`~etude.errors.ConfigError`.
     """
     if not config.judge.url:
         yield None
@@ -176,9 +193,9 @@ async def open_judge(
     check_judge(config)
     asked, share = config.reward.names("judge"), _share(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in asked}
-    async with opened(config, http, state=state, alarm=alarm) as judge:
+    async with opened(config, http, memory=memory, alarm=alarm) as judge:
         drift = {
-            aspect: DriftCheck(rubrics[aspect], known.items, known.agreement.exact, config.judge.drift_every)
+            aspect: DriftCheck(rubrics[aspect], known.items, known.agreement.hit_rate, config.judge.drift_every)
             for aspect, known in calibrations_of(config.judge).items()
             if aspect in rubrics
         }
@@ -196,7 +213,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> M
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         heard = Attentive(await stack.enter_async_context(endpoint_of(config, http)))
-        means = _means(config, heard, state=None, alarm=None)
+        means = _means(config, heard, memory=None, alarm=None)
         stack.enter_context(means.cache)
         judge = Judge(means, manner, _bounds(config.judge))
         for aspect, of_aspect in items.items():
@@ -245,24 +262,26 @@ async def opened(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    state: Path | None = None,
+    memory: Memory | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
     """The judge of a recipe that has one, be it trusted or not, while the context is open."""
     async with endpoint_of(config, http) as endpoint:
-        means = _means(config, endpoint, state=state, alarm=alarm)
+        means = _means(config, endpoint, memory=memory, alarm=alarm)
         with means.cache:
             yield Judge(means, manner_of(config), _bounds(config.judge))
 
 
 def _means(
-    config: RunConfig, endpoint: Answering, *, state: Path | None, alarm: Callable[[JudgeAlarm], None] | None
+    config: RunConfig, endpoint: Answering, *, memory: Memory | None, alarm: Callable[[JudgeAlarm], None] | None
 ) -> Means:
     judge = config.judge
-    spend = SpendFile(None if state is None else state / SPEND)
     allowance = Allowance(
         calls=judge.calls_per_run, tokens=judge.tokens_per_run, cost=judge.cost_per_run or float("inf")
     )
+    spending = SpendFile(None) if memory is None else memory.spending
+    purse = Purse(allowance, _share(judge).prices, spent=spending.load())
+    purse.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
         logger.warning("judge: %s %s: %s", raised.kind, raised.aspect, raised.detail)
@@ -271,13 +290,13 @@ def _means(
 
     return Means(
         endpoint=endpoint,
-        cache=VoteCache(None if state is None else state / CACHE, judge.cache_entries),
-        purse=Purse(allowance, _share(judge).prices, spent=spend.load()),
+        cache=VoteCache(None if memory is None else memory.votes, judge.cache_entries),
+        purse=purse,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
         identity=IdentityWatch(known.identity for known in calibrations_of(judge).values()),
         alarm=sound,
-        record=spend.save,
+        record=spending.save,
     )
 
 

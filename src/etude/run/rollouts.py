@@ -35,7 +35,7 @@ from etude.rollouts.worker import Rig, Worlds
 from etude.run.appraisal import hold_reward, open_appraiser
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
-from etude.run.judging import open_judge, pins_of
+from etude.run.judging import Memory, open_judge, pins_of
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
@@ -150,7 +150,7 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
         ledger = stack.enter_context(lease)
         events = stack.enter_context(EventLog(folder.events, name))
         hold_reward(ledger.facts, make_up(config.reward, pins_of(config)))
-        rig = await stack.enter_async_context(_rig(folder, config, http, events))
+        rig = await stack.enter_async_context(_rig(folder, config, http, events, seat))
         family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
@@ -258,13 +258,14 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 @contextlib.asynccontextmanager
 async def _rig(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, seat: int
 ) -> AsyncIterator[Rig]:
     """The parts that rollouts are run with."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
         worlds, grader, harness = await _stage(stack, folder, config, http)
-        judge = await stack.enter_async_context(open_judge(config, http, state=folder.path, alarm=events.write))
+        memory = Memory(folder.path, seat)
+        judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         decode = decoder(folder)
         watch = CheatWatch(
             decode=decode,

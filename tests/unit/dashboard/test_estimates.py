@@ -75,6 +75,15 @@ def test_what_never_differs_is_not_certain(value: float) -> None:
     assert alike.low == -alike.high
 
 
+def test_what_changes_alike_everywhere_is_not_certain_either() -> None:
+    unseen = 0.16843  # the share of a kind of task of which twenty show none, at most
+    gained = difference_of([0.0] * 20, [1.0] * 20)
+    assert (gained.value, gained.low, gained.high) == pytest.approx((1.0, 1 - 2 * unseen, 1.0), abs=1e-4)
+    middling = mean_of([0.5] * 20)
+    assert (middling.value, middling.low) == pytest.approx((0.5, 0.5 - unseen / 2), abs=1e-4)
+    assert middling.high - middling.value == pytest.approx(middling.value - middling.low)
+
+
 def test_a_difference_is_paired() -> None:
     before = [0.0, 1.0] * 20
     after = [value + 0.1 for value in before]

@@ -91,7 +91,9 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_a_quarantine_is_drawn_with_its_reason() -> None:
     verdict = ReadVerdict(disposition="quarantine", reason="spy", flags=("spy", "touch"), graded=1.0)
-    assert "quarantine, by spy; graded 1  spy, touch" in drawn(rollout_page(replace(ROLLOUT, verdict=verdict)))
+    page = drawn(rollout_page(replace(ROLLOUT, verdict=verdict)))
+    assert "quarantine, by spy; graded 1  spy, touch" in page
+    assert "by its verdict; appraised at" in page
 
 
 def test_tokens_are_a_table_of_what_is_known() -> None:

@@ -105,7 +105,7 @@ def test_a_judge_is_asked_where_rules_leave_room() -> None:
     told = Scripted(Hint(turn=0, text="no", source="judge"), Hint(turn=3, text="test first", source="judge"))
     found = find(WRONG, STYLE, most=2, adviser=told)
     assert [(hint.turn, hint.source) for hint in found] == [(0, "style"), (3, "judge")]
-    assert [page.split("\n")[0] for page in told.pages[0]] == ["heard:"] * 4
+    assert [page.split("|")[0] for page in told.pages[0]] == ["heard"] * 4
     busy = Scripted()
     assert len(find(WRONG, STYLE, most=1, adviser=busy)) == 1
     assert busy.pages == []

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.transcript import continued, read_turns
+from etude.rewards.transcript import attributed, continued, read_turns
 from etude.types import Finish, Ids, Turn, TurnKind
 
 
@@ -98,3 +98,14 @@ def test_long_conversations_decode_every_token_once() -> None:
 
     read_turns(turns, count)
     assert decoded == len(context)
+
+
+TEXTS = st.text(alphabet="ab\n\r\u2028 |heardsi:", max_size=30)
+
+
+@given(TEXTS, TEXTS)
+def test_nothing_said_passes_for_something_heard(heard: str, said: str) -> None:
+    lines = attributed(heard=heard, said=said).splitlines()
+    assert [line.removeprefix("heard| ") for line in lines if line.startswith("heard|")] == heard.splitlines()
+    assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == said.splitlines()
+    assert len(lines) == len(heard.splitlines()) + len(said.splitlines())

@@ -277,6 +277,13 @@ def test_what_its_appraiser_masks_is_kept_out_of_training() -> None:
         assert (rollout.reward, rollout.verdict.reason, rollout.verdict.graded) == (0.0, "no judge", 1.0)
 
 
+def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
+    """A measurement would take its 0 for a failure of the model."""
+    rig = replace(World(submit).rig, appraiser=Valued(1.0, masked="no judge")).for_measuring()
+    rollout = run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
+    assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "InfrastructureError: no judge")
+
+
 def test_an_appraiser_that_cannot_is_infrastructure() -> None:
     rollout = appraised(Valued(1.0, error=JudgeUnavailable("down")))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "JudgeUnavailable: down")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
@@ -110,13 +111,13 @@ def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     assert len(judge.shown) == 1
 
 
-def test_a_judge_that_is_down_is_waited_for_masked_or_replaced_but_never_a_zero() -> None:
+def test_a_judge_that_is_down_is_waited_for_or_masked_but_never_a_zero() -> None:
     with pytest.raises(JudgeUnavailable):
         appraise(reward(TESTS, STYLE), Judge(None))
     masked = appraise(reward(TESTS, STYLE | {"missing": "mask"}), Judge(None))
     assert masked.masked == "reward part 'style' is missing"
-    assumed = appraise(reward(TESTS, STYLE | {"missing": 0.5}), Judge(None)).reward
-    assert (assumed.value, assumed.parts["assumed"]) == (1.125, 1.0)
+    with pytest.raises(ValidationError, match="set missing = 'wait' or 'mask'"):
+        reward(TESTS, STYLE | {"missing": 0.0})
 
 
 def test_a_name_stands_for_one_thing() -> None:

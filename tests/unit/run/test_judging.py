@@ -11,12 +11,12 @@ import pytest
 from etude.cli.main import main
 from etude.config.recipe import RunConfig, load_recipe
 from etude.config.reward import RewardConfig
-from etude.errors import ConfigError, DamagedError
+from etude.errors import ConfigError, DamagedError, JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judging.budget import Spend
 from etude.rewards.judging.calibration import parse_calibration
 from etude.rewards.judging.spending import SpendFile
-from etude.run.judging import check_judge, open_judge, pins_of, rubrics_of
+from etude.run.judging import Memory, check_judge, open_judge, pins_of, rubrics_of
 from etude.telemetry.events import JudgeAlarm
 from etude.types import AnswerChecks, Split, Task
 
@@ -63,7 +63,7 @@ def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_abou
     alone = config.model_copy(update={"reward": RewardConfig(parts=config.reward.parts[:1])})
 
     async def scenario() -> None:
-        async with aiohttp.ClientSession() as http, open_judge(alone, http, state=tmp_path) as opened:
+        async with aiohttp.ClientSession() as http, open_judge(alone, http, memory=Memory(tmp_path)) as opened:
             assert opened is not None
             found = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
             assert sorted(found) == ["addresses_judge", "style", "unreadable_votes"]
@@ -94,7 +94,7 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
     async def play(answer: str) -> dict[str, float]:
         async with (
             aiohttp.ClientSession() as http,
-            open_judge(config, http, state=tmp_path, alarm=alarms.append) as opened,
+            open_judge(config, http, memory=Memory(tmp_path), alarm=alarms.append) as opened,
         ):
             assert opened is not None
             result = HarnessResult(reason="submit", counts={}, answer=answer)
@@ -102,14 +102,31 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
 
     good = asyncio.run(play(right))
     assert good == {"style": 1.0, "factuality": 1.0, "addresses_judge": 0.0, "unreadable_votes": 0.0}
-    spent = SpendFile(tmp_path / "judge-spend.json").load()
+    spent = SpendFile(tmp_path).load()
     assert spent.calls == 2
     assert asyncio.run(play(right)) == good
-    assert SpendFile(tmp_path / "judge-spend.json").load() == spent
+    assert SpendFile(tmp_path).load() == spent
     bad = asyncio.run(play("hm, maybe it is something!"))
     assert bad["style"] < 0.6
-    assert SpendFile(tmp_path / "judge-spend.json").load().calls == 4
+    assert SpendFile(tmp_path).load().calls == 4
     assert alarms == []
+
+
+def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
+    recipe_of_three = recipe()
+    judge = recipe_of_three.judge.model_copy(update={"calls_per_run": 3})
+    config = recipe_of_three.model_copy(update={"judge": judge})
+
+    async def play(seat: int, answer: str) -> dict[str, float]:
+        memory = Memory(tmp_path, seat)
+        async with aiohttp.ClientSession() as http, open_judge(config, http, memory=memory) as opened:
+            assert opened is not None
+            return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
+
+    assert len(asyncio.run(play(0, "area returns w * h"))) == 4
+    with pytest.raises(JudgeUnavailable, match="the budget of judging is spent: 1 calls"):
+        asyncio.run(play(1, "area returns w + h"))
+    assert (SpendFile(tmp_path).load().calls, SpendFile(tmp_path, 1).load().calls) == (2, 1)
 
 
 def test_a_recipe_without_a_judge_has_none() -> None:
@@ -136,7 +153,7 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
     async def scenario() -> None:
         async with (
             aiohttp.ClientSession() as http,
-            open_judge(changed, http, state=tmp_path, alarm=alarms.append) as opened,
+            open_judge(changed, http, memory=Memory(tmp_path), alarm=alarms.append) as opened,
         ):
             assert opened is not None
             await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
@@ -148,12 +165,12 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_spending_is_remembered_and_a_damaged_record_is_not_a_fresh_start(tmp_path: Path) -> None:
-    file = SpendFile(tmp_path / "spend.json")
+    file = SpendFile(tmp_path)
     assert file.load() == Spend()
     file.save(Spend(calls=3, prompt_tokens=5, completion_tokens=7))
     assert file.load() == Spend(calls=3, prompt_tokens=5, completion_tokens=7)
     for damage in (b"", b"{", b'{"calls": -1}', b'{"money": 1}', b"[]"):
-        (tmp_path / "spend.json").write_bytes(damage)
+        (tmp_path / "judge-spend-0.json").write_bytes(damage)
         with pytest.raises(DamagedError, match="remove it to begin at 0"):
             file.load()
 

@@ -3,7 +3,8 @@
     reserve the most that a call can take ──▶ call ──▶ settle what it took; the rest is free again
 
 Because the most is set aside first, a limit is never overstepped, however many calls are under way; what it costs is
-that the last bit of a budget cannot be spent. A rollout's purse is filled out of the run's.
+that the last bit of a budget cannot be spent. A rollout's purse is filled out of the run's. Several processes know of
+each other what was settled: together they may overstep by what is under way in the others.
 
 When a purse is empty the judge is *unavailable*, as when it is down: nothing is worth zero for it.
 """
@@ -72,6 +73,8 @@ class Purse:
     ) -> None:
         self.spent = spent or Spend()
         """What was used, settled."""
+        self.elsewhere = Spend()
+        """What others who live on the same allowance have used, as far as is known."""
         self._allowance = allowance
         self._prices = prices
         self._out_of = out_of
@@ -79,7 +82,7 @@ class Purse:
 
     def reserve(self, most: Spend) -> bool:
         """Set aside the most that is about to be used; false, and nothing is, where there is not enough."""
-        whole = self.spent + self._reserved + most
+        whole = self.spent + self.elsewhere + self._reserved + most
         fits = whole.calls <= self._allowance.calls and whole.tokens <= self._allowance.tokens
         fits = fits and self._prices.cost(whole) <= self._allowance.cost
         if not fits or (self._out_of is not None and not self._out_of.reserve(most)):

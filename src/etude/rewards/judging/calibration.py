@@ -21,6 +21,7 @@ import orjson
 from etude.errors import ConfigError
 from etude.rewards.judging.rubrics import Rubric
 from etude.rewards.judging.statistics import (
+    TAIL,
     Estimate,
     Indices,
     Numbers,
@@ -64,6 +65,19 @@ class Agreement:
     """Share of the judged items with the label's very score."""
     within_one: float
     kappa: Estimate
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of *all* items with the label's very score: none at all is no hit."""
+        return self.exact * self.items / max(1, self.items + self.unjudged)
+
+    @property
+    def worst_kappa(self) -> float:
+        """The lower end of its interval; for judges that were never wrong, which no resample would tell from those that
+        seldom are, it is no higher than the lower end of Clopper and Pearson's for the share of items judged rightly.
+        """
+        never_wrong = (TAIL / 100) ** (1 / max(1, self.items)) if self.exact == 1.0 else 1.0
+        return min(self.kappa.low, never_wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +187,9 @@ def distrust(calibration: Calibration | None, pin: str, min_agreement: float) ->
         return "it was never calibrated"
     if calibration.pin != pin:
         return "its model, prompt, rubric or way of voting is not the one that was calibrated"
-    low = calibration.agreement.kappa.low
+    agreement, low = calibration.agreement, calibration.agreement.worst_kappa
+    if agreement.unjudged > agreement.items:
+        return f"it had no verdict on {agreement.unjudged} of {agreement.unjudged + agreement.items} items"
     if not low >= min_agreement:
         return f"its weighted kappa may be as low as {low:.2f}, and judge.min_agreement is {min_agreement:g}"
     return ""

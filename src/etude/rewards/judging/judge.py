@@ -72,8 +72,8 @@ class Means:
     clock: Clock
     identity: IdentityWatch
     alarm: Callable[[Alarm], None]
-    record: Callable[[Spend], None]
-    """Told what was spent so far, after every call."""
+    record: Callable[[Spend], Spend]
+    """Told what was spent so far, after every call; says what other processes of the run have spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +244,7 @@ class Judge:
                 raise
             finally:
                 purse.settle(most, used)
-                self._means.record(self.purse.spent)
+                self.purse.elsewhere = self._means.record(self.purse.spent)
         if self._means.identity.observe(said.identity):
             self.sound(Alarm(kind="model", aspect="", detail=f"the endpoint says that it is {said.identity!r} now"))
         return said

@@ -3,15 +3,16 @@
     task, last words, transcript ──▶ each rubric alone, in calls of its own ──▶ aspect → value
 
 A part that is not there has no verdict: too few readable votes, or a tie that its rubric leaves open. What is made of
-that, and of a judge that cannot be had at all, is the recipe's ``[reward]`` to say; here nothing becomes a zero, with
-one exception that is no failure of the judge's: who says nothing where words were asked for has done as badly as can
-be.
+that, and of a judge that cannot be had at all, is the recipe's ``[reward]`` to say. Two things are no failure of the
+judge's and are worth the least that there is: nothing said where words were asked for, and what most votes say cannot
+be judged. Were it otherwise, a policy could get out of a verdict by writing gibberish.
 
 Every so many judgements an item of the calibration set is judged afresh (:mod:`etude.rewards.judging.drift`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
@@ -34,22 +35,27 @@ BESIDE = (ADDRESSES_JUDGE, UNREADABLE)
 
 
 class DriftCheck:
-    """Judges calibration items again, in turn, after every ``every`` judgements; 0: never."""
+    """Judges calibration items again after every ``every`` judgements; 0: never.
+
+    Items are drawn one by one, each as likely as any other, as the watch's bound on false alarms wants it: in the order
+    of the file, what is judged wrongly there may follow one upon the other.
+    """
 
     def __init__(self, rubric: Rubric, items: Sequence[Item], rate: float, every: int) -> None:
-        """``rate`` is the share of ``items`` that was judged as labelled at calibration."""
+        """``rate`` is the share of all ``items`` that was judged as labelled at calibration."""
         self._rubric = rubric
         self._items = items
         self._every = every if items else 0
         self._watch = AgreementWatch(rate)
         self._judgements = 0
+        self._draw = Random(f"drift {rubric.aspect}")
 
     async def after_judgement(self, judge: Judge) -> None:
         """Count one; when it is time, judge an item. A judge that cannot be had now tells nothing."""
         self._judgements += 1
         if not self._every or self._judgements % self._every:
             return
-        item = self._items[self._judgements // self._every % len(self._items)]
+        item = self._draw.choice(self._items)
         exhibit = Exhibit(task=item.task, work=item.work)
         try:
             judgement = await judge.judge(self._rubric, exhibit, judge.purse, fresh=True)
@@ -94,8 +100,9 @@ class JudgedParts:
             judgement = await self._judged(rubric, task, shown[rubric.about], purse)
             votes += len(judgement.votes) + len(judgement.invalid)
             unreadable += len(judgement.invalid)
-            if judgement.value is not None:
-                values[aspect] = judgement.value
+            value = 0.0 if judgement.is_declined else judgement.value
+            if value is not None:
+                values[aspect] = value
         addresses = any(signs_in(shown[about]) for about in {rubric.about for rubric in said.values()})
         return values | {ADDRESSES_JUDGE: float(addresses), UNREADABLE: unreadable / max(1, votes)}
 

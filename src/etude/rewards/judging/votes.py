@@ -1,7 +1,7 @@
 """From several votes on one aspect to one verdict: pure.
 
     votes asked ─┬─ unreadable: counted, never a score
-                 ├─ "cannot tell": counted, never a score
+                 ├─ "cannot tell": counted, never a score; a majority of them: declined
                  └─ scores ──▶ a majority of those asked? ──▶ their median; the rubric's rule where the middle is torn
 
 The median, not the mean: one judge that was talked into the best score moves it by no more than any other vote does.
@@ -27,6 +27,12 @@ class Judgement:
     """The readable ones."""
     invalid: tuple[Fault, ...] = ()
     """What was wrong with the others."""
+
+    @property
+    def is_declined(self) -> bool:
+        """Whether more than half of those asked say that they cannot tell, which is the fault of what they saw."""
+        blank = sum(vote.score is None for vote in self.votes)
+        return 2 * blank > len(self.votes) + len(self.invalid)
 
 
 def tally(rubric: Rubric, replies: Sequence[Vote | Fault]) -> Judgement:

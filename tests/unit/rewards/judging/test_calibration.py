@@ -145,7 +145,7 @@ def test_a_report_that_is_none_is_refused(text: str) -> None:
 
 def test_trust_takes_the_same_judge_and_enough_agreement() -> None:
     good = calibration([1, 2, 3, 4, 5] * 6, [1, 2, 3, 4, 5] * 6)
-    assert distrust(good, "p", 0.9) == ""
+    assert distrust(good, "p", 0.85) == ""
     assert distrust(None, "p", 0.0) == "it was never calibrated"
     assert "not the one" in distrust(good, "another", 0.0)
     weak = calibration([1, 2, 3, 4, 5] * 6, [3, 1, 5, 2, 4] * 6)
@@ -156,6 +156,15 @@ def test_a_set_that_is_too_small_to_tell_fails_by_itself() -> None:
     lucky = calibration([1, 5, 1, 5, 3, 3, 2, 4], [1, 5, 2, 4, 3, 1, 2, 4])
     assert lucky.agreement.kappa.value > 0.75
     assert distrust(lucky, "p", 0.75) != ""
+    flawless = calibration([1, 2, 3, 4, 5, 1, 3, 5], [1, 2, 3, 4, 5, 1, 3, 5])
+    assert flawless.agreement.kappa.low == 1.0
+    assert "may be as low as 0.63" in distrust(flawless, "p", 0.7)  # 0.025^(1/8)
+
+
+def test_a_judge_that_mostly_has_no_verdict_is_not_trusted() -> None:
+    mostly = calibration([1, 2, 3, 4, 5] * 8, [*[1, 2, 3, 4, 5] * 3, *[None] * 25])
+    assert distrust(mostly, "p", 0.4) == "it had no verdict on 25 of 40 items"
+    assert mostly.agreement.hit_rate == 15 / 40
 
 
 def test_labelled_texts_are_read() -> None:

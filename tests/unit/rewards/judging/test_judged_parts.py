@@ -13,6 +13,7 @@ from etude.rewards.judging.calibration import Item
 from etude.rewards.judging.endpoint import Call
 from etude.rewards.judging.hints import LONGEST_HINT, HintJudge, read_hints
 from etude.rewards.judging.parts import DriftCheck, JudgedParts, Share
+from etude.rewards.judging.pins import Manner
 from etude.rewards.judging.rubrics import Rubric
 from etude.rewards.judging.verdicts import Fault
 from etude.types import AnswerChecks, Hint, Split, Task
@@ -60,7 +61,17 @@ def test_each_aspect_is_judged_alone_on_what_its_rubric_is_about() -> None:
 
 
 def test_a_part_without_a_verdict_is_missing_and_not_zero() -> None:
-    assert parts_of(court(scoring(None)), [style_rubric()], "answer") == BESIDE
+    torn = court(scoring(2, 4), manner=Manner(model="m", votes=2, temperature=0.7))
+    assert parts_of(torn, [style_rubric(tie="abstain")], "answer") == BESIDE
+    unreadable = court(Scripted(lambda _: "no"))
+    assert parts_of(unreadable, [style_rubric()], "answer") == BESIDE | {"unreadable_votes": 1.0}
+
+
+def test_what_most_votes_cannot_tell_is_worth_the_least() -> None:
+    """Else gibberish would be a way out of every verdict."""
+    manner = Manner(model="m", votes=3, temperature=0.7)
+    assert parts_of(court(scoring(None, 5, None), manner=manner), [style_rubric()], "xyzzy") == BESIDE | {"style": 0.0}
+    assert parts_of(court(scoring(None, 5, 5), manner=manner), [style_rubric()], "xyzzy") == BESIDE | {"style": 1.0}
 
 
 def test_who_says_nothing_has_done_as_badly_as_can_be() -> None:
@@ -100,6 +111,20 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
     assert len(again) == 20
     assert {alarm.kind for alarm in judging.alarms} == {"agreement"}
     assert "judged otherwise than labelled" in judging.alarms[0].detail
+
+
+def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_together() -> None:
+    """Three of four items are judged as labelled; the others are the last ones of the file."""
+    items = [Item(task="t", work=f"item {number}", label=5 if number < 30 else 1) for number in range(40)]
+    judging = court(scoring(5), allowance=Allowance(calls=10_000, tokens=1_000_000_000))
+    drift = DriftCheck(style_rubric(), items, 0.75, 1)
+
+    async def scenario() -> None:
+        for _ in range(1_000):
+            await drift.after_judgement(judging.judge)
+
+    asyncio.run(scenario())
+    assert len(judging.alarms) <= 1
 
 
 def test_votes_that_could_not_be_read_are_counted() -> None:
