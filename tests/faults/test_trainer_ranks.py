@@ -45,7 +45,7 @@ def trainers(folder: RunFolder) -> list[int]:
             arguments = path.read_bytes().decode().split("\0")
         except OSError:
             continue
-        if arguments[-2:-1] == [str(folder.path)] and "train" in arguments and "torch.distributed.run" not in arguments:
+        if arguments[-2:-1] == [str(folder.path)] and "train" in arguments and "etude.run.torchrun" not in arguments:
             found.append(int(path.parent.name))
     return found
 

@@ -144,6 +144,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _servable(self) -> Self:
+        if self.engine.kind == "vllm" and self.numerics.experts != "plain":
+            raise ValueError(
+                f"numerics.experts = {self.numerics.experts!r} with engine.kind = 'vllm': its quantised layers pack "
+                f"weights when they are loaded, and swaps would not reach them; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _answerable(self) -> Self:
         if self.tasks.family in OF_ANSWERS and self.harness.kind != "coding":
             raise ValueError(

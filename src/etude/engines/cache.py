@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.engines.graphs import DecodeGraphs
+from etude.engines.graphs import DecodeGraphs, can_capture
 from etude.engines.pages import PAGE
 from etude.engines.requests import Request, Work
 from etude.models.arithmetic import PagedRows
@@ -28,11 +28,12 @@ assert PAGE == pages.PAGE, "scheduler and kernels count pages alike"
 class PagedCache:
     """Keys [P,K,D,S] and values [P,K,S,W] of every layer, in the type of the model's weights."""
 
-    def __init__(self, model: Decoder, pages: int, *, record_routes: bool) -> None:
+    def __init__(self, model: Decoder, pages: int, *, record_routes: bool, graphs: bool = True) -> None:
+        """Without ``graphs`` every pass runs module by module, where hooks see it."""
         spec, weights = model.spec, model.embedding
         attention = spec.attention
         self._graphs: DecodeGraphs | None = None
-        if weights.device.type == "cuda" and weights.dtype is torch.bfloat16:  # grouped products of others wait
+        if graphs and can_capture(model):
             self._graphs = DecodeGraphs(self._step, idle_page=pages)
             pages += 1
         keys = (pages, attention.key_heads, attention.key_width, PAGE)

@@ -81,10 +81,21 @@ class DecodeGraphs:
                 self._step(model, token_ids_B, rows)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):  # type: ignore[arg-type]  # its handle is opaque
+        # Another thread may be staging weights on this device, which is no part of the graph and no error.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # type: ignore[arg-type]
             hidden_BH, routes_BLk = self._step(model, token_ids_B, rows)
         self._pool = self._pool or graph.pool()
         return _Captured(graph=graph, token_ids_B=token_ids_B, rows=rows, hidden_BH=hidden_BH, routes_BLk=routes_BLk)
+
+
+def can_capture(model: Decoder) -> bool:
+    """Whether a decode step of a model on its device can be a graph, in which nothing may wait for the host. Grouped
+    products of experts do on any GPU before Hopper, and in any type but bfloat16.
+    """
+    weights = model.embedding
+    if weights.device.type != "cuda" or weights.dtype is not torch.bfloat16:
+        return False
+    return not model.spec.sparse_layers or torch.cuda.get_device_capability(weights.device) >= (9, 0)
 
 
 def _power_above(count: int) -> int:

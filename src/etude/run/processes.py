@@ -38,7 +38,7 @@ def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", "--", "etude", "train", "--run", str(folder.path)]
     # Its trainers are its own children, not the supervisor's.
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
-    os.execve(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments], environment)
+    os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)
 
 
 def _run(name: str, folder: RunFolder, seat: int) -> None:

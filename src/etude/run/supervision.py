@@ -108,8 +108,10 @@ class Child:
         return process
 
     def _last_line(self) -> str:
+        """What it said last: its own last word, if there is one, and not that of a program that ran it."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[-1].removeprefix("etude: ") if lines else f"see {self.log}"
+        own = [line.removeprefix("etude: ") for line in lines if line.startswith("etude: ")]
+        return (own or lines or [f"see {self.log}"])[-1]
 
 
 def stop_all(children: list[Child]) -> None:

@@ -114,7 +114,8 @@ def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tens
     hidden_NH = model.forward_packed(ids_N, [len(document.token_ids) for document in documents])
     targets_P = torch.from_numpy(places_P).to(device)
     logits_PV = model.logits(hidden_NH[targets_P - 1])
-    losses_P = functional.cross_entropy(logits_PV, ids_N[targets_P], reduction="none")
+    exact_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
+    losses_P = functional.cross_entropy(exact_PV, ids_N[targets_P], reduction="none")
     weights_P = torch.from_numpy(weights_N[places_P]).to(device)
     return losses_P, weights_P, torch.from_numpy(acts_N[places_P]).to(device)
 

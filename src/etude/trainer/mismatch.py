@@ -117,8 +117,8 @@ class MismatchProbe:
         self._states: dict[int, dict[str, torch.Tensor]] = {}
 
     def remember(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep a copy of a model's state as ``version``, forgetting the oldest beyond the bound."""
-        self._states[version] = {name: tensor.clone() for name, tensor in state.items()}
+        """Keep a copy of a model's state as ``version`` in the host's memory; forgets the oldest beyond the bound."""
+        self._states[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
         for old in sorted(self._states)[: -self._versions]:
             del self._states[old]
 
