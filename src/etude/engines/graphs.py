@@ -25,6 +25,8 @@ Step: TypeAlias = Callable[[Decoder, Tensor, PagedRows], tuple[Tensor, Tensor | 
 
 WARM_UPS = 2
 """Plain runs before a capture: libraries choose kernels and take workspaces in their first calls."""
+GROUPED_PRODUCTS = (9, 10)
+"""Compute capabilities, their first number, on which grouped matrix products run without the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +91,14 @@ class DecodeGraphs:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Whether a decode step of a model on its device can be a graph, in which nothing may wait for the host. Grouped
-    products of experts do on any GPU before Hopper, and in any type but bfloat16.
+    """Whether a decode step of a model on its device can be a graph, in which nothing may wait for the host.
+
+    Grouped products of experts do, in any type but bfloat16 and on any GPU but Hopper's and Blackwell's large ones.
     """
     weights = model.embedding
     if weights.device.type != "cuda" or weights.dtype is not torch.bfloat16:
         return False
-    return not model.spec.sparse_layers or torch.cuda.get_device_capability(weights.device) >= (9, 0)
+    return not model.spec.sparse_layers or torch.cuda.get_device_capability(weights.device)[0] in GROUPED_PRODUCTS
 
 
 def _power_above(count: int) -> int:
