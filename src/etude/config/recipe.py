@@ -147,8 +147,8 @@ class RunConfig(Section):
     def _servable(self) -> Self:
         if self.engine.kind == "vllm" and self.numerics.experts != "plain":
             raise ValueError(
-                f"numerics.experts = {self.numerics.experts!r} with engine.kind = 'vllm': its quantised layers pack "
-                f"weights when they are loaded, and swaps would not reach them; leave one of the two out"
+                f"numerics.experts = {self.numerics.experts!r} with engine.kind = 'vllm', which would be told of a "
+                f"plain model: leave engine.kind out, or have plain experts"
             )
         return self
 

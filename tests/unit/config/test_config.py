@@ -153,6 +153,10 @@ def test_a_wrong_type_or_range_names_key_value_and_what_is_right(
     assert refusal({section: {key: value}}).startswith(f"test.toml:\n  {shown}")
 
 
+def test_vllm_is_not_told_of_a_plain_model_where_experts_are_quantised() -> None:
+    assert "leave engine.kind out" in refusal({"engine": {"kind": "vllm"}, "numerics": {"experts": "nvfp4"}})
+
+
 def test_every_fault_is_reported_at_once() -> None:
     message = refusal({"trainer": {"steps": 0, "stepz": 1}, "name": "Has Spaces"})
     assert len(message.splitlines()) == 4
