@@ -10,7 +10,7 @@ from etude.config.section import Section
 SOURCES = ("grader", "behaviour", "measure", "judge")
 """Kinds of source: the family's grader; conduct, read from what was said and done; the harness; a judge's rubric."""
 EXCUSED = {
-    "judge": "a judge may be out of reach, which is no error, and no number stands for it: set missing = 'wait' or 'mask'",
+    "judge": "a judge may be out of reach, no error, and no number stands for it: set missing = 'wait' or 'mask'",
     "measure": "an agent whose time was up leaves no measures, no error: set missing = 'wait', 'mask' or a number",
 }
 """Kind of source → why its values may be missing in a run that is in order, and what to do about it."""
