@@ -16,9 +16,9 @@ without its ledger may do.
 
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from etude.closing import Closing
 from etude.ledger import rows
 from etude.ledger.database import Database, Interrupted, LedgerUnavailable
 from etude.ledger.leases import Lease, prove
@@ -106,7 +106,7 @@ class Transactions:
         return result
 
 
-class Door:
+class Door(Closing):
     """One process's way into a ledger, open until it lets go; not to be shared between threads."""
 
     def __init__(self, transactions: Transactions) -> None:
@@ -115,11 +115,3 @@ class Door:
     def close(self) -> None:
         """Let go of the database. What was committed is safe even without."""
         self._db.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, get_args
+from typing import get_args
 
 import orjson
 
+from etude.closing import Closing
 from etude.errors import DamagedError
 from etude.telemetry.events import Event
 
@@ -32,7 +32,7 @@ class Logged:
     event: Event
 
 
-class EventLog:
+class EventLog(Closing):
     """Writes this process's events."""
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -52,14 +52,6 @@ class EventLog:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class EventReader:

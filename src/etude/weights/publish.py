@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Event
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 from etude import clock
+from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError, InfrastructureError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.choice import CodecChoice, CodecWish
@@ -99,7 +99,7 @@ class Publication:
 
 
 @final
-class Publisher:
+class Publisher(Closing):
     """Publishes one rank's share, version after version; versions are committed in the order of the calls.
 
     It holds a copy of what it published last. Leaving it as a context manager waits for what is under way.
@@ -123,14 +123,6 @@ class Publisher:
         self._pending: list[Future[None]] = []
         self._owed: list[int] = []
         self._failed: list[BaseException] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Finish what is under way and stop all threads."""

@@ -13,9 +13,9 @@ way is best is ``plan.py``'s to say; ``replica.py`` applies and proves.
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
+from etude.closing import Closing
 from etude.errors import DamagedError, UserError
 from etude.types import WeightVersion
 from etude.weights.chunks import Layout
@@ -78,7 +78,7 @@ class _Journey:
 
 
 @final
-class Receiver:
+class Receiver(Closing):
     """Follows a log and keeps a copy of the weights, or of a wanted part; for one thread at a time.
 
     When it wants everything, each version is proven against the state digest of its record; otherwise each chunk
@@ -99,14 +99,6 @@ class Receiver:
         self._appliers = ThreadPoolExecutor(chosen.appliers, "apply")
         self._replica: Replica | None = None
         self._layouts: dict[str, Layout] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop all threads."""

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
+from etude.closing import Closing
 from etude.errors import DamagedError, FencedError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
@@ -29,7 +29,7 @@ LOOK_S = 5.0
 
 
 @final
-class Relay:
+class Relay(Closing):
     """Copies ``origin`` to ``region``; for one thread at a time."""
 
     def __init__(self, origin: WeightLog, region: WeightLog, *, connections: int = 16) -> None:
@@ -40,14 +40,6 @@ class Relay:
         self._held: int | None = None
         self._looked_s = -LOOK_S
         self._threads = ThreadPoolExecutor(connections, "relay")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop all threads."""

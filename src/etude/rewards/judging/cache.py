@@ -11,11 +11,10 @@ import hashlib
 import sqlite3
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import orjson
 
+from etude.closing import Closing
 from etude.rewards.judging.verdicts import Vote
 
 SCHEMA = """
@@ -31,7 +30,7 @@ def cache_key(*parts: str) -> bytes:
     return hashlib.sha256(orjson.dumps([part.encode(errors="surrogatepass").hex() for part in parts])).digest()
 
 
-class VoteCache:
+class VoteCache(Closing):
     """At most ``entries`` votes, in a file or, for ``None``, in memory."""
 
     def __init__(self, file: Path | None, entries: int) -> None:
@@ -71,14 +70,6 @@ class VoteCache:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read(self, key: bytes) -> Vote | None:
         with suppress(sqlite3.Error, ValueError, TypeError):
