@@ -38,7 +38,7 @@ check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; a
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
-bench-setup: .venv/bench.stamp .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
+bench-setup: .venv/bench.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)

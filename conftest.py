@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import os
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -7,8 +8,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")  # how long an example takes says more of the machine than of the code
+settings.register_profile(
+    "ours",
+    deadline=None,  # how long an example takes says more of the machine than of the code
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not os.environ.get("ETUDE_LONG"),  # the same examples for every change; ETUDE_LONG=1 looks for new ones
+)
+settings.load_profile("ours")
 
 
 def pytest_sessionstart() -> None:

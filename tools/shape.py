@@ -253,6 +253,13 @@ def broad_except(source: Source) -> Iterator[Fault]:
             yield Fault(node.lineno, "suppresses every error: name those that are expected")
 
 
+def suppressed_cancellation(source: Source) -> Iterator[Fault]:
+    """Refuse to suppress cancellations: of whoever awaits a cancelled task that way, also the own one."""
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+        if name_of(call.func) == "suppress" and "CancelledError" in map(name_of, call.args):
+            yield Fault(call.lineno, "suppresses its own cancellation: asyncio.gather(…, return_exceptions=True)")
+
+
 def unfinished(source: Source) -> Iterator[Fault]:
     """Refuse comments that say the work is not done."""
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
@@ -368,6 +375,7 @@ RULES: dict[str, Rule] = {
     "global": global_statement,
     "mutable-global": mutable_global,
     "broad-except": broad_except,
+    "suppressed-cancellation": suppressed_cancellation,
     "unfinished": unfinished,
 }
 """Rule name in the output → the function that finds its faults."""

@@ -1,15 +1,16 @@
 """The errors étude raises on purpose, and who is to blame for each.
 
     EtudeError
-    ├── UserError               the caller can fix it: exit code 2, one line, never a traceback
+    ├── UserError               the caller can fix it: one line, never a traceback
     │   ├── ConfigError         a recipe or a ``--set`` names a wrong key, type or value
     │   ├── RunFolderError      the run folder is missing, unwritable or belongs to something else
     │   ├── TaskFolderError     a folder is no task in Harbor's format (defined with its reader)
     │   └── PortInUseError      a configured port is taken
-    ├── DamagedError            bytes on disk are not what their digest says: exit code 2, nothing is overwritten
+    ├── DamagedError            bytes on disk are not what their digest says: nothing is overwritten
     ├── FencedError             another process took over: it committed this weight version first, or holds the lease
-    ├── MismatchError           trainer and engine compute different numbers: exit code 2, training stops
-    ├── DivergedError           the gradient is not finite: exit code 2, nothing was changed
+    ├── MismatchError           trainer and engine compute different numbers: training stops
+    ├── DivergedError           the gradient is not finite: nothing was changed
+    ├── OutOfTime               an agent's commands took all the time they may: its work is graded as it stands
     ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
@@ -18,14 +19,23 @@
         ├── CaptureError        an engine's record of what it did is missing or does not fit
         ├── LedgerUnavailable   the ledger stayed out of reach (defined there)
         ├── SessionLost         the gateway no longer knows a session (it restarted)
-        ├── JudgeUnavailable    no judgement could be had in time, or for what it may cost
+        ├── JudgeUnavailable    no judgement could be had in time
+        │   └── JudgeLost       waiting for one does not help
+        │       └── JudgeDeclined  of this rollout there will be none, whenever it is asked for
         └── SandboxError        a sandbox could not start or died under a command
             ├── Unsupported     its provider does not claim to be capable of that
             └── SandboxesBusy   a pool has as many waiting as it takes (defined there, with when to come back)
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
 in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what becomes of a rollout).
+
+A process of a run that an ``InfrastructureError`` ends (exit code 1), or a bug, is started again by its supervisor, a
+bounded number of times: it goes on from what is on disk. All others (exit code 2) end the run with their message, since
+a restart would meet the same again: what is wrong has to be mended first, then ``--resume`` goes on. Damage on the way
+to a new weight version ends no engine at once: it waits for its plea to be answered (:mod:`etude.run.following`).
 """
+
+from typing import ClassVar
 
 
 class EtudeError(Exception):
@@ -64,6 +74,13 @@ class DivergedError(EtudeError):
     """The loss or its gradient is not finite; no step was taken."""
 
 
+class OutOfTime(EtudeError):
+    """An agent's commands have taken all the time they may; its work is graded as it stands. Nobody's trouble."""
+
+    REASON: ClassVar[str] = "time"
+    """Why the agent stopped, beside the reasons of harnesses."""
+
+
 class InfrastructureError(EtudeError):
     """Something outside the model's control failed; the work is retried, never scored."""
 
@@ -96,7 +113,17 @@ class SessionLost(InfrastructureError):
 
 
 class JudgeUnavailable(InfrastructureError):
-    """No judgement can be had: the judge is down or late, or what it may cost is spent. It is never a zero."""
+    """No judgement can be had: the judge is down or late. It is never a zero."""
+
+
+class JudgeLost(JudgeUnavailable):
+    """None can be had, and waiting does not help: what judging may cost is spent, the endpoint refuses the question,
+    judging is held after an alarm, or the judge has been away for too long.
+    """
+
+
+class JudgeDeclined(JudgeLost):
+    """None can be had of this rollout: its own budget is spent, or the endpoint refuses the question."""
 
 
 class SandboxError(InfrastructureError):

@@ -3,14 +3,26 @@
 Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
 """
 
-import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from etude.types import Finish, Floats, Hint, Ids, KeptSets, Routes, Split, Task, TokenIds, Turn
+from etude.types import (
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Finish,
+    Floats,
+    Hint,
+    Ids,
+    KeptSets,
+    Routes,
+    Split,
+    Task,
+    TokenIds,
+    Turn,
+)
 from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 
@@ -47,12 +59,20 @@ class SamplingParams:
     """Whether the answer shall say which experts were used."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: expected a finite number of at least 0")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature!r}: expected 0, for greedy, or from {MIN_TEMPERATURE:g} to "
+                f"{MAX_TEMPERATURE:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: expected a number above 0 and up to 1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}: expected a whole number of at least 0")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary, which the record must then name."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,20 +276,28 @@ class HarnessResult:
     """What a harness says when its session is over."""
 
     reason: str
-    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``; an external command's ``timeout``, ``exit N``."""
+    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``, ``time``; an external command's ``timeout``,
+    ``exit N``.
+    """
     counts: Mapping[str, int]
     """What the agent did: tool name → calls; ``malformed`` counts the unreadable ones."""
     answer: str = ""
     """Its last words, where the task asks for some."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """What the harness measured beside: recorded with the parts of the reward, and no part of it."""
+    printed: str = ""
+    """The end of what an external command printed, on one line: for people who look for why it failed."""
 
 
 class Harness(Protocol):
     """Drives the model through one task in one sandbox."""
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Work until the agent submits or a limit is reached. Infrastructure trouble raises."""
+        """Work until the agent submits or a limit is reached. Infrastructure trouble raises.
+
+        :class:`~etude.errors.OutOfTime`, which the sandbox raises, is passed on by a harness that has nothing to say of
+        what went before.
+        """
         ...
 
 
@@ -302,7 +330,10 @@ class Appraisal:
 
 
 class Appraiser(Protocol):
-    """Looks at a whole rollout after it was graded: what was said in it is known by then."""
+    """Looks at a whole rollout after it was graded: what was said in it is known by then.
+
+    It ends by itself: whatever it waits for has a deadline of its own.
+    """
 
     async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
         """Infrastructure trouble raises: then the rollout is tried again, and is never worth zero for it."""

@@ -33,6 +33,8 @@ UNSAMPLED = -1
 """The weight version of a token that no model sampled (prompts, tool output)."""
 NO_ROUTE = 0xFFFF
 """What stands for an expert where no engine said which: the trainer's own router decides."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+"""Between which a temperature is that is not 0: what is divided by it stays a number in float32, which ends at 1e38."""
 SHA256_HEX = 64
 """Length of a SHA-256 in hex."""
 
@@ -117,6 +119,11 @@ class TestChecks:
         if not self.must_pass or not 0 < self.about <= len(self.must_pass):
             raise ValueError(f"{self.about} of {len(self.must_pass)} tests are what the task is about: expected some")
 
+    @property
+    def grading_s(self) -> float:
+        """What one grading takes at most: the tests, with canaries twice, where nobody was, and every probe."""
+        return self.timeout_s * (4 + len(self.probes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptChecks:
@@ -131,6 +138,12 @@ class ScriptChecks:
     """File of the verifier that can be made to fail: rewarded work is verified once more with it, and must not pass."""
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
+    """For one whole run of the verifier."""
+
+    @property
+    def grading_s(self) -> float:
+        """What one grading takes at most: the work, where nobody was, the work once more, and with the canary."""
+        return self.timeout_s * (4 if self.canary else 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +215,11 @@ class Task:
         if not isinstance(self.checks, FunctionChecks):
             raise ValueError(f"task {self.task_id!r} is graded by {type(self.checks).__name__}, not by calls")
         return self.checks
+
+    @property
+    def grading_s(self) -> float:
+        """Seconds that the runs of one grading take at most together; 0 where the grader's own limits are all."""
+        return self.checks.grading_s if isinstance(self.checks, TestChecks | ScriptChecks) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,7 +391,7 @@ class Turn:
         )
 
     def _check_payload(self) -> None:
-        read, sampled = len(self.prompt_ids) + len(self.completion_ids) - 1, len(self.completion_ids)
+        read, sampled = self.length - 1, len(self.completion_ids)
         if self.payload is not None and (self.routes is not None or self.kept is not None):
             raise ValueError(f"a turn refers to payload {self.payload.digest} and holds routes or kept sets, too")
         if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != read):
@@ -563,7 +581,11 @@ class Batch:
     trajectories: tuple[Trajectory, ...]
     """Those with a signal: groups whose rewards are all equal have none and are left out."""
     num_loss_tokens: int
-    """Σ loss_mask over ``trajectories``: the loss normaliser."""
+    num_lost_tokens: float
+    """What lost rollouts count, each as much as those of its group that are there: the loss is divided by both."""
+    num_lost_trajectories: float
+    num_sampled_trajectories: int
+    """How many trajectories there would be, had every group a signal."""
     num_groups: int
     num_degenerate_groups: int
     """Groups left out because all their rewards are equal."""

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.errors import UserError
+from etude.errors import RunFolderError, UserError
 from etude.ledger.archive import Archive, Order, Outcome, Search
 from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.places import open_database
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Finish, Hint, Rollout, RolloutStatus, Split, Turn, TurnKind, Verdict
 from ledgers import NewPlace, rollout, task
@@ -72,6 +73,19 @@ def archive(new_place: NewPlace) -> Iterator[Archive]:
         fill(ledger)
     with Archive.open(where) as opened:
         yield opened
+
+
+def test_a_reader_makes_no_ledger_and_can_write_to_none(new_place: NewPlace) -> None:
+    where = new_place()
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="nothing has been recorded there yet"):
+            Archive.open(where)
+    with Ledger.open(where) as ledger:
+        fill(ledger)
+    reader = open_database(where, patience_s=1.0, read_only=True)
+    with pytest.raises(Exception, match=r"read-?only"):
+        reader.execute("DELETE FROM facts")
+    reader.close()
 
 
 def names(archive: Archive, **search: Any) -> list[str]:
@@ -167,6 +181,19 @@ def test_a_group_is_read_as_the_trainer_reads_it(new_place: NewPlace) -> None:
         assert [done.rollout_id for done in read.rollouts] == [done.rollout_id for done in given.rollouts]
         with pytest.raises(ValueError, match="no group 9"):
             archive.group(TRAIN, 9)
+
+
+def test_a_group_is_found_where_it_is(new_place: NewPlace) -> None:
+    place = new_place()
+    with Ledger.open(place) as ledger, Archive.open(place) as archive:
+        index = ledger.admit_group(task("t"), TRAIN, 2, 0)
+        assert index is not None
+        ledger.record(rollout(index, 0), TRAIN)
+        assert archive.state_of(TRAIN, index) is GroupState.OPEN
+        ledger.record(rollout(index, 1), TRAIN)
+        assert archive.state_of(TRAIN, index) is GroupState.READY
+        with pytest.raises(ValueError, match="no group 9"):
+            archive.state_of(TRAIN, 9)
 
 
 def test_a_reader_sees_what_is_written_meanwhile_and_stops_nobody(new_place: NewPlace) -> None:

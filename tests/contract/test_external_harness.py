@@ -1,6 +1,7 @@
 """A harness that no one here wrote the rules for, in a sandbox, against a real gateway: a rollout like any other."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,23 +31,9 @@ from etude.tokens.chat import ChatTemplate
 from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
 from etude.worlds import WORKDIR, SandboxSpec
 
-HARNESS = """
-import json, os, subprocess, sys, urllib.request
-prompt, model, temperature = sys.argv[1:4]
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-messages = [{"role": "user", "content": prompt}]
-for _ in range(5):
-    body = {"model": model, "messages": messages, "temperature": float(temperature), "max_tokens": 64}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as response:
-        reply = json.load(response)["choices"][0]["message"]
-    if reply["content"] == "submit":
-        sys.exit(0)
-    done = subprocess.run(reply["content"], shell=True, capture_output=True, text=True)
-    messages += [reply, {"role": "user", "content": done.stdout + done.stderr}]
-sys.exit(1)
-"""
+AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
+TURNS = 30
+"""After which it gives up."""
 TASK = Task(
     task_id="t",
     family="bugfix",
@@ -65,7 +52,7 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
     """A gateway in front of ``engine``; its admin key is ``admin``."""
     plan = Plan(
         chat=chat,
-        max_length=1024,
+        max_length=4096,
         recorder=Recorder(None),
         engines=(EngineEntry(name="engine", url="http://engine"),),
         keys=(Key(key_id="t", digest=digest_of("admin"), scope=Scope.ADMIN),),
@@ -80,13 +67,13 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
 
 def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) -> tuple[Rollout, ChatTemplate]:
     """One rollout of the harness whose model says ``replies``."""
-    (folder / "agent.py").write_text(HARNESS)
+    shutil.copy(AGENT, folder)
     folder.chmod(0o755)
-    chat = ChatTemplate.train([HARNESS, TASK.prompt, *replies], 400)
+    chat = ChatTemplate.train([AGENT.read_text(), TASK.prompt, *replies], 400)
 
     async def act() -> Rollout:
         clock = SystemClock()
-        engine = FakeEngine(clock, vocab_size=chat.vocab_size, max_length=1024)
+        engine = FakeEngine(clock, vocab_size=chat.vocab_size, max_length=4096)
         engine.script(*([*chat.encode(reply), chat.end_id] for reply in replies))
         config = HarnessConfig(
             kind="command",
@@ -100,7 +87,7 @@ def attempt(folder: Path, replies: Sequence[str], *, timeout_s: float = 30.0) ->
                 sessions=GatewaySessions(url, "admin", http),
                 worlds=worlds,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
-                grader=worlds.grader(),
+                grader=worlds.grader(900.0),
                 clock=clock,
             )
             try:
@@ -125,9 +112,9 @@ def test_what_an_external_harness_does_is_a_graded_rollout(tmp_path: Path) -> No
 
 
 def test_a_harness_that_gives_up_has_submitted_nothing(tmp_path: Path) -> None:
-    rollout, _ = attempt(tmp_path, [REPAIR] * 5)
+    rollout, _ = attempt(tmp_path, [REPAIR] * TURNS)
     assert (rollout.status, rollout.reason, rollout.reward) == (RolloutStatus.GRADED, "exit 1", 0.0)
-    assert len(rollout.turns) == 5
+    assert len(rollout.turns) == TURNS
 
 
 def test_a_harness_that_hangs_is_stopped_and_graded(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.native import NativeEngine, Weights
-from etude.errors import JudgeUnavailable
+from etude.errors import JudgeDeclined, JudgeUnavailable
 from etude.gateway.door import door
 from etude.gateway.keys import Scope
 from etude.gateway.recorder import Recorder
@@ -26,7 +26,7 @@ from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
-from etude.rewards.judging.endpoint import HIDDEN_KEY, Address, Call, Endpoint
+from etude.rewards.judging.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
 from etude.rewards.judging.judge import Bounds
 from etude.rewards.judging.pins import Manner
 from etude.rewards.judging.prompts import Exhibit
@@ -101,8 +101,7 @@ async def native_engine() -> AsyncGenerator[NativeEngine, None]:
         yield engine
     finally:
         steps.cancel()
-        with suppress(asyncio.CancelledError):
-            await steps
+        await asyncio.gather(steps, return_exceptions=True)
 
 
 async def judged(address: Address, manner: Manner, exhibit: Exhibit = EXHIBIT) -> Judgement:
@@ -204,8 +203,9 @@ def test_an_endpoint_that_refuses_is_not_asked_again(status: int) -> None:
     model = ScriptedModel(lambda _messages: "said", [status])
 
     async def play(endpoint: Endpoint) -> None:
-        with pytest.raises(JudgeUnavailable, match=f"HTTP {status}"):
+        with pytest.raises(JudgeUnavailable, match=f"HTTP {status}") as caught:
             await endpoint.ask(CALL)
+        assert isinstance(caught.value, JudgeDeclined) == (status in REFUSED)
 
     scripted(model, play)
     assert len(model.requests) == 1
@@ -271,6 +271,22 @@ def test_a_judge_that_went_away_is_unavailable_in_time() -> None:
         async with aiohttp.ClientSession() as http:
             judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=0.3))
             with pytest.raises(JudgeUnavailable, match=r"within 0\.3 s: ClientConnectorError"):
+                await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+
+    asyncio.run(scenario())
+
+
+def test_what_speaks_no_http_is_no_judge() -> None:
+    async def gibberish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n")
+        writer.write(b"HELO who is there?\r\n\r\n")
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(gibberish, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
+            address = Address(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m")
+            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=0.3))
+            with pytest.raises(JudgeUnavailable, match=r"within 0\.3 s: ClientResponseError"):
                 await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
 
     asyncio.run(scenario())

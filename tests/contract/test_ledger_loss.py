@@ -188,6 +188,12 @@ def test_a_full_disk_leaves_no_transaction_behind(tmp_path: Path) -> None:
         assert fill(ledger, "after") == kept.admitted
 
 
+def test_commits_survive_a_power_cut_as_checkpoints_do(tmp_path: Path) -> None:
+    database = SqliteDatabase.open(tmp_path / "ledger.db", patience_s=1.0)
+    assert database.execute("PRAGMA synchronous") == [(2,)], "FULL: a commit is synced before it returns"
+    database.close()
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with Ledger.open(path) as ledger:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
+from etude.sandboxes.folders import Folder
 from etude.sandboxes.local import LocalSandboxes
 from etude.worlds import Capability
 from providers import Stage, output, python
@@ -131,11 +134,28 @@ def test_giving_up_a_command_ends_its_worker(local: Stage) -> None:
         sleeper.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sleeper
-        printed = await output(sandbox, "print('next')")
         assert not any(map(is_running, old))
-        return printed
+        return await output(sandbox, "print('next')")
 
     assert local.play(cancel) == "next\n"
+
+
+def test_a_command_that_is_cancelled_as_its_turn_comes_is_cancelled(local: Stage) -> None:
+    """Whatever the worker's handing over has come to by then."""
+
+    async def cancel(sandbox: Sandbox) -> bool:
+        cancelled = []
+        for turns in range(6):
+            first, second = (asyncio.ensure_future(sandbox.exec(["true"])) for _ in range(2))
+            await first
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            second.cancel()
+            await asyncio.wait([second])
+            cancelled.append(second.cancelled())
+        return all(cancelled)
+
+    assert local.play(cancel)
 
 
 @pytest.mark.parametrize("make", LOCAL.values(), ids=LOCAL.keys())
@@ -157,6 +177,62 @@ def test_closing_the_provider_leaves_neither_process_nor_file(
 
     processes = asyncio.run(use())
     assert not any(map(is_running, processes))
+    assert list(tmp_path.iterdir()) == []
+
+
+class SlowFolder(Folder):
+    """Waits a while before it writes."""
+
+    def __init__(self, folder: Folder) -> None:
+        super().__init__(folder.path, owner=folder.owner, inside=folder.inside, workdir=folder.workdir)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def unpack(self, tar: bytes) -> None:
+        self._wait()
+        super().unpack(tar)
+
+    def copy_to(self, other: Folder) -> None:
+        self._wait()
+        super().copy_to(other)
+
+    def _wait(self) -> None:
+        self.begun.set()
+        self.go_on.wait(timeout=5)
+
+
+@pytest.mark.parametrize("writes", ["load", "fork"])
+def test_files_that_are_being_written_are_removed_after_that_though_nobody_waits(writes: str, tmp_path: Path) -> None:
+    async def give_up() -> tuple[bool, bool]:
+        provider = LocalSandboxes(1, tmp_path)
+        sandbox = await provider.create({"a": "b"})
+        tar = await sandbox.export(["a"])
+        slow = sandbox.folder = SlowFolder(sandbox.folder)
+        writing = asyncio.ensure_future(sandbox.load(tar) if writes == "load" else sandbox.fork())
+        while not slow.begun.is_set():
+            await asyncio.sleep(0.001)
+        writing.cancel()
+        closing = asyncio.ensure_future(provider.close())
+        too_early, _ = await asyncio.wait([closing], timeout=0.2)
+        slow.go_on.set()
+        await closing
+        await asyncio.wait([writing])
+        return bool(too_early), writing.cancelled()
+
+    assert asyncio.run(give_up()) == (False, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_the_provider_goes_on_past_a_sandbox_that_cannot_be_closed(tmp_path: Path) -> None:
+    async def use() -> tuple[int, ...]:
+        provider = LocalSandboxes(1, tmp_path)
+        lost, _ = await provider.create({}), await provider.create({})
+        processes = provider.worker_pids
+        shutil.rmtree(lost.folder.path)
+        with pytest.raises(FileNotFoundError):
+            await provider.close()
+        return processes
+
+    assert not any(map(is_running, asyncio.run(use())))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,8 @@
 """Work of two million tokens in a window of 200k: exact to the last token, in memory that is stated in bytes per token.
 
 The whole way of a rollout: a client whose tools say thousands of tokens, contexts that fill up and are summarised, the
-real gateway in a process of its own, its turns fetched, recorded in a ledger, read back and built into trajectories.
+real gateway in a process of its own, its turns fetched, recorded in a ledger, read back, built into trajectories, and
+appraised word for word.
 """
 
 import asyncio
@@ -20,10 +21,15 @@ import numpy as np
 import pytest
 
 import long_gateway
+from etude.config.reward import PartConfig, RewardConfig
 from etude.harnesses.completions import CompletionClient, Message
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.turns import encode_turns
+from etude.protocols import Appraisal, HarnessResult, Reward
+from etude.rewards.hints import TOOL_RULES, HintFinder
 from etude.rollouts.sessions import GatewaySessions
+from etude.run.appraisal import RolloutAppraiser
+from etude.run.wording import turn_reader
 from etude.sandboxes.summaries import KeptState, ask_for_summary, open_again
 from etude.trajectories.build import build_trajectories
 from etude.types import Rollout, RolloutStatus, Trajectory, Turn, TurnKind
@@ -39,6 +45,8 @@ GATEWAY_BYTES = 32
 """Per token, beyond what the gateway takes with a session of one window: tapes, text, and the blob at the end."""
 READER_BYTES = 48
 """Per token: the turns, a record, the record read back, and trajectories, all held at once."""
+WORD_BYTES = 8
+"""Per token: all that was heard and said, once, as text."""
 TURN_BYTES = 100
 """Per turn, of a blob or a record."""
 SLOWER = 1.6
@@ -140,6 +148,19 @@ def recorded(turns: tuple[Turn, ...], folder: Path) -> Rollout:
         return read
 
 
+async def appraised(rollout: Rollout) -> Appraisal:
+    """What it is worth, all its words read: its behaviour, slips turn by turn, hints."""
+    behaved = PartConfig(name="behaved", source="behaviour.thinking_comments", version=1, weight=-1.0, range=(0.0, 1.0))
+    appraiser = RolloutAppraiser(
+        reward=RewardConfig(parts=(behaved,)),
+        read=turn_reader(long_gateway.template()),
+        hints=HintFinder(TOOL_RULES, most=1, fits=lambda prompt_ids: True),
+        rewards_turns=True,
+    )
+    result = HarnessResult(reason="submit", counts={}, measures={})
+    return await appraiser.appraise(task("long"), result, Reward(value=1.0, parts={}), rollout.turns)
+
+
 @pytest.mark.timeout(120)
 def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) -> None:
     with gateway() as process:
@@ -169,6 +190,13 @@ def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) ->
     assert_trained_once(trajectories, turns)
     assert [len(trajectory.token_ids) for trajectory in trajectories] == [context.tokens for context in contexts]
     assert (tmp_path / "ledger.db").stat().st_size < 5 * tokens
+
+    tracemalloc.start()
+    appraisal = asyncio.run(appraised(rollout))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < WORD_BYTES * tokens
+    assert len(appraisal.turn_rewards) == len(turns)
 
 
 def assert_exact(turns: Sequence[Turn], contexts: Sequence[Context]) -> None:

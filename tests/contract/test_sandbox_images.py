@@ -14,7 +14,7 @@ from etude.errors import EtudeError, SandboxError
 from etude.protocols import Sandbox
 from etude.sandboxes.images import ImageStore
 from etude.worlds import Capability, Image, SandboxSpec
-from providers import TIMEOUT_S, Stage, output, python
+from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
 
 T = TypeVar("T")
 
@@ -225,16 +225,19 @@ if os.fork() == 0:
             file.write(f'{os.getpid()} {count}')
         os.rename('count.new', 'count')
         time.sleep(0.02)
-time.sleep(0.3)
+while not os.path.exists('count'):
+    time.sleep(0.01)
 """
 """What only the memory of a running process knows; it is a proper daemon, since nobody must keep outputs for it."""
 
 
 async def progress(sandbox: Sandbox) -> tuple[str, int, int]:
-    """The process that counts, and two of its numbers, some time apart."""
-    first = (await sandbox.read_file("count") or "").split()
-    await asyncio.sleep(0.5)
-    second = (await sandbox.read_file("count") or "").split()
+    """The process that counts, and two of its numbers; where it stands still, ``TimeoutError``."""
+    first = second = (await sandbox.read_file("count") or "").split()
+    async with asyncio.timeout(PATIENCE_S):
+        while second == first:
+            await asyncio.sleep(0.05)
+            second = (await sandbox.read_file("count") or "").split()
     return second[0], int(first[1]), int(second[1])
 
 

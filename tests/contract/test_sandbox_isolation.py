@@ -191,17 +191,18 @@ def test_no_power_is_gained_in_a_user_namespace(stage: Stage) -> None:
     assert stage.python(NAMESPACES).stdout == "0\n"
 
 
-def test_mounts_are_shown_read_only_or_refused(stage: Stage, tmp_path: Path) -> None:
+def test_mounts_are_shown_read_only_or_refused(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tool").mkdir()
     (tmp_path / "tool" / "file").write_text("shown")
     (tmp_path / "alone").write_text("alone")
     tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
     look = (
         "import os\nprint(open('/tool/file').read(), open('/opt/alone').read())\n"
         "for path in ('/tool/new', '/tool/file', '/opt/alone'):\n"
         "    try:\n        open(path, 'w')\n        print('wrote', path)\n    except OSError:\n        pass\n"
     )
-    spec = SandboxSpec(mounts={"/tool": tmp_path / "tool", "/opt/alone": tmp_path / "alone"})
+    spec = SandboxSpec(mounts={"/tool": tmp_path / "tool", "/opt/alone": Path("alone")})
     try:
         result = stage.python(look, spec=spec)
     except Unsupported:

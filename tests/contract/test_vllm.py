@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +38,8 @@ from etude.weights.state import StoredTensor, snapshot
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ETUDE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 START_S = 240.0
+PATIENCE_S = 60.0
+"""For what comes soon, on a busy machine."""
 VOCAB_SIZE, MAX_LENGTH = 320, 2048
 PROMPT = [5, 6, 7, 8]
 SHAPE = MappingProxyType(
@@ -48,6 +51,8 @@ SHAPE = MappingProxyType(
 )  # fmt: skip
 TOLERANCE = 1e-4
 """Largest difference of two float32 logprobs whose sums were made in another order."""
+LONG_TOLERANCE = 1e-3
+"""The same behind 1,500 tokens: 1.4e-4 was seen, for one in 1,500. Other weights differ by nats."""
 
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: {PYTHON} is missing (make .venv-vllm/stamp)")
 torch.set_num_threads(1)
@@ -127,21 +132,32 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     Qwen3MoeForCausalLM(config).save_pretrained(model)
     (folder / "reference").mkdir()
     (folder / "reference" / "config.json").write_bytes((model / "config.json").read_bytes())
+    # A patch on a disk is synced to it, for as long as that takes; vLLM samples on meanwhile.
+    with asyncio.Runner() as runner, TemporaryDirectory(dir="/dev/shm") as memory, ExitStack() as ends:
+        http = runner.run(session())
+        ends.callback(lambda: runner.run(http.close()))
+        server, process, exchange = runner.run(served(model, folder, http, ends))
+        engine = VllmEngine(exchange, server.limits(), Offer(), Path(memory))
+        state = read_checkpoint(model)
+        runner.run(engine.start(3, state_digest(state)))
+        yield Stage(runner, process, exchange, engine, folder / "reference", state, 3)
+
+
+async def served(
+    model: Path, folder: Path, http: ClientSession, ends: ExitStack, tries: int = 2
+) -> tuple[VllmServer, VllmProcess, Exchange]:
+    """A server that answers. One that ends at once is tried again: somebody may have taken its port before it did."""
     server = VllmServer(python=PYTHON, model=model, port=free_port(), max_length=MAX_LENGTH, max_running=32)
     process = VllmProcess(server, folder)
-    # A patch on a disk is synced to it, for as long as that takes; vLLM samples on meanwhile.
-    with asyncio.Runner() as runner, TemporaryDirectory(dir="/dev/shm") as memory:
-        http = runner.run(session())
-        try:
-            exchange = Exchange("vLLM", process.base_url, http)
-            runner.run(process.ready(exchange, START_S))
-            engine = VllmEngine(exchange, server.limits(), Offer(), Path(memory))
-            state = read_checkpoint(model)
-            runner.run(engine.start(3, state_digest(state)))
-            yield Stage(runner, process, exchange, engine, folder / "reference", state, 3)
-        finally:
-            runner.run(http.close())
-            process.stop()
+    exchange = Exchange("vLLM", process.base_url, http)
+    ends.callback(process.stop)
+    try:
+        await process.ready(exchange, START_S)
+    except EngineUnavailable:
+        if tries == 1 or process.is_running:
+            raise
+        return await served(model, folder, http, ends, tries - 1)
+    return server, process, exchange
 
 
 async def session() -> ClientSession:
@@ -238,7 +254,7 @@ def test_a_stream_is_the_completion_in_pieces_and_closing_it_cancels(stage: Stag
 
 
 async def until_idle(stage: Stage) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (health := await stage.engine.health()).running + health.waiting:
             await asyncio.sleep(0.1)
 
@@ -295,19 +311,18 @@ class Swapped:
 
 
 def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
-    """Change the weights while a completion of ``count`` tokens is under way; labels are checked here."""
+    """Change the weights as soon as the first of ``count`` tokens is there; labels are checked here."""
     before, version, after = stage.state, stage.version, stage.next_state(4)
     digest, changes = state_digest(after), stage.changes(after)
     params = SamplingParams(max_tokens=count, seed=11)
 
-    async def collect() -> list[Piece]:
-        return [piece async for piece in stage.engine.stream(PROMPT, params, session="s")]
-
     async def scene() -> list[Piece]:
-        asked = asyncio.create_task(collect())
-        await asyncio.sleep(0.2)  # pieces are no clock: a busy vLLM samples on and sends them all at the end
-        await stage.engine.update(version + 1, digest, changes, mode)
-        return await asked
+        stream = stage.engine.stream(PROMPT, params, session="s")
+        first = await anext(stream)
+        update = asyncio.create_task(stage.engine.update(version + 1, digest, changes, mode))
+        pieces = [first, *[piece async for piece in stream]]
+        await update
+        return pieces
 
     pieces = stage.play(scene())
     stage.state, stage.version = after, version + 1
@@ -324,25 +339,22 @@ def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
 @pytest.mark.parametrize("mode", list(SwapMode))
 def test_a_token_carries_the_version_that_sampled_it(stage: Stage, mode: SwapMode) -> None:
     """Under a swap in flight: up to the boundary logprobs are the old checkpoint's; then it depends on the mode."""
-    count = 1500
-    for _ in range(5):
-        swapped = swap_in_flight(stage, mode, count)
-        if 0 < swapped.boundary < count or mode is SwapMode.DRAIN:
-            break
+    count = 1500  # seconds of work
+    swapped = swap_in_flight(stage, mode, count)
     completion, boundary = swapped.completion, swapped.boundary
     token_ids = [*PROMPT, *completion.token_ids.tolist()]
     first = reference(stage.folder, swapped.before, token_ids, 1.0)[len(PROMPT) - 1 :]
-    np.testing.assert_allclose(completion.logprobs[:boundary], first[:boundary], atol=TOLERANCE)
+    np.testing.assert_allclose(completion.logprobs[:boundary], first[:boundary], atol=LONG_TOLERANCE)
     second = reference(stage.folder, stage.state, token_ids, 1.0)[len(PROMPT) - 1 :]
     differences = np.abs(completion.logprobs - second)[boundary:]
     if mode is SwapMode.DRAIN:
-        assert boundary in (0, count)
+        assert boundary == count
     else:
         assert 0 < boundary < count
     if mode is SwapMode.KEEP:  # keys of the old weights are still read: neither checkpoint's
-        assert differences.max() > TOLERANCE
+        assert differences.max() > LONG_TOLERANCE
     else:
-        assert (differences < TOLERANCE).all()
+        assert (differences < LONG_TOLERANCE).all()
 
 
 def test_a_prefix_is_reused_within_a_version_and_never_across_two(stage: Stage) -> None:
@@ -357,7 +369,7 @@ def test_a_prefix_is_reused_within_a_version_and_never_across_two(stage: Stage) 
         before = await hits()
         for _ in range(2):
             await stage.engine.generate(prompt, params, session="s")
-        async with asyncio.timeout(10):  # counters come a little later than answers
+        async with asyncio.timeout(PATIENCE_S):  # counters come a little later than answers
             while await hits() < before + 256:  # two pages of 128 of the 300
                 await asyncio.sleep(0.05)
         # Somebody keeps pages, so that the cache cannot be thrown away as a whole.
@@ -422,7 +434,7 @@ def test_a_killed_server_is_unavailable_and_leaves_nobody_behind(stage: Stage) -
         assert {type(end) for end in ends if end is not None} == {EngineUnavailable}  # some may just have ended
         with pytest.raises(EngineUnavailable):
             await stage.engine.health()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             while stage.process.is_running or any(is_alive(pid) for pid in family):
                 await asyncio.sleep(0.1)
 

@@ -25,6 +25,7 @@ from etude.run.numerics import published_state
 from etude.run.states import to_stored
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_COURSE, Course, Lesson
+from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
 from etude.trainer.parallel import Grid, parallelise, whole_model
@@ -227,14 +228,16 @@ def make_course(batch: list[Trajectory], shares: int) -> Course:
         lessons.append(Lesson(student=student, teacher=teacher))
     lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
     dealt = pack(lengths, max_tokens=40, ranks=shares, cost=Cost(per_token=1.0, per_pair=0.1))
-    return Course(lessons=tuple(lessons), shares=tuple(map(tuple, dealt)), sampled_tokens=50)
+    return Course(lessons=tuple(lessons), shares=tuple(map(tuple, dealt)))
 
 
 def crew_steps(crew: Crew) -> list[dict[str, float]]:
     def step(number: int, batch: list[Trajectory], course: Course = NO_COURSE) -> dict[str, float]:
         lengths = [len(trajectory.token_ids) for trajectory in batch]
         shares = pack(lengths, max_tokens=30, ranks=crew.shares, cost=Cost(per_token=1.0, per_pair=0.1))
-        return asdict(crew.step(number, batch, shares, course=course))
+        tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
+        totals = Totals(tokens=tokens, trajectories=len(batch), sampled=50, sampled_trajectories=len(batch))
+        return asdict(crew.step(number, batch, shares, totals, course=course))
 
     batch = make_trajectories()
     first = step(1, batch)

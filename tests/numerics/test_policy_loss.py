@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.config.training import CORRECTIONS, LOSS_BOUNDS, LossConfig, MaskKind
-from etude.trainer.losses import LossTokens, PolicyLoss, Totals, policy_loss
+from etude.trainer.losses import LossTokens, PolicyLoss, Totals, lesson_normaliser, policy_loss
 
 Rows = list[list[float]]
-TOTALS = Totals(tokens=23, trajectories=7)
+TOTALS = Totals(tokens=20, trajectories=6, lost_tokens=3.0, lost_trajectories=1.0)
 """More than the case has: it is one micro-batch of several."""
+TOKENS, TRAJECTORIES = 23, 7
+"""What it is divided by, those that were lost included."""
 BOUNDS = {
     "clip_low": 0.2,
     "clip_high": 0.3,
@@ -105,19 +107,19 @@ def reference_trajectory(live: list[float], held: list[float], samples: list[Sam
     scored = sum(weight * advantage * x for weight, x in zip(weights, live, strict=True))
     match config.kind:
         case "policy_gradient":
-            return -scored / TOTALS.tokens
+            return -scored / TOKENS
         case "rloo":
-            return -scored / TOTALS.trajectories
+            return -scored / TRAJECTORIES
         case "grpo" | "gspo":
-            return -clipped / length / TOTALS.trajectories
+            return -clipped / length / TRAJECTORIES
         case "dr_grpo":
-            return -clipped / config.sequence_tokens / TOTALS.trajectories
+            return -clipped / config.sequence_tokens / TRAJECTORIES
         case "ppo_clip":
-            return -clipped / TOTALS.tokens
+            return -clipped / TOKENS
         case "cispo":
             constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(held, anchors, strict=True)]
             terms = zip(weights, constants, live, strict=True)
-            return -sum(w * constant * advantage * x for w, constant, x in terms) / TOTALS.tokens
+            return -sum(w * constant * advantage * x for w, constant, x in terms) / TOKENS
 
 
 def reference_weights(held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
@@ -223,6 +225,23 @@ def test_the_default_has_the_bits_of_its_equation() -> None:
     assert found.truncated > 10
 
 
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_lessons_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kind: str) -> None:
+    """Of a batch whose groups all have a signal, in trajectories of one length, by the engine's own policy."""
+    config = make_config(kind, CORRECTIONS[kind][0], "none")  # type: ignore[index]
+    logprobs_N = torch.full((12,), -0.5, dtype=torch.float64, requires_grad=True)
+    tokens = LossTokens(
+        logprobs_N=logprobs_N,
+        engine_logprobs_N=logprobs_N.detach(),
+        advantages_N=torch.ones(12, dtype=torch.float64),
+        trajectories_N=torch.arange(12) // 4,
+    )
+    totals = Totals(tokens=12, trajectories=3, sampled=12, sampled_trajectories=3)
+    policy_loss(tokens, config, totals).loss.backward()
+    assert logprobs_N.grad is not None
+    assert logprobs_N.grad.tolist() == pytest.approx([-1 / lesson_normaliser(config, totals)] * 12)
+
+
 def parts(samples: list[Sample], cuts: list[int]) -> list[list[int]]:
     """Trajectories dealt out to micro-batches: trajectory i goes to number ``cuts[i]``; places of their tokens."""
     return [
@@ -265,12 +284,12 @@ def test_on_policy_every_correction_and_clip_is_the_identity(choice: tuple[str, 
     assert (found.truncated, found.masked) == (0, 0)
     lengths = torch.bincount(tokens.trajectories_N)[tokens.trajectories_N]
     divisors: dict[str, int | Tensor] = {
-        "rloo": TOTALS.trajectories,
-        "grpo": lengths * TOTALS.trajectories,
-        "gspo": lengths * TOTALS.trajectories,
-        "dr_grpo": config.sequence_tokens * TOTALS.trajectories,
+        "rloo": TRAJECTORIES,
+        "grpo": lengths * TRAJECTORIES,
+        "gspo": lengths * TRAJECTORIES,
+        "dr_grpo": config.sequence_tokens * TRAJECTORIES,
     }
-    expected = -tokens.advantages_N / divisors.get(config.kind, TOTALS.tokens)
+    expected = -tokens.advantages_N / divisors.get(config.kind, TOKENS)
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-9, atol=1e-12)
 

@@ -17,6 +17,7 @@ from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SamplingParams
 from etude.trainer.losses import LossTokens, Totals, policy_loss
+from etude.types import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 TOKENS, VOCABULARY = 64, 500
 PARAMS = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9)
@@ -105,6 +106,17 @@ def test_the_gradient_is_that_of_the_cut_distribution(arithmetic: Arithmetic) ->
             assert math.isclose(float(logits_NV.grad[row, column]), slope, rel_tol=1e-4, abs_tol=1e-6)
         outside = torch.ones(VOCABULARY, dtype=torch.bool).index_fill(0, allowed, False)
         assert float(logits_NV.grad[row, outside].abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=lambda a: type(a).__name__)
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_every_temperature_that_is_taken_gives_logprobs_that_are_numbers(
+    arithmetic: Arithmetic, temperature: float
+) -> None:
+    logits_RV = 50 * torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams(max_tokens=1, temperature=temperature)
+    drawn = Sampler(arithmetic).sample(logits_RV, [params] * 8, [9] * 8, range(8))
+    assert np.isfinite(drawn.logprobs).all()
 
 
 def test_greedy_tokens_have_no_gradient() -> None:

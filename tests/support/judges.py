@@ -10,6 +10,7 @@ from etude.rewards.judging.budget import Allowance, Prices, Purse, Spend
 from etude.rewards.judging.cache import VoteCache
 from etude.rewards.judging.drift import Alarm, IdentityWatch
 from etude.rewards.judging.endpoint import Answering, Call, Said
+from etude.rewards.judging.hold import Hold
 from etude.rewards.judging.judge import Bounds, Judge, Means
 from etude.rewards.judging.pins import Manner
 from etude.rewards.judging.rubrics import Rubric, parse_rubric
@@ -85,8 +86,9 @@ def court(
     bounds: Bounds | None = None,
     allowance: Allowance | None = None,
     known: Sequence[str] = (),
+    hold: Hold | None = None,
 ) -> Court:
-    """A judge over an endpoint; nothing of it is on disk."""
+    """A judge over an endpoint; nothing of it is on disk but a hold."""
     alarms: list[Alarm] = []
     spent: list[Spend] = []
     clock = VirtualClock()
@@ -103,6 +105,7 @@ def court(
         clock=clock,
         identity=IdentityWatch(known),
         alarm=alarms.append,
+        hold=hold,
         record=recorded,
     )
     return Court(Judge(means, manner or Manner(model="m"), bounds or Bounds()), means, alarms, spent, clock)

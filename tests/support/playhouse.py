@@ -74,19 +74,20 @@ class Playhouse:
         files: Mapping[str, str] = FILES,
         *,
         task: Task = TASK,
+        sandbox: Sandbox | None = None,
         close_sandbox: bool = False,
         **limits: Any,
     ) -> HarnessResult:
-        """One session in a fresh sandbox; every answer must be asked for."""
+        """One session in a fresh sandbox, or the one that is given; every answer must be asked for."""
 
         async def act() -> HarnessResult:
-            sandbox = await self._sandboxes.create(files)
+            world = sandbox or await self._sandboxes.create(files)
             if close_sandbox:
-                await sandbox.close()
+                await world.close()
             try:
-                return await self._serve(list(answers), task, sandbox, HarnessConfig(**limits))
+                return await self._serve(list(answers), task, world, HarnessConfig(**limits))
             finally:
-                await sandbox.close()
+                await world.close()
 
         return self._runner.run(act())
 

@@ -1,18 +1,27 @@
 """The command line: every mistake of a person is one line on stderr and exit status 2, never a traceback."""
 
 import json
+import os
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from etude.cli.main import main
+from etude.cli.words import own_name
 from etude.config.recipe import load_recipe
 from etude.environments.harbor.family import read_tasks
+from etude.run.decisions import resolve_device
 from etude.run.folder import RunFolder
+from etude.telemetry.events import ProcessStarted
+from etude.telemetry.log import EventReader
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart"
+AGENT = ("harness.kind=command", "harness.command=['a', '{prompt}', '{temperature}']", "harness.timeout_s=60.0")
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -122,6 +131,62 @@ def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str]
         port = taken.getsockname()[1]
         said = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{process}.port={port}")
     assert str(port) in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("model.checkpoint=nowhere", "midtrain.tokens=0"), "model.checkpoint = 'nowhere': no Hugging Face checkpoint"),
+        ((*AGENT, "harness.mounts=['nowhere']"), "harness.mounts: there is no folder 'nowhere'"),
+        (("tasks.family=repository", "tasks.folder=nowhere"), "tasks.folder: nowhere has no tasks: make some with"),
+        (("tasks.family=harbor", "tasks.folder=nowhere"), "tasks.folder: "),
+    ],
+)
+def test_a_folder_that_is_not_here_is_named_before_there_is_a_run(
+    settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text("[sandboxes]\nkind = 'ns'\n")
+    said = fail(capsys, "run", tmp_path, "--out", tmp_path / "run", *(f"--set={setting}" for setting in settings))
+    assert words in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(resolve_device("auto") == "cuda", reason="this machine has one")
+@pytest.mark.parametrize("section", ["trainer", "engine"])
+def test_a_device_that_is_not_here_is_named(section: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{section}.device=cuda")
+    assert f"{section}.device = 'cuda', but torch " in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_output_that_nobody_reads_on_or_can_show_is_no_fault() -> None:
+    command = [sys.executable, "-m", "etude", "tasks", "ls", str(QUICKSTART), "--count", "2000"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "train task 0" in process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--k", "1,5", "--passes", "2"), "--k 1,5: pass@5 takes as many tries of a task, raise --passes"),
+        (("--tasks", "0"), "--tasks 0: expected 1 or more"),
+        ((), "run has no weights yet"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_had_is_refused_at_once(
+    options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
+    assert words in fail(capsys, "eval", folder.path, *options)
 
 
 def test_a_process_outside_a_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -150,6 +215,7 @@ def test_the_doctor_compares_engine_and_trainer(capsys: pytest.CaptureFixture[st
 def test_the_doctor_says_which_options_would_do_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "--model, --set would have no effect" in fail(capsys, "doctor", "--model", tmp_path, "--set", "seed=1")
     assert "run.toml" in fail(capsys, "doctor", "--parity", "--run", tmp_path)
+    assert "tokenizer.json is missing" in fail(capsys, "doctor", "--parity", "--model", tmp_path)  # no run starts so
 
 
 def test_an_unknown_command_is_refused_by_the_parser() -> None:
@@ -201,3 +267,54 @@ def test_tasks_of_a_recipe_are_written_in_harbors_format(capsys: pytest.CaptureF
     assert "2 tasks" in capsys.readouterr().err
     assert main(["tasks", "export", str(QUICKSTART), str(out), "--count", "2"]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def started(*arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "etude", *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_is_terminated_stops_its_processes_and_says_how_to_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started("run", QUICKSTART, "--out", folder) as run:
+        pids: list[int] = []
+        while not pids:
+            assert run.poll() is None
+            pids = [
+                one.event.pid for one in EventReader(folder / "events").new() if isinstance(one.event, ProcessStarted)
+            ]
+            time.sleep(0.02)
+        run.terminate()
+        _, said = run.communicate(timeout=30)
+    assert run.returncode == 143
+    assert f"run --resume {folder}" in said
+    assert "Traceback" not in said
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_command_that_is_terminated_while_it_waits_ends_by_its_own_ways_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with started("chat", "--url", url, "--key", "k") as chat:
+            assert chat.stdin is not None
+            chat.stdin.close()
+            connection, _ = server.accept()
+            chat.terminate()
+            assert chat.wait(30) == 143
+            assert chat.stderr is not None
+            assert chat.stderr.read() == ""
+            connection.close()
+
+
+def test_a_program_that_is_not_on_the_path_is_called_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "etude"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", [str(program), "run"])
+    assert own_name() == str(program)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/etude/__main__.py", "run"])
+    assert own_name() == f"{sys.executable} -m etude"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert own_name() == "etude"

@@ -9,7 +9,11 @@ HEAVY = ("torch", "transformers")
 
 
 @pytest.mark.parametrize(
-    "module", ["etude.config.recipe", "etude.types", "etude.protocols", "etude.cli.main", "etude.run.rollouts"]
+    "module",
+    [
+        *("etude.config.recipe", "etude.types", "etude.protocols"),
+        *("etude.cli.main", "etude.run.rollouts", "etude.run.weights"),
+    ],
 )
 def test_a_light_module_loads_no_machinery(module: str) -> None:
     program = f"import sys, {module}; print(*(name for name in {HEAVY!r} if name in sys.modules))"

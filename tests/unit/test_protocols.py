@@ -11,7 +11,10 @@ from etude.protocols import SamplingParams
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -1.0), ("temperature", math.inf), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5)],
+    [
+        *(("temperature", value) for value in (-1.0, 1e-300, 1e-38, 9e-7, 1e39, math.inf, math.nan)),
+        *(("top_p", value) for value in (0.0, 1.5)),
+    ],
 )
 def test_what_cannot_be_sampled_with_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):

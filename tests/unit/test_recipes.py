@@ -1,5 +1,6 @@
-"""What a recipe promises and what was measured with it belong together."""
+"""What a recipe promises and what was measured with it belong together; recipes in the docs can be run."""
 
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -11,6 +12,9 @@ from etude.dashboard.report import figure
 from etude.types import Json
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+DOCS = RECIPES.parent / "docs"
+TOLD = re.compile(r"^```toml\n(name = .+?)^```$", re.MULTILINE | re.DOTALL)
+"""A whole recipe in a page: it has a name."""
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
@@ -91,3 +95,12 @@ def test_the_readme_quotes_the_mean_of_the_measured(recipe: Path) -> None:
     for way in ("pass", "greedy"):
         quoted = f"{100 * mean(lift(report, way) for report in reports(recipe)):+.1f}"
         assert quoted in text
+
+
+@pytest.mark.parametrize("page", ["models", "environments"])
+def test_a_recipe_in_the_docs_resolves(page: str, tmp_path: Path) -> None:
+    (recipe,) = TOLD.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    (tmp_path / "run.toml").write_text(recipe, encoding="utf-8")
+    config = load_recipe(tmp_path)
+    assert config.model.checkpoint
+    assert config.midtrain.tokens == 0

@@ -165,7 +165,8 @@ class FireworksContestant:
     def missing(self) -> str | None:
         """Whether the package is there."""
         if find_spec(self.package) is None:
-            return f"{self.name} was not measured: {self.package} is not installed; pip install 'etude[bench]'"
+            install = "in étude's checkout, pip install -c constraints.txt -e '.[bench]'"
+            return f"{self.name} was not measured: {self.package} is not installed; {install}"
         return None
 
     def encode(self, old: State, new: State) -> Packets:

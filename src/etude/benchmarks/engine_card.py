@@ -8,7 +8,6 @@ on a GPU so far.
 import asyncio
 import random
 import time
-from contextlib import suppress
 
 import torch
 
@@ -18,6 +17,7 @@ from etude.engines.native import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
 from etude.protocols import SamplingParams
+from etude.together import alongside
 from etude.types import Json
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 256
@@ -54,18 +54,13 @@ def measure(spec: ModelSpec) -> dict[str, Json]:
 
 async def _decode(engine: NativeEngine, vocabulary: int) -> float:
     """Seconds for one batch, reading its prompts included."""
-    stepping = asyncio.create_task(engine.run())
     source = random.Random(0)
     params = SamplingParams(max_tokens=NEW_TOKENS)
     prompts = [[source.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
-    started_s = time.perf_counter()
-    try:
+    async with alongside(engine.run()):
+        started_s = time.perf_counter()
         await asyncio.gather(*(engine.generate(prompt, params, session=str(n)) for n, prompt in enumerate(prompts)))
         return time.perf_counter() - started_s
-    finally:
-        stepping.cancel()
-        with suppress(asyncio.CancelledError):
-            await stepping
 
 
 def _copy_bandwidth() -> float:

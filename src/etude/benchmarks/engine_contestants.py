@@ -8,7 +8,6 @@ made. All of them give the logprob of every sampled token, since without it ther
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -112,15 +111,12 @@ class Native:
         return self._loop.run_until_complete(self._generate(order))
 
     async def _generate(self, order: Order) -> list[Sampled]:
-        stepping = asyncio.create_task(self.engine.run())
-        started_s = time.perf_counter()
-        try:
+        from etude.together import alongside
+
+        async with alongside(self.engine.run()):
+            started_s = time.perf_counter()
             calls = (self._call(order, index, started_s) for index in range(len(order.prompts)))
             return list(await asyncio.gather(*calls))
-        finally:
-            stepping.cancel()
-            with suppress(asyncio.CancelledError):
-                await stepping
 
     async def _call(self, order: Order, index: int, started_s: float) -> Sampled:
         from etude.protocols import SamplingParams

@@ -6,7 +6,6 @@ the engine has read under the weights that serve can be reused; the rest of the 
 
 import asyncio
 import random
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from etude.engines.native import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
 from etude.protocols import SamplingParams
+from etude.together import alongside
 from etude.types import Json
 
 SESSIONS = 8
@@ -64,12 +64,11 @@ def measure(spec: ModelSpec, threads: int) -> Reuse:
 
 
 async def _hold(engine: NativeEngine, vocabulary: int) -> Reuse:
-    stepping = asyncio.create_task(engine.run())
     source = random.Random(0)
     contexts = [[source.randrange(vocabulary) for _ in range(OPENING_TOKENS)] for _ in range(SESSIONS)]
     params = SamplingParams(max_tokens=SAMPLED_TOKENS)
     prompt_tokens = seen_tokens = 0
-    try:
+    async with alongside(engine.run()):
         for turn in range(TURNS):
             if turn == 1:
                 engine.take_counters()
@@ -80,9 +79,5 @@ async def _hold(engine: NativeEngine, vocabulary: int) -> Reuse:
             for context, completion in zip(contexts, await asyncio.gather(*calls), strict=True):
                 context += completion.token_ids.tolist()
                 context += [source.randrange(vocabulary) for _ in range(ANSWERED_TOKENS)]
-    finally:
-        stepping.cancel()
-        with suppress(asyncio.CancelledError):
-            await stepping
     reused = engine.take_counters().reused_tokens
     return Reuse(prompt_tokens=prompt_tokens, reused_tokens=reused, seen_tokens=seen_tokens)

@@ -125,7 +125,7 @@ def _follower(log: WeightLog, spec: ModelSpec, *, spare: bool) -> WeightFollower
 
 def _swapped(follower: WeightFollower, engine: NativeEngine) -> float:
     """Move an engine to the newest version; returns the pause."""
-    pause_s = asyncio.run(follower.swap_into(engine, *follower.stage()))
+    _, pause_s = asyncio.run(follower.update(engine))
     follower.settle()
     return pause_s
 

@@ -1,10 +1,13 @@
 """What every bench prints around its own figures: where and when it was measured, and how its goals are judged."""
 
-from collections.abc import Mapping
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from etude.clock import date_utc
+from etude.dashboard.estimates import mean_over_seeds
 from etude.run.machine import describe_machine, source_commit
 from etude.types import Json
 
@@ -48,6 +51,20 @@ class Goal:
         judged: dict[str, Json] = {"value": shown, "goal": self.goal, "sense": self.sense}
         judged["met"] = value is not None and self.met(value)
         return judged if value is not None else judged | {"reason": reason or "nothing to compare was measured"}
+
+    def judge_seeds(self, values: Sequence[float]) -> dict[str, Json]:
+        """The goal for the mean of one figure per seed, which is met where the far end of its interval is good enough:
+        the mean of a few seeds does not show that two differ by no more than so much.
+        """
+        judged = self.judge(statistics.fmean(values) if values else None) | {"seeds": len(values)}
+        if len(values) < 2:
+            return judged | {"met": False, "interval": None, "stderr_seeds": None}
+        mean = mean_over_seeds(values)
+        return judged | {
+            "met": self.met(mean.high if self.sense == "at most" else mean.low),
+            "interval": [round(mean.low, 4), round(mean.high, 4)],
+            "stderr_seeds": round(statistics.stdev(values) / math.sqrt(len(values)), 4),
+        }
 
     def judge_worst(self, each: Mapping[str, float], reason: str | None = None) -> dict[str, Json]:
         """The goal for the worst of some figures, with all of them; judged like :meth:`judge`."""

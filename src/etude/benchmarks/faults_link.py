@@ -15,6 +15,8 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, final
 
+from etude.together import alongside
+
 HOST = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
 START_S = 10.0
@@ -117,12 +119,8 @@ class Link:
             answers, upstream = await asyncio.open_connection(HOST, self.target)
             self._pairs.add(upstream)
             turn = _Turn()
-            down = asyncio.ensure_future(self._answers(answers, writer, turn))
-            try:
+            async with alongside(self._answers(answers, writer, turn)):
                 await self._requests(reader, (writer, upstream), turn)
-            finally:
-                down.cancel()
-                await asyncio.gather(down, return_exceptions=True)
         except OSError:
             pass  # an end that is gone: the other one notices
         finally:

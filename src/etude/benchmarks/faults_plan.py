@@ -3,7 +3,7 @@
     seed, faults ──▶ kinds by their shares ──▶ dealt to runs ──▶ each at a point of its run's progress
 
 A fault is due at a number of graded rollouts, not at a time: a slow machine sees the same campaign as a fast one. Pure;
-what a fault does to the processes is :mod:`etude.benchmarks.faults_blows`'.
+what a fault does to the processes is :mod:`etude.benchmarks.faults_injector`'.
 """
 
 import random

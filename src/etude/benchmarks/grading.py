@@ -193,7 +193,10 @@ def runner_layer(folder: Path) -> Path:
         try:
             files = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
-            raise UserError("bench grading runs pytest, which is not installed: pip install 'etude[test]'") from None
+            raise UserError(
+                "bench grading runs pytest, which is not installed: in étude's checkout, "
+                "pip install -c constraints.txt -e '.[bench]'"
+            ) from None
         for file in files:
             if ".." not in file.parts and file.suffix != ".pyc":
                 target = folder / TOOLS / file

@@ -8,8 +8,9 @@ from the same policy with a short reminder before its eyes.
     seed ──▶ mid-training with the habit ──┬──▶ RL                      ──▶ malformed calls and passes, step by step
                                            └──▶ RL + hints on the turns ──▶ malformed calls and passes, step by step
 
-What a reminder means the model has to know beforehand: a fifth of the edits it learns from follow one, and are as they
-should be. A model of the usual size has learnt that from the world; this one has 0.6 million parameters.
+What a reminder means the model has to know beforehand: a fifth of all that it learns to say follows one, and edits
+among it are as they should be. A model of the usual size has learnt that from the world; this one has 0.6 million
+parameters.
 """
 
 import math
@@ -24,16 +25,18 @@ from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.tables import draw, page, results_of
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.recipe import RunConfig, load_recipe
+from etude.dashboard.estimates import mean_over_seeds
 from etude.dashboard.report import figure
 from etude.environments.transcripts import REMINDER
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
+from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
 from etude.types import Group, Json, Rollout
 
 HABIT = ("transcripts.bad_call=0.8", "transcripts.reminded=0.2")
-"""The agent of mid-training: most edits are written wrongly at first, none of those before which it is reminded."""
+"""The agent of mid-training: most edits are written wrongly at first, none of those right behind a reminder."""
 COST = ("effort.weight=0.05", "effort.call=1.0")
 """What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""
 RULE = f'{{name = "edit style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "{REMINDER}"}}'
@@ -86,7 +89,7 @@ class Trial:
 
 
 def bench_hints(
-    recipe: Path, out: Path, *, seeds: Sequence[int], weight: float = 1.0, overrides: Sequence[str] = ()
+    recipe: Path, out: Path, *, seeds: Sequence[int], weight: float, overrides: Sequence[str] = ()
 ) -> dict[str, Json]:
     """Run every seed without hints and with hints of ``weight``, and return the bench object.
 
@@ -129,7 +132,7 @@ def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequenc
 def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Trial:
     report = report_of(folder, config)
     with Ledger.open(folder.ledger) as ledger:
-        batches = _batches(ledger.groups(TRAIN), config.rollouts.groups_per_step)
+        batches = _batches(ledger.groups(TRAIN, [GroupState.CONSUMED]), config.rollouts.groups_per_step)
         steps = tuple(step_figures(batch) for batch in islice(batches, config.trainer.steps))
     return Trial(
         seed=seed,
@@ -198,8 +201,17 @@ def judged(trials: Sequence[Trial]) -> dict[str, Json]:
     return judged | {
         "steps": _listed(steps),
         "never_gone": dict(never),
+        "passed_more": _over_seeds([t.after - a.after for a, t in zip(taken[ALONE], taken[TAUGHT], strict=True)]),
         "passed_in_the_end": _listed({name: [trial.after for trial in chosen] for name, chosen in taken.items()}),
     }
+
+
+def _over_seeds(values: Sequence[float]) -> Json:
+    """Mean and the ends of its interval; without one of fewer than two seeds."""
+    if len(values) < 2:
+        return None
+    mean = mean_over_seeds(values)
+    return {"value": round(mean.value, 4), "interval": [round(mean.low, 4), round(mean.high, 4)]}
 
 
 def _steps(trial: Trial) -> int:

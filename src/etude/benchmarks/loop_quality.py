@@ -6,8 +6,9 @@ once with 4, all else equal, and both ends are measured on the same held-out tas
     seed ──▶ mid-training ──┬──▶ staleness 0 ──▶ RL ──▶ held-out pass rate  ┐
                             └──▶ staleness 4 ──▶ RL ──▶ held-out pass rate  ┴─ difference, task by task
 
-RL is chaotic: two runs of one seed differ by several points. So the difference comes with two standard errors: over the
-tasks of these very models, and over seeds. Run folders are kept, and a call goes on where an earlier one stopped.
+RL is chaotic: two runs of one seed differ by several points. So the difference comes with two standard errors, over
+the tasks of these very models and over seeds, and the goal is judged by the far end of the interval over seeds. Run
+folders are kept, and a call goes on where an earlier one stopped.
 """
 
 import math
@@ -60,10 +61,7 @@ def figures(trials: Sequence[Trial]) -> dict[str, Json]:
     stale = [trial for trial in trials if trial.max_staleness == STALE]
     losses = [paired(fresh[trial.seed].rewards["sampled"], trial.rewards["sampled"]) for trial in stale]
     means = [mean for mean, _ in losses]
-    over_seeds = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
-    judged = SHORTFALL.judge(statistics.fmean(means) if means else None) | {
-        "seeds": len(means),
-        "stderr_seeds": None if over_seeds is None else round(over_seeds, 4),
+    judged = SHORTFALL.judge_seeds(means) | {
         "stderr_tasks": round(math.sqrt(sum(error**2 for _, error in losses)) / max(1, len(losses)), 4),
     }
     return {

@@ -26,11 +26,11 @@ from etude.harnesses.coding import observe
 from etude.models.checkpoint import load_checkpoint
 from etude.protocols import HarnessResult, Sandbox
 from etude.rewards.tests import SUBMITTED, HiddenTests
+from etude.run.export import export_run
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
-from etude.run.weights import export_run
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
 from etude.telemetry.log import EventLog

@@ -170,10 +170,7 @@ def _judged(trials: Sequence[Trial], experts: str) -> dict[str, Json]:
     pairs = [(trial, _reference(trials, trial.seed)) for trial in trials if trial.experts == experts]
     ends = [paired(other.rewards["sampled"], trial.rewards["sampled"]) for trial, other in pairs]
     gains = [other.gain("sampled") - trial.gain("sampled") for trial, other in pairs]
-    over_seeds = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
-    return Goal(f"{experts}_shortfall", "at most", MAX_SHORTFALL).judge(statistics.fmean(gains)) | {
-        "seeds": len(pairs),
-        "stderr_seeds": None if over_seeds is None else round(over_seeds, 4),
+    return Goal(f"{experts}_shortfall", "at most", MAX_SHORTFALL).judge_seeds(gains) | {
         "in_the_end": round(statistics.fmean([loss for loss, _ in ends]), 4),
         "in_the_end_stderr_tasks": round(math.sqrt(sum(error**2 for _, error in ends)) / len(ends), 4),
     }

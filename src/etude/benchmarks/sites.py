@@ -154,9 +154,10 @@ def receive_etude(plan: SitePlan) -> None:
         if log.latest(after=version) == version:
             time.sleep(POLL_S)
             continue
-        pause_s = asyncio.run(followers[0].swap_into(engine, *followers[0].stage()))
+        _, pause_s = asyncio.run(followers[0].update(engine))
         served_s = time.monotonic()
         followers[0].settle()
+        _, in_place_s = asyncio.run(followers[1].update(single))
         pulled = pull(log, engine.weights.version)
         with tempfile.TemporaryDirectory() as folder:
             other.save_checkpoint(Path(folder), pulled.state)
@@ -166,7 +167,7 @@ def receive_etude(plan: SitePlan) -> None:
             version=engine.weights.version,
             served_s=served_s,
             pause_s=pause_s,
-            in_place_s=asyncio.run(followers[1].swap_into(single, *followers[1].stage())),
+            in_place_s=in_place_s,
             reload_s=statistics.median(other.load(pulled.state) for _ in range(RELOADS)),
             reload_disk_s=from_disk_s,
         )

@@ -64,7 +64,7 @@ def _add_bench(commands: Commands) -> None:
         )
     parsers["quantised"].add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
     parsers["summaries"].add_argument("--contestants", metavar="A,B,…", help="only these arms (default: all)")
-    parsers["hints"].add_argument("--weight", type=float, default=1.0, help="of hints, beside reward (default: 1)")
+    parsers["hints"].add_argument("--weight", type=float, default=0.1, help="of hints, beside reward (default: 0.1)")
     faults = parsers["faults"]
     faults.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
     faults.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")

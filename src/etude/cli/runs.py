@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from etude.cli.words import SANDBOXES, USER_ERROR, Commands, numbers
+from etude.cli.words import SANDBOXES, USER_ERROR, Commands, numbers, own_name
 from etude.config.recipe import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
 
@@ -28,7 +28,7 @@ def _add_run(commands: Commands) -> None:
     run = commands.add_parser("run", help="the whole loop of a recipe on this machine")
     run.add_argument("recipe", nargs="?", type=Path, help="a TOML file, or a folder with run.toml")
     run.add_argument("--seed", type=int, help="seed of weights, data, tasks and sampling")
-    run.add_argument("--out", type=Path, help="run folder to create (default: runs/NAME-sSEED)")
+    run.add_argument("--out", type=Path, help="run folder to create (default: runs/NAME-sSEED, then -2, -3, …)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="continue an interrupted run")
     run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
     run.add_argument(
@@ -69,7 +69,7 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--k", metavar="K,…", help="of which pass@k is told (default: 1 and --passes)")
     evaluate.add_argument("--no-greedy", action="store_true", help="sampled tries only")
     evaluate.add_argument(
-        "--passes-above", type=float, default=0.0, metavar="X", help="a reward above this passes (default: 0)"
+        "--passes-above", type=float, default=0.0, metavar="X", help="graded above this, a try passes (default: 0)"
     )
     evaluate.add_argument(
         "--prices",
@@ -126,6 +126,7 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from etude.rewards.parts import describe
+    from etude.run.decisions import check_devices
     from etude.run.folder import RunFolder
     from etude.run.judging import check_judge
 
@@ -135,6 +136,7 @@ def _run(options: argparse.Namespace) -> int:
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
         folder = RunFolder.open(options.resume)
+        check_devices(folder.config())
     else:
         if options.recipe is None:
             raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
@@ -149,15 +151,19 @@ def _run(options: argparse.Namespace) -> int:
             print("".join(f"# {line}\n" for line in about_reward), end="")
             return 0
         from etude.run.local import default_out
+        from etude.run.readiness import check_ready
 
+        check_ready(config)
         folder = RunFolder.create(options.out or default_out(config), config)
     from etude.dashboard.terminal import final_table
     from etude.run.local import run_local
 
     try:
         report = run_local(folder, resumed=options.resume is not None)
-    except (KeyboardInterrupt, InfrastructureError):
-        print(f"\nstopped; nothing is lost. Continue with: etude run --resume {folder.path}", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit, InfrastructureError):
+        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
+        if folder.report_html.exists():
+            print(f"report so far: {folder.report_html}", file=sys.stderr)
         raise
     Console().print(final_table(report))
     print(f"report: {folder.report_html}")
@@ -188,6 +194,8 @@ def _eval(options: argparse.Namespace) -> int:
         ks=tuple(numbers("--k", options.k)) if options.k else tuple(sorted({1, options.passes})),
         prices=options.prices and Prices(new=options.prices[0], cached=options.prices[1], sampled=options.prices[2]),
     )
+    if max(measure.ks) > options.passes:
+        raise ConfigError(f"--k {options.k}: pass@{max(measure.ks)} takes as many tries of a task, raise --passes")
     if options.against is None:
         measure_run(folder, wanted, measure, as_json=options.json)
     else:
@@ -232,7 +240,7 @@ def _show(options: argparse.Namespace) -> int:
         tokens=options.tokens,
         as_json=options.json,
     )
-    show(RunFolder.open(options.run), wish)
+    show(RunFolder.open(options.run, writes=False), wish)
     return 0
 
 
@@ -252,7 +260,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.run is None:
         parity = doctor.parity_of_model(options.model, default_recipe(options.set))
     else:
-        folder = RunFolder.open(options.run)
+        folder = RunFolder.open(options.run, writes=False)
         parity = doctor.parity_of_run(folder, load_recipe(folder.config_file, options.set))
     doctor.show_parity(parity, console)
     return 0 if parity.passed else USER_ERROR

@@ -22,7 +22,13 @@ def _add_gateway(commands: Commands) -> None:
     whose = gateway.add_mutually_exclusive_group(required=True)
     whose.add_argument("--run", type=Path, metavar="DIR", help="one process of this run")
     whose.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint folder: its tokenizer and chat template")
-    gateway.add_argument("--engine", action="append", default=[], metavar="URL[@REGION]", help="one for each engine")
+    gateway.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL[@REGION]",
+        help="an engine as `etude serve` serves it, or several; a vLLM's own port speaks OpenAI's API and is none",
+    )
     gateway.add_argument("--port", type=int, help="to listen on (default: any that is free)")
     gateway.add_argument("--keys", type=Path, metavar="FILE", help="who may call (default: one key, which is printed)")
     gateway.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate; with --tls-key")
@@ -50,7 +56,7 @@ def _add_keys(commands: Commands) -> None:
     parsers["add"].add_argument("--requests-per-minute", type=int, help="budget (default: none)")
     parsers["add"].add_argument("--tokens-per-minute", type=int, help="budget (default: none)")
     parsers["add"].add_argument("--expires-s", type=float, help="seconds until it is dead (default: never)")
-    parsers["revoke"].add_argument("key", help="its id")
+    parsers["revoke"].add_argument("key", help="its id, or the beginning of it")
 
 
 def _add_chat(commands: Commands) -> None:
@@ -92,9 +98,9 @@ def _keys(options: argparse.Namespace) -> int:
     from etude.run import keys
 
     if options.action == "ls":
-        from rich.console import Console
+        from etude.run.showing import console
 
-        keys.show_keys(options.file, Console())
+        keys.show_keys(options.file, console())
     elif options.action == "revoke":
         keys.revoke_key(options.file, options.key)
     else:

@@ -45,22 +45,24 @@ def _add_weights(commands: Commands) -> None:
     for action in ("diff", "invert"):
         parsers[action].add_argument("first", type=int, help="weight version")
         parsers[action].add_argument("second", type=int, help="weight version")
+    parsers["diff"].add_argument("--all", action="store_true", help="every tensor, not the 20 that changed most")
     parsers["relay"].add_argument("region", help="the nearer store")
     parsers["relay"].add_argument("--once", action="store_true", help="copy what there is and end")
     parsers["bench"].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def _weights(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from etude.run import weights
+    from etude.run import showing, weights
     from etude.run.folder import RunFolder
+    from etude.run.weight_log import open_store
 
-    console = Console()
+    console = showing.console()
     if options.action == "bench":
         return run_bench(argparse.Namespace(name="weights", json=options.json, size_gb=2.0))
     if options.action == "export":
-        version = weights.export_run(RunFolder.open(Path(options.store)), options.out, options.version)
+        from etude.run.export import export_run
+
+        version = export_run(RunFolder.open(Path(options.store), writes=False), options.out, options.version)
         print(f"weight version {version} → {options.out}")
         return 0
     log = weights.log_of(options.store)
@@ -76,12 +78,18 @@ def _weights(options: argparse.Namespace) -> int:
             pull(log, options.out, options.version, console)
         case "gc":
             weights.collect_store(
-                log, keep=options.keep, grace_s=options.grace_s, dry_run=options.dry_run, console=console
+                log,
+                keep=options.keep,
+                needed=weights.needed_by_trainer(options.store),
+                grace_s=options.grace_s,
+                dry_run=options.dry_run,
+                console=console,
             )
         case "diff":
-            weights.compare_versions(log, options.first, options.second, console)
+            most = None if options.all else weights.MOST_TENSORS
+            weights.compare_versions(log, options.first, options.second, console, most=most)
         case "invert":
             weights.invert_link(log, options.first, options.second, console)
         case _:
-            weights.run_relay(log, weights.log_of(options.region), once=options.once, console=console)
+            weights.run_relay(log, open_store(options.region), once=options.once, console=console)
     return 0

@@ -1,6 +1,9 @@
-"""What the parts of the command line share: exit codes, argparse's name for subcommands, lists with commas."""
+"""What the parts of the command line share: exit codes, argparse's name for subcommands, our own, lists with commas."""
 
 import argparse
+import shutil
+import sys
+from pathlib import Path
 from typing import TypeAlias
 
 from etude.errors import ConfigError
@@ -11,6 +14,13 @@ SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
 """Kinds of sandboxes."""
 USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: the user can fix it; a process of the run failed; interrupted."""
+
+
+def own_name() -> str:
+    """What to type to start this program again: it may lie in a virtual environment that is not active."""
+    if shutil.which("etude"):
+        return "etude"
+    return sys.argv[0] if Path(sys.argv[0]).name == "etude" else f"{sys.executable} -m etude"
 
 
 def names(listed: str | None) -> tuple[str, ...] | None:

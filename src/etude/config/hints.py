@@ -39,7 +39,9 @@ class HintsConfig(Section):
     """
 
     weight: float = Field(default=0.0, ge=0)
-    """γ: what a nat of divergence on a hinted token counts, in units of advantage; 0: nobody looks for hints."""
+    """γ: what a nat of divergence on a hinted token counts, in units of advantage where every group has a signal; 0:
+    nobody looks for hints.
+    """
     estimator: Literal["full", "sampled"] = "full"
     """Over the whole vocabulary at every token, or from the sampled tokens alone."""
     contexts: Literal["shared", "all"] = "shared"

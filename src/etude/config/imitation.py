@@ -146,7 +146,9 @@ class TranscriptConfig(Section):
     bad_call: float = Field(default=0.0, ge=0, le=1)
     """Probability that an edit is first written as ``edit FILE:N``, which is no call, and then rightly."""
     reminded: float = Field(default=0.0, ge=0, le=1)
-    """Probability that the user reminds of how an edit is written, right before one; then it is written rightly."""
+    """Probability, before anything the agent says, that the user reminds of how an edit is written; an edit that comes
+    next is written rightly.
+    """
     keep_fact: float = Field(default=0.8, ge=0, le=1)
     """Probability that a summary has a fact that is asked for, rather than another one (``lookup``)."""
 

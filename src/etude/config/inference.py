@@ -36,8 +36,8 @@ class EngineConfig(Section):
     """
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
-    device: str = "auto"
-    """``cpu``, ``cuda`` or ``auto``."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """``auto``: a GPU where torch finds one."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
 

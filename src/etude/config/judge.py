@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from etude.config.section import Section
+from etude.types import MIN_TEMPERATURE
 
 RULES = "rules"
 """The URL that stands for the rules that come with étude, served on this machine over the same API."""
@@ -39,13 +40,15 @@ class JudgeConfig(Section):
     text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
     """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` has room."""
+    """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` and the budget have
+    room. An appraisal is as many of these as it has aspects, and of hints one for each try.
+    """
     concurrency: int = Field(default=16, ge=1)
     """Calls under way."""
     calls_per_rollout: int = Field(default=100, ge=1)
     """Most calls about one rollout, for its reward; as many again for its hints."""
     tokens_per_rollout: int = Field(default=1_000_000, ge=1)
-    """Most tokens of them, read and written."""
+    """Most tokens of them, read and written. Must hold one judgement on every aspect of texts of full length."""
     calls_per_run: int = Field(default=1_000_000, ge=1)
     """Most calls of a run, restarts included."""
     tokens_per_run: int = Field(default=1_000_000_000, ge=1)
@@ -63,7 +66,9 @@ class JudgeConfig(Section):
     drift_every: int = Field(default=50, ge=0)
     """Judgements of an aspect after which an item of its calibration is judged again; 0: never."""
     on_alarm: Literal["warn", "hold"] = "warn"
-    """What follows when the endpoint's model changes, or agrees less: a warning, or no judgement until a restart."""
+    """What follows when the endpoint's model changes, or agrees less: a warning, or no judgement until somebody removes
+    ``judge-held.txt`` from the run folder.
+    """
     cache_entries: int = Field(default=100_000, ge=0)
     """Votes that are kept in the run folder; 0: none."""
 
@@ -80,6 +85,8 @@ class JudgeConfig(Section):
             raise ValueError(f"judge.url has a password in it: take it out and put the key into {self.key_variable}")
         if self.url != RULES and not self.model:
             raise ValueError("judge.model is missing: which of the endpoint's models?")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ValueError(f"judge.temperature = {self.temperature:g}: expected 0, or at least {MIN_TEMPERATURE:g}")
         if self.votes > 1 and not self.temperature:
             raise ValueError(
                 f"judge.votes = {self.votes} would have little effect at judge.temperature = 0: raise it, or ask once"

@@ -6,6 +6,7 @@ A stage receives its own section, never the tree.
 """
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ class EvalConfig(Section):
     enabled: bool = True
     """Whether a run measures at all; benches of throughput switch it off."""
     tasks: int = Field(default=256, ge=1)
-    """Held-out tasks; each is tried once sampled at temperature 1 and once greedily."""
+    """Held-out tasks, or all there are; each is tried once sampled at temperature 1 and once greedily."""
     every_steps: int = Field(default=0, ge=0)
     """Steps of any phase between two measurements on the way; 0: only before and after."""
     tasks_on_the_way: int = Field(default=64, ge=1)
@@ -134,6 +135,15 @@ class RunConfig(Section):
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
     """The measurement."""
+
+    @model_validator(mode="after")
+    def _taken_as_meant(self) -> Self:
+        if self.model.checkpoint and not {"tokens", "mixture"} & self.midtrain.model_fields_set:
+            raise ValueError(
+                f"model.checkpoint is set and midtrain.tokens is not: {self.midtrain.tokens} tokens of practice would "
+                f"be trained into that model. Say midtrain.tokens = 0 to take it as it is, or how many tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _housed(self) -> Self:
@@ -245,26 +255,43 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _measurable(self) -> Self:
         if self.harness.kind == "command":
-            if self.harness.timeout_s >= self.rollouts.timeout_s:
-                raise ValueError(
-                    f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
-                    f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
-                )
-            if self.effort.call:
-                raise ValueError("effort.call would have no effect: an external harness's calls are not counted")
-            if self.reward.names("measure"):
-                raise ValueError(f"reward.parts: an external harness measures no {self.reward.names('measure')[0]!r}")
-            if self.eval.enabled and not self.harness.fills("temperature"):
-                raise ValueError(
-                    "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
-                    "set eval.enabled = false"
-                )
-        elif self.harness.turn_timeout_s >= self.rollouts.silence_timeout_s:
-            raise ValueError(
-                f"harness.turn_timeout_s={self.harness.turn_timeout_s:g} would have no effect: a harness that is "
-                f"silent for rollouts.silence_timeout_s={self.rollouts.silence_timeout_s:g} is given up first; raise it"
-            )
+            self._check_external()
         return self
+
+    @property
+    def patient_rollouts(self) -> RolloutConfig:
+        """``[rollouts]`` as they are played. Who makes nothing but malformed calls touches no sandbox in any turn, and
+        is graded like anybody else: the built-in harness may be silent for all of them, each of which has a deadline.
+        """
+        if self.harness.kind == "command":
+            return self.rollouts
+        turns_s = (self.harness.max_turns + 1) * self.harness.turn_timeout_s
+        return self.rollouts.model_copy(update={"silence_timeout_s": max(self.rollouts.silence_timeout_s, turns_s)})
+
+    def _check_external(self) -> None:
+        """What cannot be known of an agent that counts nothing and has tools of its own."""
+        if self.harness.timeout_s >= self.rollouts.timeout_s:
+            raise ValueError(
+                f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
+                f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
+            )
+        if self.effort.call:
+            raise ValueError("effort.call would have no effect: an external harness's calls are not counted")
+        if self.reward.of_harness:
+            raise ValueError(
+                f"reward.parts: source = {self.reward.of_harness[0]!r} would always be missing: harness.kind = "
+                f"'command' counts nothing; leave the part out, or set harness.kind = 'coding'"
+            )
+        if self.hints.weight and not (self.hints.rules or self.hints.judge):
+            raise ValueError(
+                "hints.weight would have no effect: hints.tools is about the built-in tools, and harness.kind = "
+                "'command' has others; add hints.rules, or set hints.judge = true"
+            )
+        if self.eval.enabled and not self.harness.fills("temperature"):
+            raise ValueError(
+                "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
+                "set eval.enabled = false"
+            )
 
 
 def is_recipe(path: Path) -> bool:
@@ -279,7 +306,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = path / "run.toml" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it")
+        shipped = Path("recipes") / path
+        meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() else ""
+        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
     try:
         tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -288,7 +317,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         _apply_override(tree, override)
     for table in FILE_TABLES:
         _read_files(tree, table, file)
-    return parse_config(tree, source=str(file))
+    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
+    return parse_config(tree, source=" --set ".join([str(file), *changed]))
 
 
 def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
@@ -355,21 +385,38 @@ def _tuples(value: Any) -> Any:
 
 def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     key = ".".join(str(part) for part in location)
-    if kind != "extra_forbidden":
-        message = message.removeprefix("Value error, ")
-        return message if kind == "value_error" else f"{key} = {value!r}: {message}"
-    known = _known_keys(location[:-1])
-    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.0)
-    where = ".".join(str(part) for part in (*location[:-1], *nearest))
-    return f"unknown key {key!r}: did you mean {where!r}?"
+    match kind:
+        case "value_error":
+            return message.removeprefix("Value error, ")
+        case "extra_forbidden":
+            return f"unknown key {key!r}: {_way_out(tuple(map(str, location[:-1])), str(location[-1]))}"
+        case "missing":
+            return f"{key} is missing"
+        case "tuple_type":
+            return f"{key} = {value!r}: expected a list, such as [{json.dumps(value)}]"
+        case _:
+            return f"{key} = {value!r}: {message}"
 
 
-def _known_keys(parents: tuple[int | str, ...]) -> list[str]:
+def _way_out(parents: tuple[str, ...], name: str) -> str:
+    """Which key was meant: one like it there, or the same one of another section."""
+    known = _known_keys(parents)
+    near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, known, n=1)]
+    elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in _known_keys((section,))]
+    if meant := near or elsewhere:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(known)}"
+
+
+def _known_keys(parents: tuple[str, ...]) -> list[str]:
+    """The keys of a section; none of what is no section."""
     section: type[BaseModel] = RunConfig
     for parent in parents:
-        if isinstance(parent, str):  # a number is the place in an array of tables, which are all of one kind
-            annotation = section.model_fields[parent].annotation
-            kind = next(iter(get_args(annotation)), annotation)
-            assert isinstance(kind, type)
-            section = kind
+        if parent not in section.model_fields:  # a number: the place in an array of tables, which are all of one kind
+            continue
+        annotation = section.model_fields[parent].annotation
+        kind = next(iter(get_args(annotation)), annotation)
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        section = kind
     return list(section.model_fields)

@@ -11,14 +11,18 @@ SOURCES = ("grader", "behaviour", "measure", "judge")
 """Kinds of source: the family's grader; conduct, read from what was said and done; the harness; a judge's rubric."""
 EXCUSED = {
     "judge": "a judge may be out of reach, no error, and no number stands for it: set missing = 'wait' or 'mask'",
-    "measure": "an agent whose time was up leaves no measures, no error: set missing = 'wait', 'mask' or a number",
+    "measure": "not every task has every measure, which is no error: set missing = 'wait', 'mask' or a number",
 }
 """Kind of source → why its values may be missing in a run that is in order, and what to do about it."""
+OF_HARNESS = ("malformed_calls", "open_todos")
+"""Terms of behaviour that take what only the built-in harness counts."""
 RESERVED = ("clipped", "assumed")
 """What the record says of the parts themselves."""
 
 Missing: TypeAlias = Literal["error", "wait", "mask"]
-"""What follows from a value that is not there: the run stops, the rollout is tried again, or it is not trained on."""
+"""What follows from a value that is not there: the run stops, the rollout is tried again, or it is not trained on. What
+waits for a judge that is away waits once it is finished, and one that was asked and has no verdict masks.
+"""
 
 
 class PartConfig(Section):
@@ -98,6 +102,12 @@ class RewardConfig(Section):
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest reward that the parts can add up to."""
         return sum(part.bounds[0] for part in self.parts), sum(part.bounds[1] for part in self.parts)
+
+    @property
+    def of_harness(self) -> tuple[str, ...]:
+        """The sources that only the built-in harness has something to say of."""
+        conduct = (name for name in self.names("behaviour") if name in OF_HARNESS)
+        return (*(f"measure.{name}" for name in self.names("measure")), *(f"behaviour.{name}" for name in conduct))
 
     def names(self, kind: str) -> tuple[str, ...]:
         """The names that parts have taken from a kind of source."""

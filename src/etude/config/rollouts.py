@@ -118,11 +118,17 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of opening a session, and of making a world; missing it, as the ones below, is infrastructure."""
     silence_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a harness may give no sign of life: between two of its calls to the sandbox."""
+    """How long a harness may give no sign of life: between two of its calls to the sandbox. The built-in one may at
+    least for as long as all its model calls take.
+    """
     grading_timeout_s: float = Field(default=900.0, gt=0)
-    """Deadline of one grading."""
+    """What one grading may take beyond the runs of its task's verifier or tests, should each of them take all its time:
+    for worlds to be made and, where a machine is slow, for those runs.
+    """
     outage_s: float = Field(default=300.0, gt=0)
-    """How long no rollout may succeed, while some are tried, before the process ends and says why."""
+    """How long no rollout may succeed, while some are tried, before the process ends and says why; and how long a
+    finished one waits for a judge that is away.
+    """
     sandbox_workers: int = Field(default=2, ge=1)
     """Processes that fork sandboxed commands."""
     allow_unconfined: bool = False

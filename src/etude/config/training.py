@@ -254,8 +254,8 @@ class TrainerConfig(Section):
     """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
-    device: str = "auto"
-    """``cpu``, ``cuda`` or ``auto``."""
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    """``auto``: a GPU where torch finds one."""
 
     @model_validator(mode="after")
     def _scheduled(self) -> Self:

@@ -9,6 +9,7 @@ Array legend: N tasks, B resamples.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,12 @@ RESAMPLES_AT_ONCE = 500
 """Bounds the memory of it: 8 bytes for each of them and task."""
 SEED = 2107
 """Of every bootstrap, so that who reads figures again reads the same ones."""
+NORMAL = 1.96
+"""Half width of a normal interval of ``LEVEL`` in standard errors."""
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Half width of Student's interval of ``LEVEL`` in standard errors, by degrees of freedom from 1; beyond, the last one
+is wider than need be.
+"""
 HALVINGS = 60
 """Of a bisection: beyond the precision of a float64."""
 
@@ -80,6 +87,28 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def mean_effort(values: Sequence[float]) -> Estimate:
     """The mean of one amount per task, which is no rate whatever its values: tasks are drawn again."""
     return _bootstrapped(np.asarray(values, np.float64))
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """That of the mean of one value per task.
+
+    Where all values are one and the same none is to be seen, which does not make it 0: it is then that of a normal
+    interval that goes as far as :func:`mean_of`'s, 0.37 points where 512 of 512 tasks passed. Raises ``ValueError``
+    without any.
+    """
+    if len(values) and min(values) < max(values):
+        return statistics.stdev(values) / math.sqrt(len(values))
+    found = mean_of(values)
+    return max(found.high - found.value, found.value - found.low) / NORMAL
+
+
+def mean_over_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of one value per seed, which are few: Student's t. Raises ``ValueError`` for fewer than two."""
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} seeds have no spread: an interval needs two at least")
+    half = STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    value = statistics.fmean(values)
+    return Estimate(value=value, low=value - half, high=value + half, method="Student's t over seeds")
 
 
 def difference_of(before: Sequence[float], after: Sequence[float]) -> Estimate:

@@ -26,6 +26,10 @@ class Try:
 
     task_id: str
     reward: float
+    graded: float
+    """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""
+    parts: Mapping[str, float]
+    """What was recorded with its reward: each part's value before weight and range."""
     prompt_tokens: int
     """Of all its turns; what they share is counted each time."""
     new_tokens: int
@@ -64,6 +68,8 @@ class Evaluation:
     """Way → pass → task; ``None``: infrastructure kept it from being tried."""
     engine_s: float
     """How long its engine was busy for it."""
+    parts: tuple[str, ...] = ()
+    """Those of :attr:`Try.parts` that figures are made of."""
 
     @property
     def tasks(self) -> int:
@@ -76,7 +82,7 @@ class Measure:
     """How figures are made of tries."""
 
     passes_above: float = 0.0
-    """A reward above this passes."""
+    """A try that was graded above this passes."""
     ks: tuple[int, ...] = (1,)
     """Of which pass@k is told."""
     prices: Prices | None = None
@@ -87,7 +93,7 @@ class Measure:
 
     def passed(self, attempt: Try) -> bool:
         """Whether an attempt counts as a pass."""
-        return attempt.reward > self.passes_above
+        return attempt.graded > self.passes_above
 
 
 EFFORTS: Mapping[str, Callable[[Try], float]] = {
@@ -110,7 +116,7 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "tasks": evaluation.tasks,
         "passes_above": measure.passes_above,
         "engine_seconds": round(evaluation.engine_s, 3),
-        **{way: _way(way, by_task(passes), measure, len(passes)) for way, passes in evaluation.tries.items()},
+        **{way: _way(way, evaluation, measure) for way in evaluation.tries},
     }
 
 
@@ -122,7 +128,8 @@ def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict
     ways: dict[str, Json] = {}
     for way in before.tries.keys() & after.tries.keys():
         pairs = _pairs(before.tries[way], after.tries[way])
-        ways[way] = _difference(way, pairs, measure)
+        parts = [name for name in before.parts if name in after.parts]
+        ways[way] = _difference(way, pairs, measure) | {"parts": _part_differences(pairs, parts)}
     if not ways:
         raise ConfigError("the two were not evaluated in the same way: there is nothing to compare")
     return {way: ways[way] for way in sorted(ways, reverse=True)}
@@ -133,7 +140,8 @@ def by_task(passes: Sequence[Sequence[Try | None]]) -> list[list[Try]]:
     return [[attempt for attempt in tries if attempt is not None] for tries in zip(*passes, strict=True)]
 
 
-def _way(way: Way, tasks: Sequence[Sequence[Try]], measure: Measure, passes: int) -> dict[str, Json]:
+def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
+    passes, tasks = len(evaluation.tries[way]), by_task(evaluation.tries[way])
     tried = [tries for tries in tasks if tries]
     if not tried:
         raise ConfigError(f"every {way} try failed by infrastructure: see the logs, and evaluate again")
@@ -143,12 +151,23 @@ def _way(way: Way, tasks: Sequence[Sequence[Try]], measure: Measure, passes: int
         "tries": sum(map(len, tasks)),
         "missing": passes * len(tasks) - sum(map(len, tasks)),
         "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried])),
+        "parts": _part_means(tried, evaluation.parts),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
         **{name: asdict(mean_effort([_mean(tries, effort) for tries in tried])) for name, effort in EFFORTS.items()},
     }
     if measure.prices is not None:
         found["cost"] = asdict(mean_effort([_mean(tries, measure.prices.of) for tries in tried]))
     return found
+
+
+def _part_means(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
+    """Each part over the tries that have it; one that none has is absent."""
+    means: dict[str, Json] = {}
+    for name in names:
+        known = [tries for tries in (_having(name, tries) for tries in tasks) if tries]
+        if known:
+            means[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in known]))
+    return means
 
 
 def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
@@ -189,6 +208,17 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     return found if measure.prices is None else found | {"cost": change(measure.prices.of)}
 
 
+def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Sequence[str]) -> dict[str, Json]:
+    """Each part over the tasks of which both have tries with it; one that no task has is absent."""
+    changes: dict[str, Json] = {}
+    for name in names:
+        known = [(_having(name, before), _having(name, after)) for before, after in pairs]
+        both = [pair for pair in known if all(pair)]
+        if both:
+            changes[name] = asdict(difference_of(*_sides(both, partial(_mean, value=_part(name)))))
+    return changes
+
+
 def _pass_differences(
     pairs: Sequence[tuple[list[Try], list[Try]]], ks: Sequence[int], measure: Measure
 ) -> dict[str, Json]:
@@ -214,6 +244,14 @@ def _rate(tries: Sequence[Try], k: int, measure: Measure) -> float:
 
 def _mean(tries: Sequence[Try], value: Callable[[Try], float]) -> float:
     return sum(map(value, tries)) / len(tries)
+
+
+def _having(name: str, tries: Sequence[Try]) -> list[Try]:
+    return [attempt for attempt in tries if name in attempt.parts]
+
+
+def _part(name: str) -> Callable[[Try], float]:
+    return lambda attempt: attempt.parts[name]
 
 
 def _reward(attempt: Try) -> float:

@@ -65,7 +65,7 @@ def _title(versions: list[Mapping[str, Json]]) -> RenderableType:
     if len(names) > 1 and first["run"] == last["run"]:
         names[1] = f"v{last['version']}"
     text = Text(" → ".join(names), f"bold {ACCENT}")
-    passes = f"a reward above {figure(last, 'passes_above') or 0.0:g} passes"
+    passes = f"graded above {figure(last, 'passes_above') or 0.0:g} passes"
     return text.append(f" · {count(figure(last, 'tasks'))} held-out tasks · {passes}", DIM)
 
 
@@ -89,6 +89,10 @@ def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Not
     for k in rates:
         yield f"pass@{k}", f"{way}.pass.{k}", percent, points
     yield "reward", f"{way}.reward", partial(decimal, digits=3), _signed
+    parts = section["parts"]
+    assert isinstance(parts, dict)
+    for name in parts:
+        yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), _signed
     for name in ("sampled_tokens", "new_tokens", "prompt_tokens", "turns", "seconds", "summaries", "cost"):
         if name in section and (name != "summaries" or figure(figures, f"{way}.{name}.value")):
             yield LABELS[name], f"{way}.{name}", _number, _signed_number
@@ -136,7 +140,7 @@ def _methods(section: Json) -> Iterator[str]:
 
 def _table(first: Text, *names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
-    table.add_column(first, min_width=16)
+    table.add_column(first, min_width=16, overflow="fold")
     for name in names:
         table.add_column(name, justify="right")
     return table

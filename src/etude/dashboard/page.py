@@ -121,13 +121,22 @@ def render_page(report: Mapping[str, Json]) -> str:
 """
 
 
+def _is_grade_alone(report: Mapping[str, Json]) -> bool:
+    """Whether rewards are what graders said, so that their mean is a share of tasks solved."""
+    config = report["config"]
+    assert isinstance(config, dict)
+    reward = config.get("reward")
+    return not (isinstance(reward, dict) and reward.get("parts"))
+
+
 def _header(report: Mapping[str, Json]) -> str:
     before, after = figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")
     tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
+    said = f"of {tasks} solved" if _is_grade_alone(report) else f"mean reward on {tasks}"
     if before is not None and after is not None:
-        headline = f"From {units.percent(before)} to {units.percent(after)} of {tasks} solved"
+        headline = f"From {units.percent(before)} to {units.percent(after)} {said}"
     elif before is not None:
-        headline = f"{units.percent(before)} of {tasks} solved before RL"
+        headline = f"{units.percent(before)} {said} before RL"
     else:
         headline = "Not evaluated"
     steps, seconds = units.count(figure(report, "steps")), units.duration(figure(report, "seconds.total"))

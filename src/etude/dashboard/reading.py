@@ -143,6 +143,8 @@ class ReadRollout:
     attempt: int
     step: int | None
     """The optimiser step that claimed its group."""
+    group_state: str
+    """Where its group is on its way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
     task_id: str
     template: str
     prompt: str
@@ -159,7 +161,7 @@ class ReadRollout:
     branch_turns: int
     """How many those are."""
     comparison: ReadComparison | None
-    """``None`` where nothing is trained on."""
+    """``None`` where nothing is trained on; of an open group what it would be if the group ended now."""
     turns: tuple[ReadTurn, ...]
     notes: tuple[str, ...]
     """What could not be said, and why."""

@@ -7,16 +7,15 @@ in a sandbox wrote is data: its control characters are shown, never sent to the 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from etude.dashboard.reading import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
-from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN
+from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
 from etude.dashboard.units import MISSING, count, decimal, percent, small
 from etude.ledger.archive import Census, Found, Outcome
+from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus
 
 ID_CHARACTERS = 8
@@ -29,7 +28,7 @@ Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
 
 def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) -> RenderableType:
     """What a run holds, and what its rollouts can be filtered by."""
-    table = _table("purpose", ">groups", ">graded", ">reward", ">versions", "beside")
+    table = light_table("purpose", ">groups", ">graded", ">reward", ">versions", "beside")
     for found in census:
         table.add_row(
             found.purpose,
@@ -54,7 +53,7 @@ def rollout_list(found: Sequence[Found], total: int) -> RenderableType:
     """What a search found, a line each."""
     if not found:
         return Text("no rollout is like that", WARN)
-    table = _table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
+    table = light_table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
     for rollout in found:
         traits = rollout.traits
         versions = MISSING
@@ -79,11 +78,15 @@ def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
     """The rollouts of a group side by side: what they are worth, and why."""
     first = rollouts[0]
     head = Text.assemble(
-        (f"{first.purpose} group {first.group}", f"bold {ACCENT}"), (" · ", DIM), visible(first.template)
+        (f"{first.purpose} group {first.group}", f"bold {ACCENT}"),
+        (" · ", DIM),
+        visible(first.template),
+        (" · ", DIM),
+        (first.group_state, WARN if first.group_state in (GroupState.OPEN, GroupState.DROPPED) else "default"),
     )
     if first.comparison is not None:
         head.append(" · ", DIM).append(_weighing(first.comparison))
-    table = _table("rollout", ">slot", ">reward", ">penalty", ">compared", ">advantage", ">sampled", "ended")
+    table = light_table("rollout", ">slot", ">reward", ">penalty", ">compared", ">advantage", ">sampled", "ended")
     for rollout in rollouts:
         compared = rollout.comparison
         table.add_row(
@@ -123,16 +126,6 @@ class Block:
 
 def _spelt(letter: str) -> str:
     return "    " if letter == "\t" else repr(letter)[1:-1]
-
-
-def _table(*names: str) -> Table:
-    """Columns of these names; one with ``>`` before it is of numbers. Only the last column is ever broken."""
-    table = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
-    table.collapse_padding = True
-    for name in names:
-        justify: JustifyMethod = "right" if name.startswith(">") else "left"
-        table.add_column(name.lstrip(">"), justify=justify, no_wrap=name != names[-1], overflow="fold")
-    return table
 
 
 def _beside(census: Census) -> Text:
@@ -332,7 +325,7 @@ def _token_table(tokens: Iterable[ReadToken]) -> RenderableType:
     tokens = tuple(tokens)
     columns = ["text", ">id", ">logprob", ">p", ">version", ">mismatch"]
     has_kept, has_routes = (any(getattr(token, name) is not None for token in tokens) for name in ("kept", "routes"))
-    table = _table(*columns, *([">kept"] if has_kept else []), *(["routes"] if has_routes else []))
+    table = light_table(*columns, *([">kept"] if has_kept else []), *(["routes"] if has_routes else []))
     for token in tokens:
         cells = [
             repr(token.text),

@@ -10,7 +10,7 @@ from itertools import pairwise, takewhile
 from typing import TypeAlias
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -65,6 +65,19 @@ def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
         border_style=DIM,
         padding=(1, 2),
     )
+
+
+def light_table(*names: str, broken: Sequence[str] = ()) -> Table:
+    """Columns of these names; one with ``>`` before it is of numbers. Only the last one and those ``broken`` are ever
+    broken into lines, and nothing is left out of those.
+    """
+    table = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
+    table.collapse_padding = True
+    for name in names:
+        justify: JustifyMethod = "right" if name.startswith(">") else "left"
+        whole = name != names[-1] and name not in broken
+        table.add_column(name.lstrip(">"), justify=justify, no_wrap=whole, overflow="fold")
+    return table
 
 
 def final_table(report: Mapping[str, Json]) -> RenderableType:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-STOP_S = 10.0
+STOP_S = 5.0
 """How long the command may take to clean up."""
 POLL_S = 0.1
 

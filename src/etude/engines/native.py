@@ -26,7 +26,7 @@ from etude.engines.cache import PagedCache, as_routes
 from etude.engines.inplace import Scatter
 from etude.engines.pages import PAGE
 from etude.engines.requests import Counters, Request, Work
-from etude.engines.sampling import Sampler, cuts, kept_sets
+from etude.engines.sampling import Sampler, kept_sets
 from etude.engines.scheduler import Scheduler, SwapMode
 from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
@@ -227,7 +227,7 @@ class NativeEngine:
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
             self._scheduler.append(call.request, token, logprob, version)
-            if cuts(call.request.params):
+            if call.request.params.cuts:
                 call.kept.append(drawn.kept_row(row))
             completion = self._complete(call) if call.request.finished else None
             if call.pieces is not None:
@@ -241,7 +241,7 @@ class NativeEngine:
             versions=np.array(request.versions, np.int32),
             finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
             routes=_routes(call, self._cache) if request.params.want_routes else None,
-            kept=kept_sets(call.kept) if cuts(request.params) else None,
+            kept=kept_sets(call.kept) if request.params.cuts else None,
         )
         self._scheduler.finish(request)
         del self._calls[request]

@@ -77,11 +77,6 @@ class Sampler:
         return _fetched(token_ids_R, logprobs_R, kept)
 
 
-def cuts(params: SamplingParams) -> bool:
-    """Whether a request's kept sets are to be reported: top-k or top-p is on, and something is drawn at all."""
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
-
-
 def kept_sets(rows: Sequence[Ids]) -> KeptSets:
     """[C] the sets of a completion's tokens, as :meth:`Drawn.kept_row` gave them one by one."""
     offsets = np.zeros(len(rows) + 1, np.int64)

@@ -56,7 +56,7 @@ class SglangOffer:
             )
         if params.seed is not None and not self.seeds:
             raise ValueError(f"seed={params.seed}: SGLang heeds it under --enable-deterministic-inference only")
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+        if params.cuts:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: SGLang's logprobs are those before the filters: nobody "
                 "could train on what is drawn: sample with top_p=1 and top_k=0"
@@ -184,7 +184,8 @@ class SglangEngine:
     async def _admitted(self) -> None:
         """Wait for the end of an update."""
         while not (self._fault or self._open.is_set()):
-            await asyncio.wait_for(self._open.wait(), UPDATE_TIMEOUT_S)
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                await self._open.wait()
         if self._fault:
             raise EngineUnavailable(self._fault)
 

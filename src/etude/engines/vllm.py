@@ -26,7 +26,6 @@ from etude.engines.vllm_answers import (
     Choice,
     Offer,
     finish_of,
-    is_filtered,
     kept_of,
     read_choice,
     request_body,
@@ -247,7 +246,8 @@ class VllmEngine:
         self._limits.check(prompt_ids, params)
         self._offer.check(params)
         while not (self._fault or self._open.is_set()):
-            await asyncio.wait_for(self._open.wait(), UPDATE_TIMEOUT_S)
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                await self._open.wait()
         if self._fault:
             raise EngineUnavailable(self._fault)
 
@@ -270,7 +270,7 @@ class VllmEngine:
             versions=versions_of(last, count),
             finish=finish,
             routes=routes_of(last, len(prompt_ids) + count, layers) if params.want_routes else None,
-            kept=kept_of(draft.masks, count) if is_filtered(params) else None,
+            kept=kept_of(draft.masks, count) if params.cuts else None,
         )
 
 

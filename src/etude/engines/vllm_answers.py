@@ -38,17 +38,12 @@ class Offer:
                 "this vLLM does not say which experts it used: start it with --enable-return-routed-experts, which "
                 "needs Model Runner V2 and hence a GPU, or do without replay"
             )
-        if is_filtered(params) and not self.kept_sets:
+        if params.cuts and not self.kept_sets:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: this vLLM does not say what they left to draw from, so "
                 "nobody could train on it: start it with --return-sampling-mask, which needs Model Runner V2 and hence "
                 "a GPU, or sample with top_p=1 and top_k=0"
             )
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary."""
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
 
 
 def request_body(prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:

@@ -33,8 +33,10 @@ TRANSFER = '{"backend":"etude"}'
 POLL_S = 0.2
 TAIL_BYTES = 4000
 """How much of the log goes into the error of a start that failed."""
-STOP_S = 15.0
-"""How long all of its processes may take to end; the leash kills what is left after ten seconds."""
+STOP_S = 7.0
+"""How long all of its processes may take to end: longer than the leash waits until it kills them, and less than we have
+ourselves.
+"""
 
 
 def find_python(configured: str = "") -> Path:
@@ -152,7 +154,7 @@ class VllmProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is ours to handle
+                process_group=0,  # Ctrl-C is ours to handle; docs/engines.md says why it is no session of its own
             )
 
     @property

@@ -137,10 +137,14 @@ class PieceReader:
         self._versions: list[int] = []
         self._tail_bytes = 0
         """Size of the completion that is expected now; 0 while it is lines."""
+        self._is_done = False
 
     def feed(self, data: bytes) -> Piece | None:
         """What more bytes complete, if anything. Raises ``ValueError`` on what is no stream of pieces."""
         self._rest += data
+        if self._is_done:
+            self._check_end(0)
+            return None
         while not self._tail_bytes and (end := self._rest.find(b"\n")) >= 0:
             self._take(bytes(self._rest[:end]))
             del self._rest[: end + 1]
@@ -150,7 +154,16 @@ class PieceReader:
             return self._piece(None) if self._token_ids else None
         if len(self._rest) < self._tail_bytes:
             return None
-        return self._piece(decode_completion(bytes(self._rest[: self._tail_bytes])))
+        self._check_end(self._tail_bytes)
+        completion = decode_completion(bytes(self._rest))
+        self._is_done = True
+        self._rest.clear()
+        return self._piece(completion)
+
+    def _check_end(self, size: int) -> None:
+        """A completion ends its stream."""
+        if len(self._rest) > size:
+            raise ValueError(f"{len(self._rest) - size} bytes more behind the completion of a stream")
 
     def _take(self, line: bytes) -> None:
         fields = _fields(line, PIECE)

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import aiohttp
+import orjson
 
 from etude.environments.outcomes import Card, index_of, leave_outcome, take_outcome
 from etude.errors import ConfigError, SandboxError
@@ -210,11 +211,14 @@ class _Episode:
 
 
 def read_action(text: str) -> dict[str, Json] | None:
-    """The JSON object that an answer is, be it fenced; ``None`` if it is none."""
+    """The JSON object that an answer is, be it fenced; ``None`` if it is none, or one that cannot be sent: nested more
+    than 254 levels deep, so that an environment's echo of it could not be read.
+    """
     fenced = FENCE.findall(text)
     try:
         action = json.loads(fenced[-1] if fenced else text)
-    except (ValueError, RecursionError):
+        orjson.dumps(action)
+    except (ValueError, TypeError, RecursionError):
         return None
     return action if isinstance(action, dict) else None
 

@@ -52,23 +52,24 @@ def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfi
     """One session in the words of the built-in tools."""
     messages = [Message("user", f"fix {problem.function} in {problem.path}")]
     for move, lines in moves(problem, checks, config, rng):
-        if isinstance(move, tools.EditFile):
-            messages += _before_edit(move, config, rng)
+        messages += _before(move, config, rng)
         messages.append(Message("assistant", _spell(move)))
         messages.append(Message("user", _observe(move, problem, lines, checks)))
-    messages.append(Message("assistant", tools.SUBMIT))
-    return messages
+    return [*messages, *_before(None, config, rng), Message("assistant", tools.SUBMIT)]
 
 
-def _before_edit(edit: tools.EditFile, config: TranscriptConfig, rng: Random) -> list[Message]:
-    """A reminder of how an edit is written, or the same edit written as agents do that nobody reminds; often nothing.
+def _before(move: Move | None, config: TranscriptConfig, rng: Random) -> list[Message]:
+    """What comes before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
+    written by an agent whom nobody has just reminded; often nothing.
+
+    A reminder may come before anything, so that it says how to edit and not that it is time to.
 
     Keys of 0 draw nothing, so that sessions without habits are what they always were.
     """
     if config.reminded and rng.random() < config.reminded:
         return [Message("user", REMINDER)]
-    if config.bad_call and rng.random() < config.bad_call:
-        wrong = f"{tools.EDIT} {edit.path}:{edit.line}\n{edit.text}"
+    if isinstance(move, tools.EditFile) and config.bad_call and rng.random() < config.bad_call:
+        wrong = f"{tools.EDIT} {move.path}:{move.line}\n{move.text}"
         return [Message("assistant", wrong), Message("user", tools.BAD_CALL)]
     return []
 

@@ -7,12 +7,14 @@ The package has a Python of its own (``python``), since it brings many others al
 process. The environment's own code is trusted as any installed program is: it is not in a sandbox.
 
 States of an environment: new ──open──▶ open ──close──▶ closed. Waits for each answer with a deadline; on shutdown the
-process is given time to end, then killed.
+process is given time to end, then killed, and with it whatever it left running.
 """
 
 import asyncio
 import itertools
 import json
+import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
@@ -31,7 +33,11 @@ MODEL = "policy"
 """The name under which a gateway serves the model that is being trained."""
 OPEN_TIMEOUT_S = 300.0
 """For the package to be imported and its tasks to be listed."""
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
+POLL_S = 0.05
+"""How often it is looked whether the process has ended."""
+LOG_S = 1.0
+"""How long the rest of what it printed may take to come."""
 LOG_LINES = 40
 """Kept of what the process prints, for errors."""
 
@@ -80,6 +86,7 @@ class VerifiersEnvironment:
             stdout=PIPE,
             stderr=PIPE,
             limit=verifiers_program.LINE_LIMIT_BYTES,
+            start_new_session=True,  # with what its agents start it is one group
         )
         self._readers = [asyncio.create_task(self._read_answers()), asyncio.create_task(self._read_log())]
         try:
@@ -87,6 +94,9 @@ class VerifiersEnvironment:
         except SandboxError as error:
             await self.close()
             raise ConfigError(f"the environment {self._name!r} of verifiers cannot be opened: {error}") from error
+        except BaseException:
+            await self.close()
+            raise
         listed = answer["tasks"]
         assert isinstance(listed, list), "the program lists its tasks"
         cards = [Card(environment=self._name, **entry) for entry in listed]  # type: ignore[arg-type]  # see _describe
@@ -99,12 +109,10 @@ class VerifiersEnvironment:
             return
         assert process.stdin is not None
         process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-        await asyncio.gather(*self._readers)
+        await self._end(process)
+        for reader in self._readers:
+            reader.cancel()  # whoever has left the group may hold a pipe for ever
+        await asyncio.gather(*self._readers, return_exceptions=True)
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split, over and over. ``ValueError`` where a split has none."""
@@ -145,13 +153,17 @@ class VerifiersEnvironment:
         process = self._process
         if process is None or process.stdin is None:
             raise SandboxError(f"the environment {self._name!r} is not open")
+        if self._readers[0].done():
+            raise self._ended(process)
         number = next(self._numbers)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[dict[str, Json]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         try:
             process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
             with suppress(ConnectionError):  # then the answer says how it ended
                 await process.stdin.drain()
-            return await asyncio.wait_for(answer, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await answer
         except TimeoutError:
             raise SandboxError(f"{self._name!r} did not answer within {timeout_s:g} s; {self._said()}") from None
         finally:
@@ -161,21 +173,42 @@ class VerifiersEnvironment:
         assert self._process is not None
         process = self._process
         assert process.stdout is not None
-        async for line in process.stdout:
-            answer = json.loads(line)
-            waiting = self._waiting.get(answer["id"])
-            if waiting is not None and not waiting.done():
-                waiting.set_result(answer)
-        code = await process.wait()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(SandboxError(f"its process ended with exit code {code}; {self._said()}"))
+        try:
+            async for line in process.stdout:
+                answer = json.loads(line)
+                waiting = self._waiting.get(answer["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+            await self._end(process)
+        finally:
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(self._ended(process))
 
     async def _read_log(self) -> None:
         assert self._process is not None
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self._log.append(line.decode(errors="replace").rstrip())
+
+    async def _end(self, process: Process) -> None:
+        """Wait for the process to end, kill what is left of it, and read the rest of its log.
+
+        ``Process.wait`` alone waits for everybody who holds one of its pipes.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + CLOSE_TIMEOUT_S
+        while process.returncode is None and loop.time() < deadline_s:
+            await asyncio.sleep(POLL_S)
+        with suppress(ProcessLookupError):  # nothing may be left
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait({self._readers[1]}, timeout=LOG_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOG_S):
+                await process.wait()
+
+    def _ended(self, process: Process) -> SandboxError:
+        return SandboxError(f"its process ended with exit code {process.returncode}; {self._said()}")
 
     def _said(self) -> str:
         return "it said:\n" + "\n".join(self._log)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import final
 
 import orjson
@@ -40,15 +41,21 @@ class Visit:
     code: str = ""
     """The error's code, if it is one."""
     traffic: str = ""
-    """The class of a model call."""
+    """The class of who samples; empty for any other request."""
     key_id: str = ""
     session_id: str = ""
     prompt_tokens: int = 0
+    """Of a call that engines were asked to answer, or that was answered before."""
     completion_tokens: int = 0
+    """Sampled so far; in the end those of the recorded answer."""
     reused_tokens: int = 0
     """Prompt tokens that continue an earlier turn of the session."""
     versions: tuple[int, ...] = ()
     """Weight versions that sampled the answer, ascending."""
+    hurried: bool = False
+    """Whether its caller set a deadline of its own."""
+    taken: float | None = None
+    """When the engine that works on it, or did, was given the call; of several replies the last one's."""
     first_token: float | None = None
     """When the first sampled token was known here."""
     ended: float = 0.0
@@ -59,6 +66,11 @@ class Visit:
     def seconds(self) -> float:
         """From the first byte read to the last written."""
         return self.ended - self.began
+
+    @property
+    def waited_s(self) -> float:
+        """How long no engine worked on the call, those that failed under it not counted; of one that is over."""
+        return (self.ended if self.taken is None else self.taken) - self.began
 
     @property
     def first_token_s(self) -> float | None:
@@ -76,15 +88,19 @@ class AccessLog:
     def __init__(self, file: Path, wall_s: Callable[[], float]) -> None:
         self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._wall_s = wall_s
+        self._handover = Lock()
+        """Held for a moment whenever the two below change: calls end in one thread, lines are written in another."""
         self._lines: list[bytes] = []
         self._lost = 0
 
     def add(self, visit: Visit) -> None:
         """Note a visit that is over."""
-        if len(self._lines) >= MAX_LINES:
-            self._lost += 1
-            return
-        self._lines.append(_line(visit, self._wall_s()))
+        line = _line(visit, self._wall_s())
+        with self._handover:
+            if len(self._lines) < MAX_LINES:
+                self._lines.append(line)
+            else:
+                self._lost += 1
 
     async def run(self) -> None:
         """Write what was noted, for ever; waits for the second to pass and for the disk; on shutdown cancelled."""
@@ -95,14 +111,15 @@ class AccessLog:
 
     def flush(self) -> None:
         """Write what was noted so far. A disk that is full loses lines, not calls; they are counted."""
-        lines, self._lines = self._lines, []
-        lost, self._lost = self._lost, 0
-        if lost:
-            lines.append(orjson.dumps({"time": self._wall_s(), "lost_lines": lost}) + b"\n")
+        with self._handover:
+            lines, self._lines = self._lines, []
+            lost, self._lost = self._lost, 0
+        told = orjson.dumps({"time": self._wall_s(), "lost_lines": lost}) + b"\n" if lost else b""
         try:
-            _write_all(self._descriptor, b"".join(lines))
+            _write_all(self._descriptor, b"".join(lines) + told)
         except OSError:
-            self._lost += len(lines) + lost
+            with self._handover:
+                self._lost += len(lines) + lost
 
     def close(self) -> None:
         """Write the rest and let go of the file."""
@@ -132,6 +149,7 @@ def _line(visit: Visit, wall_s: float) -> bytes:
         "reused_tokens": visit.reused_tokens,
         "versions": visit.versions,
         "first_token_s": None if first_token_s is None else round(first_token_s, 6),
+        "waited_s": round(visit.waited_s, 6) if visit.dialect else None,
         "seconds": round(visit.seconds, 6),
         "bytes_in": visit.bytes_in,
         "bytes_out": visit.bytes_out,

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import final
 
 from etude.clock import date_utc
+from etude.errors import ConfigError
 from etude.gateway.access import Visit
 from etude.gateway.calls import Refusal
 from etude.gateway.dialects.fields import Fields
@@ -66,10 +67,12 @@ class Administration:
         fields = await read_fields(visitor, visit)
         key, secret = _read_key(fields, self._clock.now())
         try:
-            self._keyring.add(key, self._clock.now())
-            if self._key_file is not None:
+            if self._key_file is None:
+                self._keyring.add(key, self._clock.now())
+            else:  # the file first: while another process changes it, there is no new key at all
                 await asyncio.to_thread(self._key_file.add, key)
-        except ValueError as error:
+                self._key_file.refresh(self._keyring, self._clock.now())
+        except (ValueError, ConfigError) as error:
             raise Refusal(409, "conflict", str(error)) from error
         return reply_json(visit, {**self._shown(key), "api_key": secret})
 

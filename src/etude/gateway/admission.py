@@ -149,7 +149,8 @@ DEFAULT_ADMISSION = AdmissionLimits()
 class Admission:
     """Gives places to calls.
 
-    After :meth:`enter` said WAITING, and after every :meth:`leave`, ask :meth:`due` who may go or has waited too long.
+    After every :meth:`leave`, and when the deadline of a ticket that waits has come, ask :meth:`due` who may go or has
+    waited too long.
     """
 
     def __init__(self, limits: AdmissionLimits = DEFAULT_ADMISSION) -> None:
@@ -217,11 +218,6 @@ class Admission:
                 self._grant(ticket, now)
                 changed.append(ticket)
         return changed
-
-    def next_deadline(self) -> float | None:
-        """When :meth:`due` has something to say even if nobody leaves."""
-        self._forget_settled()
-        return self._deadlines[0][0] if self._deadlines else None
 
     def congested(self, now: float) -> None:
         """An engine turned a call away because it has enough to do."""

@@ -6,6 +6,7 @@
     POST   /v1/chat/completions  /v1/completions  /v1/responses        OpenAI's
     POST   /v1/messages  /v1/messages/count_tokens                     Anthropic's
     GET    /v1/models  /v1/models/{name}                               both
+    GET    /v1/waits                                                   ours: how a session's calls fared with engines
     …      /s/{session}/v1/…                                           each of them, in a session
     and those of :mod:`etude.gateway.control`
 
@@ -40,7 +41,7 @@ from etude.gateway.keys import retry_after
 from etude.gateway.kinds import kind_of
 from etude.gateway.metrics import OVER_BUDGET
 from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
-from etude.gateway.routes import Matched, Routes, chosen, reply_bytes
+from etude.gateway.routes import Matched, Routes, chosen, reply_bytes, reply_json
 from etude.gateway.serials import Serials
 from etude.gateway.service import Caller, Service
 
@@ -97,8 +98,9 @@ class Gateway:
         self.expire = control.expire
         """Lets idle sessions go; to be called now and then."""
         models = {"/v1/models": {"GET": self._models}, "/v1/models/{}": {"GET": self._model}}
+        waits = {"/v1/waits": {"GET": self._waits}}
         calls = {path: {"POST": self._call} for path in BY_PATH} | {messages.COUNT_PATH: {"POST": self._count}}
-        self._routes = Routes({**control.table(), **administration.table()}, {**calls, **models})
+        self._routes = Routes({**control.table(), **administration.table()}, {**calls, **models, **waits})
 
     async def handle(self, visitor: Visitor) -> Reply | None:
         """Answer one request; ``None`` says that it was streamed. Raises nothing but being cancelled."""
@@ -117,6 +119,8 @@ class Gateway:
         finally:
             visit.ended = self._clock.now()
             self._metrics.count(visit)
+            if visit.dialect:
+                self._identity.sessions.waits(visit.session_id).add(visit)
             if self._access_log is not None and visit.route not in PROBES:
                 self._access_log.add(visit)
         return reply
@@ -128,12 +132,14 @@ class Gateway:
     async def _call(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply | None:
         """One model call in the dialect of its path."""
         dialect = BY_PATH[_bare(matched)]
+        visit.dialect = dialect.path
         guest = self._admit(visitor, matched, visit)
         body = await visitor.read()
         visit.bytes_in = len(body)
         asked = dialect.parse(body)
         caller = self._caller(guest, visitor.headers, asked.call)
-        with self._load.call():
+        visit.hurried = DEADLINE in visitor.headers
+        with self._load.call(), self._identity.sessions.waits(visit.session_id).call():
             try:
                 if asked.call.stream:
                     await self._stream(visitor, asked, caller, visit)
@@ -172,8 +178,8 @@ class Gateway:
                     await visitor.write(events.failure(refusal))
 
     async def _count(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
-        """How many tokens a call would have."""
-        guest = self._guest(visitor, matched, visit)
+        """How many tokens a call would have; it counts as a request, and takes none of the key's tokens."""
+        guest = self._admit(visitor, matched, visit)
         body = await visitor.read()
         visit.bytes_in = len(body)
         call = messages.parse_count(body)
@@ -189,17 +195,21 @@ class Gateway:
             raise Refusal(404, "model_not_found", f"the one model here is {MODEL!r}; calls may name it as they like")
         return reply_bytes(visit, models.one_body(MODEL))
 
+    async def _waits(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
+        """How the calls of a session fared with the engines."""
+        guest = self._guest(visitor, matched, visit)
+        return reply_json(visit, self._identity.sessions.waits(guest.conversation.session_id).facts())
+
     def _guest(self, visitor: Visitor, matched: Matched, visit: Visit) -> Guest:
         guest = self._identity.guest(visitor.headers, matched.session, self._clock.now())
         visit.key_id = guest.key.key_id
         visit.session_id = guest.conversation.session_id
+        visit.traffic = guest.traffic.value
         return guest
 
     def _admit(self, visitor: Visitor, matched: Matched, visit: Visit) -> Guest:
-        """Who calls the model, with budget left to do so."""
-        visit.dialect = _bare(matched)
+        """Who calls, with budget left to do so."""
         guest = self._guest(visitor, matched, visit)
-        visit.traffic = guest.traffic.value
         if self._load.draining:
             raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
         wait_s = self._identity.keyring.refused_for_s(guest.key, self._clock.now())

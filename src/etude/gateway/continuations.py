@@ -53,7 +53,7 @@ class StreamedTurn:
         if not told:
             return False
         prompt, params = self._asked
-        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
+        if params.cuts:
             lost = "what top-p and top-k left to draw from"
         elif len(told) == params.max_tokens or told[-1] in params.stop_ids:
             lost = "the record of its end"

@@ -33,6 +33,7 @@ from etude.gateway.metrics import CONTENT_TYPE, Metrics
 from etude.gateway.openapi import document
 from etude.gateway.pool import EnginePool
 from etude.gateway.routes import Handler, Matched, read_fields, reply_bytes, reply_json
+from etude.gateway.sessions import TOO_MANY_SESSIONS
 from etude.gateway.standing import EngineState
 from etude.ledger.turns import encode_turns
 from etude.protocols import Clock
@@ -99,9 +100,10 @@ class Control:
         if origin:
             conversation = self._sessions.fork(session_id, self._session_of(key, origin), now)
         else:
-            conversation = self._sessions.open(session_id, key.key_id, now)
+            traffic = TrafficClass.PRODUCTION if key.scope is Scope.PRODUCTION else TrafficClass.ROLLOUT
+            conversation = self._sessions.open(session_id, key.key_id, traffic, now)
         if conversation is None:
-            raise Refusal(429, "too_many_sessions", f"{len(self._sessions)} sessions are open: close some first")
+            raise Refusal(429, "too_many_sessions", TOO_MANY_SESSIONS)
         rollout = Key(
             key_id=new_key_id(),
             digest=digest_of(secret),

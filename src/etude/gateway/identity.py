@@ -18,7 +18,7 @@ from etude.gateway.calls import Refusal
 from etude.gateway.conversations import Conversation
 from etude.gateway.keys import Action, Key, Keyring, Scope, may, may_close, may_enter
 from etude.gateway.serials import Serials
-from etude.gateway.sessions import Sessions, named_id
+from etude.gateway.sessions import TOO_MANY_SESSIONS, Sessions, named_id
 
 SESSION_HEADER = "X-Etude-Session"
 SECRET_PREFIX = "etude-"
@@ -55,7 +55,7 @@ class Identity:
         if key is None:
             raise Refusal(401, "invalid_api_key", "no such key: send one as `Authorization: Bearer` or `x-api-key`")
         if not may(key, action):
-            raise Refusal(403, "forbidden", f"a {key.scope} key may not do this")
+            raise Refusal(403, "forbidden", f"a key of scope {key.scope.value!r} may not do this")
         return key
 
     def guest(self, headers: Mapping[str, str], place: str | None, now: float) -> Guest:
@@ -103,7 +103,7 @@ class Identity:
             except ValueError as error:
                 raise Refusal(400, "invalid_request", str(error), param=SESSION_HEADER) from error
         if found is None:
-            raise Refusal(429, "too_many_sessions", f"{len(self.sessions)} sessions are open: close some first")
+            raise Refusal(429, "too_many_sessions", TOO_MANY_SESSIONS)
         return found
 
 

@@ -82,7 +82,8 @@ class KeyFile:
     def add(self, key: Key) -> None:
         """Write a key into the file, which is made if there is none.
 
-        Raises ``ValueError`` if its id or secret is taken, ``ConfigError`` while another process changes the file.
+        Raises ``ValueError`` if its id or secret is taken or there are too many keys, ``ConfigError`` while another
+        process changes the file.
         """
 
         def added(keys: Sequence[Key]) -> list[Key]:
@@ -90,16 +91,25 @@ class KeyFile:
                 raise ValueError(f"key {key.key_id!r} is a rollout's: it lives in memory and dies with its session")
             if any(other.key_id == key.key_id or other.digest == key.digest for other in keys):
                 raise ValueError(f"{self.path} has a key {key.key_id!r} already")
+            if len(keys) >= MAX_KEYS:
+                raise ValueError(f"{self.path} has {len(keys)} keys already: revoke some first")
             return [*keys, key]
 
         self._change(added)
 
     def revoke(self, key_id: str) -> None:
-        """Take a key out of the file. Raises ``ValueError`` if it is not in there, ``ConfigError`` like :meth:`add`."""
+        """Take a key out of the file, by its id or a beginning that no other has.
+
+        Raises ``ValueError`` if it is not in there, ``ConfigError`` like :meth:`add`.
+        """
 
         def without(keys: Sequence[Key]) -> list[Key]:
-            rest = [key for key in keys if key.key_id != key_id]
-            if len(rest) == len(keys):
+            begun = [key for key in keys if key_id and key.key_id.startswith(key_id)]
+            meant = [key for key in begun if key.key_id == key_id] or begun
+            if len(meant) > 1:
+                raise ValueError(f"{key_id!r} begins several ids in {self.path}: say more of it")
+            rest = [key for key in keys if key not in meant]
+            if not meant:
                 raise ValueError(f"{self.path} has no key {key_id!r}: see `etude keys ls {self.path}`")
             return rest
 

@@ -43,7 +43,7 @@ class Metrics:
         )
         self._tokens = Counter(
             "etude_tokens",
-            "Tokens of answered calls; `reused` is the part of `prompt` that continues an earlier turn.",
+            "Tokens of calls that got any; `reused` is the part of `prompt` that continues an earlier turn.",
             ("kind", "traffic"),
             registry=registry,
         )
@@ -63,7 +63,7 @@ class Metrics:
         series.inc()
         if visit.code == OVER_BUDGET:
             self._over_budget.inc()
-        if visit.traffic:
+        if visit.dialect and visit.traffic:
             self._traffic(visit.traffic).count(visit)
 
     def page(self) -> bytes:

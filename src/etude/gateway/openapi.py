@@ -145,6 +145,8 @@ def _call_paths() -> dict[str, dict[str, Json]]:
     tokens = _content(record("input_tokens", input_tokens=COUNT))
     counted = _operation("How many tokens a prompt has", tokens, (*WRITING, 529), ANTHROPIC)
     listing = _operation("The models there are", _content(_shape("object data has_more")), READING, either_error)
+    fared = _content(record("calls waited_s unserved", calls=COUNT, waited_s={"type": "number"}, unserved=FLAG))
+    waits = _operation("How long the calls of a session waited for engines", fared, READING, either_error)
     model = _operation("One model", _content(_shape("id object created type display_name")), READING, either_error)
     return {
         chat.DIALECT.path: _call("OpenAI's chat completions", chat.SCHEMA, chosen),
@@ -154,6 +156,7 @@ def _call_paths() -> dict[str, dict[str, Json]]:
         messages.COUNT_PATH: {"post": {**counted, "requestBody": _body(messages.COUNT_SCHEMA)}},
         "/v1/models": {"get": listing},
         "/v1/models/{model}": {"parameters": [_in_path("model", word(MODEL))], "get": model},
+        "/v1/waits": {"get": waits},
     }
 
 

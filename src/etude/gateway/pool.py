@@ -59,6 +59,8 @@ class Want:
     """Where it should be, if anything there can take it."""
     deadline_s: float = 600.0
     """How long the call may take in all, from now."""
+    taken: Callable[[float | None], None] = lambda at: None
+    """Told when an engine is given the call, and with ``None`` when it failed under it."""
 
 
 ANYTHING = Want()
@@ -209,9 +211,11 @@ class EnginePool:
     def _calling(self, name: str, trip: "_Trip") -> Iterator[None]:
         """Count a call, and learn from how it ends. Trouble that another engine may not have is noted, not raised."""
         self._router.began(name)
+        trip.want.taken(self._clock.now())
         try:
             yield
         except EngineUnavailable as error:
+            trip.want.taken(None)
             if trip.over:
                 raise
             self._learn(name, trip, error)

@@ -69,9 +69,8 @@ class Recorder:
         if self._space is not None:
             if turn.routes is None:
                 raise ValueError("it has no routes although they were asked for; does the engine serve them at all?")
-            self._space.check(turn.routes, len(turn.prompt_ids) + len(turn.completion_ids) - 1)
-        cuts = (params.top_p < 1 or params.top_k > 0) and params.temperature > 0
-        if cuts and turn.kept is None and self._payloads is not None:
+            self._space.check(turn.routes, turn.length - 1)
+        if params.cuts and turn.kept is None and self._payloads is not None:
             raise ValueError(f"it has no kept sets although top_p={params.top_p:g} and top_k={params.top_k} cut")
 
 

@@ -14,6 +14,8 @@ RETRY_AFTER_S = 1.0
 """When a caller may try again where nobody knows better: about one model call later."""
 RETRYABLE = frozenset({409, 429, 503})
 """Statuses that go with a time to try again."""
+UNSERVED = frozenset({"rate_limit_exceeded", "engine_unavailable", "deadline_exceeded", "draining"})
+"""Codes of calls that nobody answered for want of an engine, and not for what they ask."""
 GONE = 499
 """Status, in metrics and logs, of a call whose caller hung up; nobody receives it (nginx's number)."""
 

@@ -12,14 +12,16 @@ A caller that hangs up cancels the call: up to the moment at which the turn is r
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import numpy as np
 
 from etude.clock import unix_s
+from etude.errors import EngineUnavailable, VersionPending
 from etude.gateway.access import Visit
 from etude.gateway.admission import PRIORITIES, TrafficClass
 from etude.gateway.calls import Answer, Call, Ending, Events, Refusal, Reply
@@ -30,6 +32,7 @@ from etude.gateway.recorder import Recorder, cut
 from etude.gateway.serials import Serials
 from etude.gateway.tapes import SessionFull
 from etude.protocols import Clock, Completion, Piece, SamplingParams
+from etude.together import together
 from etude.tokens.messages import CallDelta, ChatFormat, Delta, Message, ReplyReader, TextDelta, ThinkingDelta
 from etude.types import Finish, TurnKind
 
@@ -72,6 +75,8 @@ class _Job:
     caller: Caller
     prompt: Prompt
     params: SamplingParams
+    visit: Visit
+    """Where it is noted what the call takes, as it takes it: a caller that hangs up has used up as much."""
 
     @property
     def session(self) -> str:
@@ -86,8 +91,7 @@ class _Job:
     @property
     def bulky(self) -> bool:
         """Whether the engine's record holds more than tokens: it comes at the very end only, so that is waited for."""
-        cuts = self.params.temperature > 0 and (self.params.top_p < 1 or self.params.top_k > 0)
-        return self.params.want_routes or cuts
+        return self.params.want_routes or self.params.cuts
 
     def params_of(self, index: int) -> SamplingParams:
         """Of one reply: with the caller's seed each reply has another one, or all would be the same."""
@@ -130,8 +134,11 @@ class Service:
         """
         answer = _known(call, caller)
         if answer is None:
-            job = self._job(call, caller)
-            replies = await _all([self._reply(job, index, visit) for index in range(call.sampling.count)])
+            job = self._job(call, caller, visit)
+            if call.sampling.count == 1:
+                replies = [await self._reply(job, 0)]
+            else:
+                replies = await together(self._reply(job, index) for index in range(call.sampling.count))
             answer = self._record(job, replies, self._serials.draw(), int(unix_s()))
         _note(answer, visit)
         return answer
@@ -146,7 +153,7 @@ class Service:
             _note(known, visit)
             yield _replayed(known, events)
             return
-        job, answer_id, created = self._job(call, caller), self._serials.draw(), int(unix_s())
+        job, answer_id, created = self._job(call, caller, visit), self._serials.draw(), int(unix_s())
         replies: dict[int, Reply] = {}
         opening = events.opening(answer_id, created)
         async with aclosing(self._spoken(job)) as parts:
@@ -154,9 +161,8 @@ class Service:
                 if isinstance(part, Reply):
                     replies[index] = part
                     continue
-                if visit.first_token is None:
-                    visit.first_token = self._clock.now()
-                    visit.versions = (int(part.piece.versions[0]),) if len(part.piece.versions) else ()
+                if not visit.versions and len(part.piece.versions):
+                    visit.versions = (int(part.piece.versions[0]),)
                 data, opening = opening + events.delta(index, part.deltas, part.piece), b""
                 if data:
                     yield data
@@ -167,7 +173,7 @@ class Service:
             raise Refusal(409, "answered_meanwhile", "another attempt of this request was answered: ask for it again")
         yield events.closing(answer)
 
-    def _job(self, call: Call, caller: Caller) -> _Job:
+    def _job(self, call: Call, caller: Caller, visit: Visit) -> _Job:
         prompt = _prompt(caller.conversation, call)
         sampling, read = call.sampling, len(prompt.token_ids)
         room = self._max_length - read
@@ -190,29 +196,48 @@ class Service:
             seed=sampling.seed,
             priority=PRIORITIES[caller.traffic],
         )
-        return _Job(call=call, caller=caller, prompt=prompt, params=self._recorder.params(params))
+        return _Job(call=call, caller=caller, prompt=prompt, params=self._recorder.params(params), visit=visit)
 
     def _want(self, job: _Job) -> Want:
         """What an engine must have and do for a call that has its place now."""
-        return Want(min_version=job.caller.min_version, deadline_s=job.caller.deadline - self._clock.now())
+        deadline_s = job.caller.deadline - self._clock.now()
+        return Want(
+            min_version=job.caller.min_version, deadline_s=deadline_s, taken=partial(setattr, job.visit, "taken")
+        )
 
-    async def _reply(self, job: _Job, index: int, visit: Visit) -> Reply:
+    @contextmanager
+    def _charged(self, job: _Job) -> Iterator[None]:
+        """What engines do for a call that has its place now: its prompt is theirs to read, unless they turn it away."""
+        job.visit.prompt_tokens, job.visit.reused_tokens = len(job.prompt.token_ids), job.prompt.reused
+        try:
+            yield
+        except ValueError as error:
+            _turned_away(job)
+            raise Refusal(400, "invalid_request", f"the engine refused: {error}") from error
+        except (EngineUnavailable, VersionPending):
+            if self._clock.now() < job.caller.deadline:
+                _turned_away(job)
+            raise
+
+    def _sampled(self, job: _Job, tokens: int) -> None:
+        """Some tokens have come."""
+        job.visit.first_token = job.visit.first_token or self._clock.now()
+        job.visit.completion_tokens += tokens
+
+    async def _reply(self, job: _Job, index: int) -> Reply:
         """One reply that nobody reads along."""
         if job.ends_early:
             async with aclosing(self._parts(job, index)) as parts:
                 async for part in parts:
                     if isinstance(part, Reply):
                         return part
-                    visit.first_token = visit.first_token or self._clock.now()
             raise AssertionError("the last part is the reply")
         async with self._line.place(job.caller.traffic, job.caller.deadline):
-            try:
+            with self._charged(job):
                 completion = await self._pool.generate(
                     job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job)
                 )
-            except ValueError as error:
-                raise _refused(error) from error
-        visit.first_token = visit.first_token or self._clock.now()
+        self._sampled(job, len(completion.token_ids))
         reader = self._reader(job.call)
         reader.feed(completion.token_ids.tolist())
         reader.finish()
@@ -227,6 +252,7 @@ class Service:
         ):
             async for piece in pieces:
                 whole = piece.completion
+                self._sampled(job, len(piece.token_ids))
                 if reader.stopped_after is None:
                     deltas = reader.feed(piece.token_ids.tolist())
                     said.append(_until(piece, reader.stopped_after, sampled))
@@ -241,14 +267,12 @@ class Service:
 
     async def _pieces(self, job: _Job, index: int) -> AsyncGenerator[Piece, None]:
         """What the engines sample."""
-        try:
+        with self._charged(job):
             async with aclosing(
                 self._pool.stream(job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job))
             ) as pieces:
                 async for piece in pieces:
                     yield piece
-        except ValueError as error:
-            raise _refused(error) from error
 
     async def _finished(self, job: _Job, index: int, reader: ReplyReader, completion: Completion) -> Reply:
         """The reply, checked and with its payload stowed."""
@@ -327,10 +351,6 @@ def _prompt(conversation: Conversation, call: Call) -> Prompt:
         raise Refusal(400, "invalid_request", str(error), param=_param(call)) from error
 
 
-def _refused(error: ValueError) -> Refusal:
-    return Refusal(400, "invalid_request", f"the engine refused: {error}")
-
-
 def _param(call: Call) -> str:
     return "messages" if call.prompt is None else "prompt"
 
@@ -339,24 +359,18 @@ async def _next(parts: AsyncGenerator[Spoken | Reply, None]) -> Spoken | Reply:
     return await anext(parts)
 
 
-async def _all(replies: Sequence[Coroutine[None, None, Reply]]) -> list[Reply]:
-    """All of them at once; the first failure cancels the others."""
-    if len(replies) == 1:
-        return [await replies[0]]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(reply) for reply in replies]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
-
-
 def _ending(message: Message, reader: ReplyReader, finish: Finish) -> Ending:
     if reader.stop_text is not None:
         return Ending.STOP_TEXT
     if finish is Finish.LENGTH and reader.stopped_after is None:
         return Ending.LENGTH
     return Ending.TOOL_CALLS if message.tool_calls else Ending.STOP
+
+
+def _turned_away(job: _Job) -> None:
+    """Engines did not take the call, unless some of an answer has come: then its prompt was read."""
+    if not job.visit.completion_tokens:
+        job.visit.prompt_tokens = job.visit.reused_tokens = 0
 
 
 def _until(piece: Piece, end: int | None, before: int) -> Piece:

@@ -13,11 +13,13 @@ from collections import Counter
 import aiohttp
 
 from etude.config.rollouts import HarnessConfig
+from etude.errors import OutOfTime
 from etude.harnesses.completions import CompletionClient, Message, Reply
 from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes import tools
 from etude.sandboxes.calls import call_function, same_value
+from etude.sandboxes.folders import is_whole
 from etude.sandboxes.summaries import KeptState, open_again, read_summary
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks, TurnKind
 
@@ -50,7 +52,8 @@ class CodingHarness:
         self._models = {Step.ACT: actor, Step.SUMMARISE: summariser}
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Work until ``submit``, the last turn (``turns``), a cut turn (``length``) or a full context (``context``).
+        """Work until ``submit``, the last turn (``turns``), a cut turn (``length``), a full context (``context``), or a
+        command for which there is no time (``time``).
 
         Counts calls by the tool's word, and ``malformed``; a turn that was cut is no call. Measures ``todo_opened``
         and ``todo_open`` (items), ``summaries`` and ``restarts`` (contexts beyond the first); where contexts start from
@@ -109,7 +112,12 @@ class _Work:
             self._answer = call.answer
             self.window.stop(tools.SUBMIT)
             return
-        self.context.acted(reply.text, await self._carry_out(call))
+        try:
+            observation = await self._carry_out(call)
+        except OutOfTime:
+            self.window.stop(OutOfTime.REASON)
+            return
+        self.context.acted(reply.text, observation)
         self.window.replied(reply.tokens)
 
     def summarise(self, reply: Reply) -> None:
@@ -180,7 +188,7 @@ async def _read(sandbox: Sandbox, path: str) -> str | None:
 
 async def _edit(sandbox: Sandbox, edit: tools.EditFile) -> str:
     text = await _read(sandbox, edit.path)
-    edited = None if text is None else tools.apply_edit(text, edit)
+    edited = None if text is None or not is_whole(text) else tools.apply_edit(text, edit)
     if edited is None:
         return tools.BAD_EDIT
     try:

@@ -6,23 +6,32 @@ Owns the command line, the variables by which the common clients find their mode
 means. Knows nothing of the conversation: the gateway records it, whoever leads it. Does not grade.
 """
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import aiohttp
+import orjson
 
 from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
-from etude.errors import ConfigError, EngineUnavailable, SandboxError, SessionLost
+from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.harnesses.completions import MODEL
 from etude.protocols import ExecResult, HarnessResult, Sandbox, Session
+from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES
 from etude.types import Task
 
 SUBMIT, TIMEOUT = "submit", "timeout"
 """Why a program stopped: it said so with its exit code, or it had to be stopped. Else the reason is ``exit N``."""
-NOT_STARTED = (126, 127)
-"""Exit codes of a program that could not be started."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
-"""For the gateway to say that it still knows a session."""
+"""For the gateway to say how the calls of a session fared."""
+WAITED_SHARE = 0.1
+"""Of a program's time: one that ran out of it, and whose calls waited longer than this for an engine, might have come
+to its end without. The milliseconds that calls stand in line on a good day are no reason to try again.
+"""
+LAST_CALLS, LAST_CALL_S = 20, 0.1
+"""How often and with which pauses the gateway is asked until it knows that the last calls are over."""
+PRINTED_CHARACTERS = 500
+"""Kept of the end of what a program printed."""
 FILLED_IN = re.compile("{(" + "|".join(PLACEHOLDERS) + ")}")
 
 
@@ -53,10 +62,12 @@ class CommandHarness:
         """Run the program to its end or deadline.
 
         ``submit`` for one of the recipe's success codes, ``timeout`` when time ran out, ``exit N`` for any other end;
-        all of these are graded. Counts nothing: what the agent did is the program's own affair.
-        Raises :class:`~etude.errors.SandboxError` for a program that did not start, and
-        :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost` for one that failed without a
-        gateway that knows its session: then it may not have been the model.
+        all of these are graded, 126 and 127 as well: that a program can be started is known from :meth:`check`, so
+        they may be its agent's last command's. Counts nothing: what the agent did is the program's own affair.
+        Raises :class:`~etude.errors.ConfigError` for a prompt that no command line takes; and where it may not have
+        been the model, :class:`~etude.errors.EngineUnavailable` or :class:`~etude.errors.SessionLost`: the gateway is
+        gone or does not know the session, the last call found no engine, or of the time that ran out more than
+        ``WAITED_SHARE`` was waiting for one.
         """
         values = {
             "prompt": task.prompt,
@@ -68,42 +79,61 @@ class CommandHarness:
         variables = client_variables(session.base_url, session.api_key) | {
             name: fill_in(text, values) for name, text in self._config.environment.items()
         }
-        result = await sandbox.exec(
-            [
-                "env",
-                *(f"{name}={text}" for name, text in variables.items()),
-                *(fill_in(text, values) for text in self._config.command),
-            ],
-            timeout_s=self._config.timeout_s,
-        )
+        argv = [
+            "env",
+            *(f"{name}={text}" for name, text in variables.items()),
+            *(fill_in(text, values) for text in self._config.command),
+        ]
+        _check_length(argv, task)
+        result = await sandbox.exec(argv, timeout_s=self._config.timeout_s)
         reason = judge_end(result, self._config.success_codes)
-        if reason != SUBMIT:
-            await self._check_session(session)
-        return HarnessResult(reason=reason, counts={})
+        await self._check_service(session, reason)
+        return HarnessResult(reason=reason, counts={}, printed=last_words(result))
 
-    async def _check_session(self, session: Session) -> None:
-        url = f"{session.base_url}/models"
+    async def _check_service(self, session: Session, reason: str) -> None:
+        """Whether engines did their part. Calls of a program that was killed end a moment after it."""
+        waits = await self._waits(session)
+        for _ in range(LAST_CALLS):
+            if not waits["calls"]:
+                break
+            await asyncio.sleep(LAST_CALL_S)
+            waits = await self._waits(session)
+        if waits["unserved"]:
+            raise EngineUnavailable(f"the harness ended ({reason}) after a call for which there was no engine")
+        if reason == TIMEOUT and waits["waited_s"] > WAITED_SHARE * self._config.timeout_s:
+            raise EngineUnavailable(
+                f"the harness ran out of its {self._config.timeout_s:g} s, of which its calls waited for an engine for "
+                f"{waits['waited_s']:.1f} s"
+            )
+
+    async def _waits(self, session: Session) -> dict[str, float]:
+        url = f"{session.base_url}/waits"
         headers = {"Authorization": f"Bearer {session.api_key}"}
         try:
             async with self._http.get(url, headers=headers, timeout=PROBE_TIMEOUT) as response:
-                status = response.status
+                status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"the harness failed, and so does {url}: {type(error).__name__}") from error
+            raise EngineUnavailable(f"the harness ended, and {url} fails: {type(error).__name__}") from error
         if status in (401, 404):
-            raise SessionLost(f"the harness failed, and {url} knows no such session (any more): HTTP {status}")
+            raise SessionLost(f"the harness ended, and {url} knows no such session (any more): HTTP {status}")
         if status != 200:
-            raise EngineUnavailable(f"the harness failed, and so does {url}: HTTP {status}")
+            raise EngineUnavailable(f"the harness ended, and {url} fails: HTTP {status}")
+        waits: dict[str, float] = orjson.loads(body)
+        return waits
 
 
 def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:
-    """Why a program stopped. Raises :class:`~etude.errors.SandboxError` when it never started."""
+    """Why a program stopped."""
     if result.timed_out:
         return TIMEOUT
-    if result.exit_code in success_codes:
-        return SUBMIT
-    if result.exit_code in NOT_STARTED:
-        raise SandboxError(f"the harness did not start: exit code {result.exit_code}")
-    return f"exit {result.exit_code}"
+    return SUBMIT if result.exit_code in success_codes else f"exit {result.exit_code}"
+
+
+def last_words(result: ExecResult) -> str:
+    """The end of what a program printed, errors last, as one line that does nothing to a terminal."""
+    printed = f"{result.stdout[-PRINTED_CHARACTERS:]}\n{result.stderr[-PRINTED_CHARACTERS:]}"
+    plain = "".join(letter if letter.isprintable() else " " for letter in printed)
+    return " ".join(plain.split())[-PRINTED_CHARACTERS:]
 
 
 def client_variables(base_url: str, api_key: str) -> dict[str, str]:
@@ -121,3 +151,13 @@ def client_variables(base_url: str, api_key: str) -> dict[str, str]:
 def fill_in(text: str, values: Mapping[str, str]) -> str:
     """``text`` with its placeholders filled in, once: braces in a prompt stay what they are."""
     return FILLED_IN.sub(lambda match: values[match[1]], text)
+
+
+def _check_length(argv: Sequence[str], task: Task) -> None:
+    """Refuse by name what a sandbox would only call too long."""
+    size_bytes = sum(len(argument.encode("utf-8", "surrogatepass")) + 1 for argument in argv)
+    if size_bytes > ARGUMENT_LIMIT_BYTES:
+        raise ConfigError(
+            f"harness.command has {size_bytes} bytes with the prompt of task {task.task_id} ({task.template}) filled "
+            f"in, at most {ARGUMENT_LIMIT_BYTES}: leave the task out, or set harness.kind = 'coding'"
+        )

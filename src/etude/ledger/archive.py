@@ -1,8 +1,8 @@
 """Looking into a ledger: finding rollouts among a hundred thousand, and reading one.
 
-Owns the questions of people, who read while the run goes on. There is no method that writes, no lease and no lock: a
-reader waits for nobody and stops nobody. Does not own what a rollout is worth to the trainer (:mod:`etude.run.reading`)
-or how it is shown (:mod:`etude.dashboard.rollout_text`).
+Owns the questions of people, who read while the run goes on. The database is opened to read only, without a lease or a
+lock: a reader waits for nobody and stops nobody. Does not own what a rollout is worth to the trainer
+(:mod:`etude.run.reading`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
 
 **Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
 follows an index backwards and stops at its limit; any other order, and every count, reads the rows of the purpose once.
@@ -149,12 +149,14 @@ class Archive(Door):
 
     @classmethod
     def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
-        """Look into the ledger at a path or URL (:mod:`etude.ledger.places`), whose tables are brought forward first
-        if they are an older étude's. Raises :class:`~etude.errors.RunFolderError` for a place that holds something
-        else, and for a file that is not there.
+        """Look into the ledger at a path or URL (:mod:`etude.ledger.places`), without changing anything there.
+
+        Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
+        older étude's, which a process that writes brings forward.
         """
         patience_s = (config or LedgerConfig()).patience_s
-        return cls(Transactions(open_database(place, patience_s=patience_s), patience_s=patience_s))
+        database = open_database(place, patience_s=patience_s, read_only=True)
+        return cls(Transactions(database, patience_s=patience_s))
 
     def steps_done(self) -> int:
         """Committed optimiser steps."""
@@ -187,6 +189,10 @@ class Archive(Door):
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
         return self._db.read(lambda db: read_group(db, purpose, index))
+
+    def state_of(self, purpose: str, index: int) -> GroupState:
+        """Where a group is on its way to the trainer. Raises ``ValueError`` when there is no such group."""
+        return self._db.read(lambda db: rows.group(db, purpose, index)).state
 
     def step_of(self, purpose: str, index: int) -> int | None:
         """The optimiser step that claimed a group."""

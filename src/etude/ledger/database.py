@@ -25,6 +25,10 @@ class Interrupted(Exception):
     """A database cannot be asked right now: it is locked, full, restarting or out of reach. Worth another try."""
 
 
+NOTHING_THERE = "nothing has been recorded there yet: start the run, or look into another one"
+"""What to say of a place without a ledger to whoever only reads."""
+
+
 class LedgerUnavailable(InfrastructureError):
     """The ledger's database could not be asked for as long as the ledger insists."""
 

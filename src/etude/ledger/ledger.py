@@ -9,7 +9,7 @@ Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what 
 (:mod:`etude.trajectories`). What is done in each transaction is in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -212,9 +212,9 @@ class Ledger(Door):
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
         return self._db.read(lambda db: read_group(db, purpose, index))
 
-    def groups(self, purpose: str) -> Iterator[Group]:
-        """Every group of a purpose in admission order, whatever its state, read one at a time."""
-        indices = self._db.read(lambda db: rows.group_indices(db, purpose))
+    def groups(self, purpose: str, states: Collection[GroupState] = tuple(GroupState)) -> Iterator[Group]:
+        """Every group of a purpose that is in one of ``states``, in admission order, read one at a time."""
+        indices = self._db.read(lambda db: rows.group_indices(db, purpose, states))
         return (self.group(purpose, index) for index in indices)
 
     def rewards(self, purpose: str) -> list[float]:

@@ -17,7 +17,9 @@ Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of r
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +97,21 @@ class Payloads:
         for ref in refs:
             self._file(ref).unlink(missing_ok=True)
 
+    def sweep(self, in_use: Callable[[], Iterable[PayloadRef]], *, older_than_s: float) -> int:
+        """Remove files that have been there for so many seconds and are not ``in_use``; returns how many those were.
+
+        What is in use is asked only where there are such files. A turn is referred to when its rollout ends, so that
+        has to take less time.
+        """
+        before_s = time.time() - older_than_s
+        old = [file for file in self._folder.glob("*/*") if _modified_s(file) < before_s]
+        if old:
+            kept = set(map(self._file, in_use()))
+            old = [file for file in old if file not in kept]
+        for file in old:
+            file.unlink(missing_ok=True)
+        return len(old)
+
     def _file(self, ref: PayloadRef) -> Path:
         return self._folder / ref.digest[:2] / f"{ref.digest}.safetensors"
 
@@ -110,6 +127,14 @@ class Payloads:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
             raise
+
+
+def _modified_s(file: Path) -> float:
+    """When it was written; never, if it is gone meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 _WAY_OUT = "restore it from a copy of the run folder: what an engine did cannot be computed again"
@@ -168,4 +193,4 @@ def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list
 
 def _rows_read(turn: Turn) -> int:
     """A row for every token but the last one that was sampled."""
-    return len(turn.prompt_ids) + len(turn.completion_ids) - 1
+    return turn.length - 1

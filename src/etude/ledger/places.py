@@ -10,6 +10,8 @@ one): libpq finds it in ``PGPASSWORD`` or ``~/.pgpass``.
 
 import re
 import secrets
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,21 +28,24 @@ LONGEST_LABEL = 40
 """Letters of a run's name that its schema keeps."""
 
 
-def open_database(place: Path | str, *, patience_s: float) -> Database:
+def open_database(place: Path | str, *, patience_s: float, read_only: bool = False) -> Database:
     """Connect to a ledger's database, insisting for ``patience_s``, and make or migrate its tables.
 
-    Raises :class:`~etude.errors.RunFolderError` for what holds something else or a newer ledger,
-    :class:`~etude.errors.ConfigError` where the client library is missing and
-    :class:`~etude.ledger.database.LedgerUnavailable`.
+    With ``read_only`` nothing is ever written there. Raises :class:`~etude.errors.RunFolderError` for what holds
+    something else or a newer ledger, then also for none or an older one, :class:`~etude.errors.ConfigError` where the
+    client library is missing and :class:`~etude.ledger.database.LedgerUnavailable`.
     """
+    opening: Callable[[], Database]
     if not is_url(place):
         path = Path(place)
-        return insist(lambda: SqliteDatabase.open(path, patience_s=patience_s), str(path), patience_s)
+        opening = partial(SqliteDatabase.open, path, patience_s=patience_s, read_only=read_only)
+        return insist(opening, str(path), patience_s)
     from etude.ledger.postgres import PostgresDatabase  # the client library is an extra
 
     server, schema = _split(str(place))
     name = f"{public(server)}#{schema}"
-    return insist(lambda: PostgresDatabase.open(server, schema, patience_s=patience_s), name, patience_s)
+    opening = partial(PostgresDatabase.open, server, schema, patience_s=patience_s, read_only=read_only)
+    return insist(opening, name, patience_s)
 
 
 def is_url(place: Path | str) -> bool:

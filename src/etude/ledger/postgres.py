@@ -8,22 +8,24 @@ Needs psycopg 3, an extra of étude.
 """
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import blake2b
 from typing import Any, Self
 
 from etude.errors import ConfigError, RunFolderError
-from etude.ledger.database import Interrupted, Row, Value
+from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
 from etude.ledger.places import public
-from etude.ledger.schema import upgrade
+from etude.ledger.schema import check_newest, upgrade
 
 try:
     import psycopg
     from psycopg import conninfo, errors
 except ImportError as missing:
     raise ConfigError(
-        "a ledger in PostgreSQL needs psycopg, which is not installed: pip install 'etude[postgres]'"
+        "a ledger in PostgreSQL needs psycopg, which is not installed: in étude's checkout, "
+        "pip install -c constraints.txt -e '.[postgres]'"
     ) from missing
 
 CONNECT_TIMEOUT_S = 5
@@ -52,10 +54,11 @@ VERSION_TABLE = "schema_version"
 class PostgresDatabase:
     """One connection to the schema of a run, made again when it is lost."""
 
-    def __init__(self, server: str, schema: str, *, patience_s: float) -> None:
+    def __init__(self, server: str, schema: str, *, patience_s: float, read_only: bool = False) -> None:
         self._server = server
         self._schema = schema
-        self._connection = _connection(server, schema, patience_s)
+        settings = SETTINGS | ({"default_transaction_read_only": "on"} if read_only else {})
+        self._connection = _connection(server, schema, patience_s, settings)
         digest = blake2b(schema.encode(), digest_size=8).digest()
         self._lock = int.from_bytes(digest, "big", signed=True)
         self._db: psycopg.Connection[Row] | None = None
@@ -63,18 +66,23 @@ class PostgresDatabase:
         """The number of the last transaction that was begun."""
 
     @classmethod
-    def open(cls, server: str, schema: str, *, patience_s: float) -> Self:
+    def open(cls, server: str, schema: str, *, patience_s: float, read_only: bool = False) -> Self:
         """Connect, and make or migrate the tables.
 
-        ``server`` is a URL as libpq takes it. Raises :class:`~etude.errors.ConfigError` when the server refuses us,
+        ``server`` is a URL as libpq takes it. With ``read_only`` nothing is written: a schema that is missing or of an
+        older étude is refused, too. Raises :class:`~etude.errors.ConfigError` when the server refuses us,
         :class:`~etude.errors.RunFolderError` for a schema that is not ours or of a newer étude, and
         :class:`~etude.ledger.database.Interrupted`.
         """
         try:
-            opened = cls(server, schema, patience_s=patience_s)
+            opened = cls(server, schema, patience_s=patience_s, read_only=read_only)
             try:
-                opened._found()
-                upgrade(opened)
+                if read_only:
+                    opened._check_there()
+                    check_newest(opened)
+                else:
+                    opened._found()
+                    upgrade(opened)
             except BaseException:
                 opened.close()
                 raise
@@ -166,19 +174,23 @@ class PostgresDatabase:
             raise
         self.commit()
 
+    def _check_there(self) -> None:
+        if VERSION_TABLE not in self._tables():
+            raise RunFolderError(f"no ledger at {self.name!r}, {NOTHING_THERE}")
+
     def _tables(self) -> set[str]:
         """Names of the tables in the schema, whether we may read them or not."""
         query = "SELECT tablename::text FROM pg_tables WHERE schemaname = ?"
         return {name for (name,) in self.execute(query, self._schema)}
 
 
-def _connection(server: str, schema: str, patience_s: float) -> dict[str, Any]:
+def _connection(server: str, schema: str, patience_s: float, settings: Mapping[str, str]) -> dict[str, Any]:
     """How to connect: what the URL says, our bounds where it says nothing, the schema."""
     given = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "etude", **NETWORK}
     given |= conninfo.conninfo_to_dict(server)
     lock_timeout = f"{round(1000 * min(patience_s, LOCK_TIMEOUT_S))}ms"
-    settings = {"search_path": schema, "lock_timeout": lock_timeout, **SETTINGS}
-    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in settings.items()))
+    said = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
+    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in said.items()))
     return {**given, "options": " ".join(options)}
 
 

@@ -4,6 +4,7 @@ Owns how rows are found and written. Each function is one statement, or two, on 
 together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
@@ -64,9 +65,11 @@ def group(db: Database, purpose: str, index: int) -> GroupRow:
     return _group_row(rows[0])
 
 
-def group_indices(db: Database, purpose: str) -> list[int]:
-    """The indices of all groups in admission order."""
-    return [index for (index,) in db.execute("SELECT group_index FROM groups WHERE purpose = ? ORDER BY 1", purpose)]
+def group_indices(db: Database, purpose: str, states: Collection[GroupState]) -> list[int]:
+    """The indices of all groups in some states, in admission order."""
+    marks = ", ".join("?" * len(states))
+    sql = f"SELECT group_index FROM groups WHERE purpose = ? AND state IN ({marks}) ORDER BY 1"
+    return [index for (index,) in db.execute(sql, purpose, *states)]
 
 
 def open_groups(db: Database, purpose: str) -> list[GroupRow]:

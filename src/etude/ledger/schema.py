@@ -160,6 +160,16 @@ def upgrade(database: Database) -> None:
         database.commit()
 
 
+def check_newest(database: Database) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` for a ledger that is not of the newest version; change nothing."""
+    version = _checked(database)
+    if version < NEWEST:
+        raise RunFolderError(
+            f"{database.name!r} is a ledger of version {version}, which an older étude wrote; this one reads {NEWEST}: "
+            f"look into it with the étude that wrote it, or bring it forward with `etude run --resume RUN`"
+        )
+
+
 def _checked(database: Database) -> int:
     """The version of the tables, which is one that can be brought forward."""
     version = database.version()

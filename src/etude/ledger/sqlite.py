@@ -1,8 +1,8 @@
 """The embedded database of a run on one machine: ``ledger.db`` in its folder.
 
 SQLite in WAL mode, shared by all processes of the run. ``begin`` takes the write lock, so transactions run one after
-the other; readers never wait. A killed process loses nothing that it committed; a power cut may lose the last commits,
-but never part of one.
+the other; readers never wait. Whoever is told that something is committed finds it again, also after a power cut: every
+commit is synced to the disk, as checkpoints are, since a run goes on only where both tell of the same step.
 """
 
 import os
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
+from etude.durable import sync
 from etude.errors import DamagedError, RunFolderError
-from etude.ledger.database import Interrupted, Row, Value
-from etude.ledger.schema import upgrade
+from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
+from etude.ledger.schema import check_newest, upgrade
 
 APPLICATION_ID = int.from_bytes(b"etud", "big")
 """Marks an SQLite file as ours, so that a stranger's database is never written to."""
@@ -45,18 +46,22 @@ class SqliteDatabase:
         self._db = db
 
     @classmethod
-    def open(cls, path: Path, *, patience_s: float) -> Self:
+    def open(cls, path: Path, *, patience_s: float, read_only: bool = False) -> Self:
         """Open a ledger file, creating it when there is none; several processes may do so at once.
 
+        With ``read_only`` nothing is written: a file that is missing or of an older étude is refused like a stranger's.
         Raises :class:`~etude.errors.RunFolderError` when the folder is missing or the file is not a ledger, or one of a
         newer étude, and :class:`~etude.ledger.database.Interrupted`.
         """
         if not path.parent.is_dir():
             raise RunFolderError(f"no folder {str(path.parent)!r} to keep a ledger in: create it first")
+        busy_s = min(patience_s, BUSY_TIMEOUT_S)
         try:
             if not path.exists():
+                if read_only:
+                    raise RunFolderError(f"no ledger at {str(path)!r}, {NOTHING_THERE}")
                 cls._create(path)
-            return cls._opened(path, min(patience_s, BUSY_TIMEOUT_S))
+            return cls._opened_to_read(path, busy_s) if read_only else cls._opened(path, busy_s)
         except (sqlite3.DatabaseError, DamagedError) as error:
             raise RunFolderError(f"{str(path)!r} cannot be opened as a ledger: {error}") from error
 
@@ -122,6 +127,7 @@ class SqliteDatabase:
                 upgrade(made)
             with suppress(FileExistsError):
                 os.link(draft, path)
+                sync(path.parent)
         finally:
             for file in path.parent.glob(f"{draft.name}*"):
                 file.unlink(missing_ok=True)
@@ -130,7 +136,7 @@ class SqliteDatabase:
     def _opened(cls, path: Path, busy_s: float) -> Self:
         opened = cls(path, _connected(path, busy_s))
         try:
-            opened.execute("PRAGMA synchronous = NORMAL")
+            opened.execute("PRAGMA synchronous = FULL")
             opened.execute("PRAGMA foreign_keys = ON")
             upgrade(opened)
         except BaseException:
@@ -138,10 +144,38 @@ class SqliteDatabase:
             raise
         return opened
 
+    @classmethod
+    def _opened_to_read(cls, path: Path, busy_s: float) -> Self:
+        opened = cls(path, _connected(path, busy_s, _reading_mode(path)))
+        try:
+            check_newest(opened)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
 
-def _connected(path: Path, busy_s: float) -> sqlite3.Connection:
+
+def _reading_mode(path: Path) -> str:
+    """How to open a ledger to read it: as one that is written to meanwhile, but where nobody can.
+
+    Readers, too, keep their place in ``-shm``; in a folder that cannot be written they need one that is there.
+    Raises :class:`~etude.errors.RunFolderError` if they have none and without it part of the ledger cannot be read.
+    """
+    log, places = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
+    if os.access(path.parent, os.W_OK) or (log.exists() and places.exists()):
+        return "ro"
+    if log.exists() and log.stat().st_size:
+        raise RunFolderError(
+            f"{str(path)!r} was left open and its folder cannot be written: look into a copy of the folder, whole"
+        )
+    return "ro&immutable=1"
+
+
+def _connected(path: Path, busy_s: float, mode: str = "rwc") -> sqlite3.Connection:
+    """``mode`` is SQLite's: to read, write and create, ``ro``, or ``ro`` of a file that does not change."""
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
     try:
-        return sqlite3.connect(path, timeout=busy_s, isolation_level=None)
+        return sqlite3.connect(uri, timeout=busy_s, isolation_level=None, uri=True)
     except sqlite3.DatabaseError as error:
         _classify(error, path)
         raise

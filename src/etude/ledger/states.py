@@ -45,6 +45,9 @@ GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
 }
 """State of a group → where it may go."""
 
+UNSETTLED = (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
+"""States in which a group may still be trained on."""
+
 STEP_MOVES: Mapping[StepState, frozenset[StepState]] = {
     StepState.CLAIMED: frozenset({StepState.DONE}),
     StepState.DONE: frozenset(),

@@ -103,7 +103,7 @@ class Term:
     high: float
     """What it can be."""
     optional: bool = False
-    """Whether it may be missing: it takes what only a harness can say, which one whose time was up cannot."""
+    """Whether it may be missing: it takes what only a harness can say, and not every one does."""
 
 
 def observe(

@@ -15,11 +15,11 @@ Owns what counts as effort and its price. Pure.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from etude.config.training import EffortConfig
+from etude.rewards.transcript import continued
 from etude.types import Rollout, Turn
 
 
@@ -32,7 +32,9 @@ class Effort:
     call_tokens: int
     """The other sampled ones of turns after which the rollout went on."""
     output_tokens: int
-    """Of contexts, beyond what the turn before left. The task is not counted, nor what an edited history lost."""
+    """Of contexts, beyond the reply that they go on from. One that begins anew (the task's, a sub-agent's, one with an
+    edited history) has none.
+    """
     final_tokens: int
     """The other sampled ones of the last turn."""
     calls: int
@@ -90,7 +92,9 @@ def _thinking(turn: Turn, end_id: int) -> int:
 
 
 def _outputs(turns: Sequence[Turn]) -> int:
-    grown = (
-        len(turn.prompt_ids) - len(before.prompt_ids) - len(before.completion_ids) for before, turn in pairwise(turns)
+    """What was read beyond the reply that each context goes on from; other contexts may have had turns in between."""
+    return sum(
+        len(turn.prompt_ids) - turns[parent].length
+        for turn, parent in zip(turns, continued(turns), strict=True)
+        if parent is not None
     )
-    return sum(max(0, count) for count in grown)

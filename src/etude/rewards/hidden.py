@@ -15,8 +15,8 @@ Whose fault is it? A test that fails, hangs, kills its process or leaves no repo
 tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
 passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
 :class:`~etude.errors.SandboxError`, and no reward at all. Where only time was short, machines are slower here than
-where the task was made, an emulated processor perhaps: everybody is given more of it from then on, and the work is
-judged again.
+where the task was made, an emulated processor perhaps, or busy: the work is judged again with as much time as the
+untouched world took. The task keeps that until it is measured anew, which is when its tests next run out of time.
 
 Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
 knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
@@ -25,7 +25,7 @@ knowing the right answer or by how the test reads, can fail that one alone. Prob
 import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from etude.errors import SandboxError, Unsupported
@@ -36,6 +36,7 @@ from etude.rewards.hidden_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
 from etude.rewards.probes import check_interpreter, count_passed
 from etude.rewards.tests import SUBMITTED
 from etude.sandboxes.archives import Entry, read_archive, write_archive
+from etude.sandboxes.folders import is_whole
 from etude.sandboxes.services import ServicedSandboxes, world_spec
 from etude.types import Task, TestChecks
 from etude.worlds import SandboxSpec, World
@@ -46,19 +47,23 @@ ARCHIVE_LIMIT_BYTES = 1 << 40
 PREPARE_TIMEOUT_S = 60.0
 """For a world to be made ready."""
 GRACE_S = 600.0
-"""How much longer than its runs a world may live."""
-PACES = (1.0, 4.0, 16.0)
-"""How many times a task's own time it may take, from the machine that it was made on to the slowest there is."""
+"""How much longer than its grading a world may live."""
+PACE = 4.0
+"""How many times more time a task's tests are given, again and again, until they take as long as on a slow machine."""
+MIXED_PAPERS = 1
+"""Sat by work that passes everything; each costs a run of the tests and halves, or better, what is left of the chance
+to guess.
+"""
 SOUND_TASKS = 4096
 """Tasks that are remembered to run in an untouched world."""
 
 
 class _TooSlow(Exception):
-    """Not even a world that nobody has touched got through its tests in time."""
+    """A world that nobody has touched takes longer for its tests than the agent's was given."""
 
-    def __init__(self, trouble: SandboxError) -> None:
-        super().__init__(str(trouble))
-        self.trouble = trouble
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"{timeout_s:g} s are what it takes")
+        self.timeout_s = timeout_s
 
 
 class HiddenTestGrader:
@@ -69,25 +74,21 @@ class HiddenTestGrader:
         sandboxes: SandboxProvider,
         images: Images,
         *,
-        mixed_papers: int = 1,
+        slack_s: float = 900.0,
         rng: random.Random | None = None,
-        artefact_limit_bytes: int = ARTEFACT_LIMIT_BYTES,
     ) -> None:
         """``sandboxes`` stay the caller's to close; they must be able to fork.
 
-        ``mixed_papers`` are sat by work that passes everything; each costs a run of the tests and halves, or better,
-        what is left of the chance to guess. ``rng`` draws canaries (default: the system's own randomness).
+        ``slack_s`` is what a grading may take beyond the task's own time (``rollouts.grading_timeout_s``): half of it
+        is for tests on a slow machine, the rest for worlds to be made. ``rng`` draws canaries (default: the system's
+        own randomness).
         """
-        if mixed_papers < 0:
-            raise ValueError(f"mixed_papers={mixed_papers}: expected at least 0")
         self._sandboxes = sandboxes
         self._images = images
-        self._mixed_papers = mixed_papers
+        self._slack_s = slack_s
         self._rng = rng or random.SystemRandom()
-        self._artefact_limit_bytes = artefact_limit_bytes
-        self._sound: OrderedDict[str, None] = OrderedDict()
-        self._pace = 0
-        """Of ``PACES``: machines become no faster."""
+        self._sound: OrderedDict[str, float] = OrderedDict()
+        """Task → how long its tests may take here, going by a world that nobody had touched."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
@@ -101,95 +102,101 @@ class HiddenTestGrader:
         Raises :class:`~etude.errors.SandboxError` for trouble of ours, also for a task that cannot be graded, and
         :class:`~etude.errors.ConfigError` for an image that is gone.
         """
+        left: tuple[Entry, ...] | None = None
+        with suppress(ValueError):  # once for all runs: that sandbox need not live as long as they take
+            left = await _artefacts(sandbox, task)
+        timeout_s = self._sound.get(task.task_id, _test_checks(task).timeout_s)
         while True:
-            pace, checks = self._pace, _test_checks(task)
-            paced = replace(task, checks=replace(checks, timeout_s=checks.timeout_s * PACES[pace]))
             try:
-                return await self._grade(paced, sandbox, submitted=float(result.reason == SUBMITTED))
+                return await self._grade(task, left, timeout_s, submitted=float(result.reason == SUBMITTED))
             except _TooSlow as slow:
-                if pace + 1 == len(PACES):
-                    raise slow.trouble from None
-                self._pace = max(self._pace, pace + 1)
+                timeout_s = slow.timeout_s
 
-    async def _grade(self, task: Task, sandbox: Sandbox, *, submitted: float) -> Reward:
-        """The reward, if machines are as fast as the task takes them to be. Raises :class:`_TooSlow`."""
+    async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Reward:
+        """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
+        the tests.
+
+        Raises :class:`_TooSlow`.
+        """
         checks = _test_checks(task)
         async with self._untouched(task) as base:
             papers = Papers(await _sources(base, checks), checks.must_pass, self._rng)
             if not papers.guarded and not checks.probes:
                 raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
-            original = await self._original(base, task)
             try:
-                tar = await sandbox.export(checks.artefacts, limit_bytes=self._artefact_limit_bytes)
-                left = await _furnish(base, checks, original, read_archive(tar))
-            except ValueError:
+                original = await _artefacts(base, task)
+            except ValueError as error:
+                raise SandboxError(
+                    f"task {task.task_id} ({task.template}): its artefacts {list(checks.artefacts)} cannot be carried "
+                    f"even as they were: {error}; name only what an agent has to change, or set the task aside"
+                ) from error
+            dropped = None
+            if left is not None:
+                with suppress(ValueError):
+                    dropped = await _furnish(base, checks, original, left)
+            if dropped is None:
                 return Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
-            findings = await self._examine(task, base, papers)
-        parts = {**findings.parts(checks), "artefacts_left": float(left), "submitted": submitted}
+            findings = await self._examine(task, base, papers, timeout_s)
+        parts = {**findings.parts(checks), "artefacts_left": float(dropped), "submitted": submitted}
         return Reward(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
 
-    async def _original(self, base: Sandbox, task: Task) -> tuple[Entry, ...]:
-        """What an untouched world has where the artefacts are."""
-        artefacts = _test_checks(task).artefacts
-        try:
-            return read_archive(await base.export(artefacts, limit_bytes=self._artefact_limit_bytes))
-        except ValueError as error:
-            raise SandboxError(
-                f"task {task.task_id}: its artefacts {list(artefacts)} cannot be carried even as they were: {error}; "
-                "name fewer, or raise artefact_limit_bytes"
-            ) from error
-
-    async def _examine(self, task: Task, base: Sandbox, papers: Papers) -> "Findings":
+    async def _examine(self, task: Task, base: Sandbox, papers: Papers, timeout_s: float) -> "Findings":
         """Sit one paper after another, as long as all is well."""
         checks = _test_checks(task)
-        plain = await _sit(base, task, papers.plain())
+        plain = await _sit(base, task, papers.plain(), timeout_s)
         if not plain.passed or plain.result.timed_out:
-            await self._check_sound(task, has_time=not plain.result.timed_out)
+            await self._check_sound(task, timeout_s, has_time=not plain.result.timed_out)
         findings = Findings(passed=plain.passed)
         if checks.probes:
-            findings = replace(findings, probed=await _probe(base, checks))
+            findings = replace(findings, probed=await _probe(base, checks, timeout_s))
         if not findings.passed.issuperset(checks.must_pass):
             return findings
-        proof = [papers.false(), *(papers.mixed() for _ in range(self._mixed_papers))]
+        proof = [papers.false(), *(papers.mixed() for _ in range(MIXED_PAPERS))]
         self._rng.shuffle(proof)  # else how late it is would tell which one this is
         for paper in proof:
             if not findings.is_proved(checks):
                 break
-            report = await _sit(base, task, paper)
+            report = await _sit(base, task, paper, timeout_s)
             if not report.started or report.result.timed_out:
-                await self._check_sound(task, has_time=False)
+                await self._check_sound(task, timeout_s, has_time=False)
             findings = findings.with_paper(paper, report)
         return findings
 
-    async def _check_sound(self, task: Task, *, has_time: bool) -> None:
+    async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> None:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
 
-        :class:`_TooSlow` if they may, given more time. Asked once per task; without ``has_time`` always, since a
-        machine may be too busy now.
+        :class:`_TooSlow` if they take longer there than ``timeout_s``. Asked once per task; without ``has_time``
+        always, since a machine may be too busy now.
         """
         if has_time and task.task_id in self._sound:
             return
         checks = _test_checks(task)
+        longest_s = checks.timeout_s * (1 + self._slack_s / 2 / checks.grading_s)
         async with self._untouched(task) as world:
-            report = await _run(world, task, Paper())
+            report = await _run(world, task, Paper(), longest_s)
         others = checks.must_pass[checks.about :]
         in_time = report.ended and not report.result.timed_out
         if not (report.started and in_time and (not others or report.passed.intersection(others))):
-            trouble = SandboxError(
+            more = ", or raise rollouts.grading_timeout_s: machines are slow" if report.result.timed_out else ""
+            raise SandboxError(
                 f"the hidden tests of task {task.task_id} ({task.template}) do not run in a world that nobody has "
                 f"touched (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
-                f"set it aside\n{report.tail}"
+                f"set it aside{more}\n{report.tail}"
             )
-            raise _TooSlow(trouble) if report.result.timed_out else trouble
-        self._sound[task.task_id] = None
+        needed_s = checks.timeout_s
+        while needed_s < report.result.seconds:
+            needed_s *= PACE
+        needed_s = self._sound[task.task_id] = min(needed_s, longest_s)
         if len(self._sound) > SOUND_TASKS:
             self._sound.popitem(last=False)
+        if needed_s > timeout_s:
+            raise _TooSlow(needed_s)
 
     @asynccontextmanager
     async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
         """A world of the task as its agent found it."""
         world = task.world or World()
-        spec = replace(self._spec(world), ttl_s=_test_checks(task).timeout_s * (3 + self._mixed_papers) + GRACE_S)
+        spec = replace(self._spec(world), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
         if not world.services:
             sandbox = await self._sandboxes.create(task.files, spec)
         elif isinstance(self._sandboxes, ServicedSandboxes):
@@ -244,6 +251,11 @@ class Findings:
         return parts
 
 
+async def _artefacts(world: Sandbox, task: Task) -> tuple[Entry, ...]:
+    """What lies where a task's artefacts are. ``ValueError`` for what cannot be carried."""
+    return read_archive(await world.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
+
+
 async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
     """Put the agent's files into an untouched world; returns how many were left behind.
 
@@ -261,16 +273,16 @@ async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry],
     return len(carried.left)
 
 
-async def _sit(base: Sandbox, task: Task, paper: Paper) -> Report:
+async def _sit(base: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
     """Run the tests of a paper in a fork of ``base``."""
     (fork,) = await base.fork()
     try:
-        return await _run(fork, task, paper)
+        return await _run(fork, task, paper, timeout_s)
     finally:
         await fork.close()
 
 
-async def _run(world: Sandbox, task: Task, paper: Paper) -> Report:
+async def _run(world: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
     """Put the hidden tests into a world, as a paper has them, and run them there."""
     checks = _test_checks(task)
     if len(checks.must_pass) > REPORT_LIMIT:
@@ -278,29 +290,30 @@ async def _run(world: Sandbox, task: Task, paper: Paper) -> Report:
     run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
     for path, text in {**checks.files, **paper.files, **run.files}.items():
         await world.write_file(path, text)
-    done = await world.exec(run.argv, stdin=run.secret, timeout_s=checks.timeout_s, environment=ENVIRONMENT)
+    done = await world.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
     return run.read(done, paper.canaries.union(checks.must_pass))
 
 
-async def _probe(base: Sandbox, checks: TestChecks) -> int:
+async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
     """Count the calls of probes that return what they should, in a fork that has no test."""
     (fork,) = await base.fork()
     try:
-        return await count_passed(fork, checks.probes, checks.timeout_s)
+        return await count_passed(fork, checks.probes, timeout_s)
     finally:
         await fork.close()
 
 
 async def _sources(base: Sandbox, checks: TestChecks) -> dict[str, str]:
-    """The test modules by path: the hidden ones, and those that were there before."""
+    """The test modules by path: the hidden ones, and those that were there before and can be written again."""
     sources: dict[str, str] = {}
     for path in dict.fromkeys(map(module_of, checks.must_pass)):
-        try:
-            text = checks.files.get(path) or await base.read_file(path)
-        except ValueError:
+        if path in checks.files:
+            sources[path] = checks.files[path]
             continue
-        if text is not None:
-            sources[path] = text
+        with suppress(ValueError):
+            text = await base.read_file(path)
+            if text is not None and is_whole(text):
+                sources[path] = text
     if checks.probes:
         await check_interpreter(base)
     return sources

@@ -21,7 +21,7 @@ from typing import Literal, Protocol, Self, final
 
 from etude.config.hints import HintRule
 from etude.errors import JudgeUnavailable
-from etude.rewards.transcript import SpokenTurn, attributed, read_turns
+from etude.rewards.transcript import SpokenTurn, attributed
 from etude.sandboxes import tools
 from etude.types import Hint, Ids, Task, Turn
 
@@ -106,23 +106,20 @@ class HintFinder:
         rules: Sequence[Rule],
         *,
         most: int,
-        decode: Callable[[Ids], str],
         fits: Callable[[Ids], bool],
         adviser: Adviser | None = None,
     ) -> None:
         """``most`` hints a rollout, for turns whose context ``fits`` one. The adviser is asked after the rules."""
         self._rules = tuple(rules)
         self._most = most
-        self._decode = decode
         self._fits = fits
         self._adviser = adviser
 
-    async def find(self, task: Task, turns: Sequence[Turn]) -> tuple[Hint, ...]:
-        """The hints of a rollout, by turn.
+    async def find(self, task: Task, turns: Sequence[Turn], spoken: Sequence[SpokenTurn]) -> tuple[Hint, ...]:
+        """The hints of a rollout, by turn; ``spoken`` are its turns in words.
 
         Where the adviser cannot be asked there are fewer: a rollout is worth as much without one.
         """
-        spoken = read_turns(turns, self._decode)
         teachable = {index for index, turn in enumerate(turns) if self._is_teachable(turn)}
         found = chosen(ruled(spoken, self._rules), teachable, self._most)
         if self._adviser is None or len(found) == self._most:

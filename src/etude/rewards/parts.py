@@ -47,7 +47,8 @@ def combine(config: RewardConfig, found: Mapping[str, float]) -> Combined:
     """Add up the parts; ``found`` holds values by source, and what is no finite number there is missing.
 
     Raises :class:`~etude.errors.ConfigError` for a missing value that is an error, and
-    :class:`~etude.errors.InfrastructureError` for one that is waited for.
+    :class:`~etude.errors.InfrastructureError` for one that is waited for. One of a judge masks instead: it was asked
+    and has no verdict, and to play again until it has one would prefer work that is easily judged.
     """
     given = {part.name: found.get(part.source, math.nan) for part in config.parts}
     missing = {part.name: _stand_in(part) for part in config.parts if not math.isfinite(given[part.name])}
@@ -101,7 +102,7 @@ def check_behaviours(config: RewardConfig) -> None:
             )
         if term.optional and part.missing == "error":
             raise ConfigError(
-                f"{where}: {part.source!r} is missing when an agent's time was up, which is no error: "
+                f"{where}: {part.source!r} is missing where a harness has no word on it, which is no error: "
                 f"set missing = 'wait', 'mask' or a number"
             )
 
@@ -158,9 +159,9 @@ def _stand_in(part: PartConfig) -> float | None:
                 f"reward.parts: {part.name!r} has no value: {part.source!r} says nothing of this rollout; correct the "
                 f"source, or set missing = 'wait', 'mask' or a number"
             )
-        case "wait":
+        case "wait" if not part.source.startswith("judge."):
             raise InfrastructureError(f"reward part {part.name!r} is missing: {part.source!r} said nothing")
-        case "mask":
+        case "wait" | "mask":
             return None
         case number:
             return number

@@ -206,8 +206,14 @@ async def _answers(sandbox: Sandbox, steps: Sequence[Step]) -> list[dict[str, Js
     timeout_s = sum(step["timeout_s"] for step in steps) + GRACE_S
     command = ["python3", "-I", "-S", "-c", inspect.getsource(query_client), SOCKETS, file]
     await sandbox.exec(command, stdin=json.dumps(steps), timeout_s=timeout_s)
-    written = await sandbox.read_file(file)
+    return read_answers(await sandbox.read_file(file))
+
+
+def read_answers(written: str | None) -> list[dict[str, Json]] | None:
+    """The answers that a client wrote; ``None`` if it did not, or they cannot be read: cut off, as by a full disk, or
+    rows of JSON nested a thousand levels deep.
+    """
     try:
         return None if written is None else json.loads(written)
-    except ValueError:
-        return None  # cut off, as by a full disk
+    except (ValueError, RecursionError):
+        return None

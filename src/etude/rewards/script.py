@@ -1,6 +1,6 @@
 """The reward of a task that brings its own verifier: a program that writes a reward file (Harbor).
 
-    agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root
+    agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root     (for each run)
                                                             ├── reward files cleared, /tests put in place
                                                             ├── verifier, with its own deadline
                                                             └── /logs/verifier/reward.json or reward.txt
@@ -94,13 +94,10 @@ class NoVerdict:
 class ScriptGrader:
     """Runs verifiers of :class:`~etude.types.ScriptChecks`; implements :class:`~etude.protocols.Grader`."""
 
-    def __init__(
-        self, sandboxes: SandboxProvider, images: Images, *, artefact_limit_bytes: int = ARTEFACT_LIMIT_BYTES
-    ) -> None:
+    def __init__(self, sandboxes: SandboxProvider, images: Images) -> None:
         """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``."""
         self._sandboxes = sandboxes
         self._images = images
-        self._artefact_limit_bytes = artefact_limit_bytes
         self._rng = random.SystemRandom()
         self._standings: OrderedDict[str, _Standing] = OrderedDict()
 
@@ -113,17 +110,18 @@ class ScriptGrader:
         :class:`~etude.errors.ConfigError` for an image that is gone or a canary that has no test.
         """
         checks = _script_checks(task)
-        verdict = await self._verify(task, checks, sandbox)
+        artefacts = await self._export(task, checks, sandbox)
+        verdict = await self._verify(task, checks, artefacts)
         if isinstance(verdict, NoVerdict):
             await self._check_untouched(task, checks)
-            verdict = await self._verify(task, checks, sandbox)
+            verdict = await self._verify(task, checks, artefacts)
         submitted = float(result.reason == SUBMITTED)
         if isinstance(verdict, NoVerdict):
             return Reward(value=0.0, parts={"verified": 0.0, "submitted": submitted})
         parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
         if verdict.value > 0 and checks.canary:
             twin = failing_twin(checks, checks.canary, self._rng)
-            told = await self._verify(task, twin, sandbox)
+            told = await self._verify(task, twin, artefacts)
             if isinstance(told, Verdict) and told.value >= verdict.value:
                 return Reward(value=0.0, parts={**parts, "cheat_canary": 1.0})
         return Reward(value=verdict.value, parts=parts)
@@ -138,26 +136,33 @@ class ScriptGrader:
             if standing.verdict is None:
                 untouched = await self._sandboxes.create(task.files, self._spec(task, checks, user="agent"))
                 try:
-                    standing.verdict = await self._verify(task, checks, untouched)
+                    artefacts = await self._export(task, checks, untouched)
                 finally:
                     await untouched.close()
+                standing.verdict = await self._verify(task, checks, artefacts)
         if isinstance(standing.verdict, NoVerdict):
             raise SandboxError(
                 f"the verifier of task {task.task_id} ({task.template}) gives no verdict in a world that nobody has "
                 f"touched: {standing.verdict.reason}; repair the task, or set it aside\n{standing.verdict.log}"
             )
 
-    async def _verify(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> Verdict | NoVerdict:
-        """Carry the artefacts of ``sandbox`` into a fresh world and run the verifier there."""
+    async def _export(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> bytes | NoVerdict:
+        """The artefacts of ``sandbox``, once for all runs: it need not live as long as they take."""
         try:
-            artefacts = await sandbox.export(checks.artefacts, limit_bytes=self._artefact_limit_bytes)
+            tar = await sandbox.export(checks.artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES)
+            return await asyncio.to_thread(without_far_links, tar, (task.world or World()).workdir)
         except ValueError as error:
             return NoVerdict(reason=f"the artefacts cannot be taken along: {error}")
+
+    async def _verify(self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict) -> Verdict | NoVerdict:
+        """Put the artefacts into a fresh world and run the verifier there."""
+        if isinstance(artefacts, NoVerdict):
+            return artefacts
         world = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
         try:
             await _prepare(world, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
             try:
-                await world.load(await asyncio.to_thread(without_far_links, artefacts, (task.world or World()).workdir))
+                await world.load(artefacts)
             except ValueError as error:
                 return NoVerdict(reason=f"the artefacts cannot be unpacked: {error}")
             return await _run(world, checks)

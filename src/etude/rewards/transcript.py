@@ -39,15 +39,18 @@ def attributed(*, before: str = "", **texts: str) -> str:
     return "\n".join(f"{before}{name}| {line}" for name, text in texts.items() for line in text.splitlines())
 
 
-def read_turns(turns: Sequence[Turn], decode: Callable[[Ids], str]) -> tuple[SpokenTurn, ...]:
-    """Every turn of a rollout, in order. ``decode`` gives the text of token ids.
+def read_turns(
+    turns: Sequence[Turn], decode: Callable[[Ids], str], content: Callable[[str], str] = str
+) -> tuple[SpokenTurn, ...]:
+    """Every turn of a rollout, in order. ``decode`` gives the text of token ids, ``content`` what is left of one that
+    follows a reply without role names and the like (:mod:`etude.tokens.frames`).
 
     Each token is decoded once per context that it is new in, so a conversation that only grows takes time in proportion
     to its last context.
     """
     parents = continued(turns)
     heard = [
-        decode(turn.prompt_ids if parent is None else turn.prompt_ids[turns[parent].length :])
+        decode(turn.prompt_ids) if parent is None else content(decode(turn.prompt_ids[turns[parent].length :]))
         for turn, parent in zip(turns, parents, strict=True)
     ]
     answers: dict[int, str] = {}

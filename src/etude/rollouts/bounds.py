@@ -2,9 +2,9 @@
 
 Two kinds of limit, never mixed up. What the *model* may use up is its own doing: turns and tokens are the harness's to
 count, the time of its commands is counted here, as the sandbox measured it. A rollout that used it up is graded as it
-stands (:class:`OutOfTime`): to try again until one is short would teach the model nothing but luck. What *machines* may
-take is no reward and no fault of the model's: a call that hangs is given up, and the rollout is tried again. Waiting
-for the model costs the model nothing.
+stands (:class:`~etude.errors.OutOfTime`): to try again until one is short would teach the model nothing but luck. What
+*machines* may take is no reward and no fault of the model's: a call that hangs is given up, and the rollout is tried
+again. Waiting for the model costs the model nothing.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self, TypeVar
 
 from etude.config.rollouts import RolloutConfig
-from etude.errors import InfrastructureError
+from etude.errors import InfrastructureError, OutOfTime
 from etude.protocols import ExecResult, Sandbox
 from etude.worlds import Image, SandboxStats
 
@@ -27,10 +27,6 @@ COPIES_S = 300.0
 T = TypeVar("T")
 
 
-class OutOfTime(Exception):
-    """The agent's commands have taken all the time they may; not an error of ours."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How long each part of a rollout may take, in seconds."""
@@ -42,7 +38,7 @@ class Limits:
     silence_s: float = 600.0
     """Between two signs of life of a harness."""
     grading_s: float = 900.0
-    """One grading."""
+    """One grading, beside what its task's own runs take at most."""
     closing_s: float = 10.0
     """Giving back a sandbox, or a session that nobody reads."""
 
@@ -93,13 +89,13 @@ class AgentTime:
         self._deadline.reschedule(asyncio.get_running_loop().time() + then_s + self._silence_s)
 
     def grant(self, timeout_s: float) -> float:
-        """How long a command may run that asks for ``timeout_s``. Raises :class:`OutOfTime`."""
+        """How long a command may run that asks for ``timeout_s``. Raises :class:`~etude.errors.OutOfTime`."""
         if self._left_s <= 0:
             raise OutOfTime
         return min(timeout_s, self._left_s)
 
     def spend(self, result: ExecResult, *, asked_s: float, granted_s: float) -> None:
-        """Take off what a command used. Raises :class:`OutOfTime` if it was stopped for having no more."""
+        """Take off what a command used. Raises :class:`~etude.errors.OutOfTime` if it was stopped for it."""
         self._left_s -= result.seconds
         if result.timed_out and granted_s < asked_s:
             raise OutOfTime
@@ -121,7 +117,7 @@ class BoundedSandbox:
         timeout_s: float = 5.0,
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run one command. Raises :class:`OutOfTime` where the agent has none left."""
+        """Run one command. Raises :class:`~etude.errors.OutOfTime` where the agent has none left."""
         granted_s = timeout_s if self._agent is None else self._agent.grant(timeout_s)
         running = self._sandbox.exec(argv, stdin=stdin, timeout_s=granted_s, environment=environment)
         result = await self._bounded(granted_s + GRACE_S, "a command", running)

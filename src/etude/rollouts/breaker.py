@@ -78,6 +78,7 @@ class Breaker:
     def succeeded(self) -> None:
         """A rollout was graded: all that it takes is there."""
         self._ever_succeeded = True
+        self.gave_up = False
         self._streak = self._failed_probes = 0
         if self.circuit is Circuit.CLOSED:
             self._failed.append(False)

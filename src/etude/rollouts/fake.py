@@ -114,6 +114,10 @@ class FakeSessions:
             raise SessionLost(f"no session {session_id!r}")
         return tuple(self._turns.pop(session_id))
 
+    async def discard(self, session_id: str) -> None:
+        """End a session. Raises as :meth:`close` does."""
+        await self.close(session_id)
+
 
 class FakeSandbox:
     """Files in a dict; every command succeeds and says nothing."""
@@ -212,14 +216,15 @@ class FakeSandboxes:
 
 
 class FakeHarness:
-    """A harness whose sessions go as ``play`` says; what ``play`` returns is why the agent stopped."""
+    """A harness whose sessions go as ``play`` says; what ``play`` returns is why the agent stopped, and ``printed``."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]]) -> None:
         self._play = play
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Play one session."""
-        return HarnessResult(reason=await self._play(task, session), counts={})
+        reason = await self._play(task, session)
+        return HarnessResult(reason=reason, counts={}, printed=f"the end is {reason}")
 
 
 class FakeGrader:

@@ -35,7 +35,7 @@ from etude.ledger.states import GroupState
 from etude.rollouts.bounds import Limits
 from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
-from etude.rollouts.worker import Beginning, Course, Rig, Trunk, give_back, run_rollout
+from etude.rollouts.worker import Beginning, Rig, Ties, Trunk, give_back, run_rollout
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog
 from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Verdict
@@ -126,10 +126,10 @@ class Flight:
 
     async def _attempt(self, slot: OpenSlot) -> None:
         rollout_id, temperature = uuid4().hex, self._temperature
-        course = self._course(slot, rollout_id)
+        ties = self._ties(slot, rollout_id)
         try:
             rollout = await run_rollout(
-                slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature, course=course
+                slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature, ties=ties
             )
         except asyncio.CancelledError:
             if self._closing or slot in self._schedule:  # by us, at the end, or by somebody else
@@ -143,13 +143,13 @@ class Flight:
         if slot in self._schedule:
             self._go_on(slot, rollout, due)
 
-    def _course(self, slot: OpenSlot, rollout_id: str) -> Course:
+    def _ties(self, slot: OpenSlot, rollout_id: str) -> Ties:
         """What a slot that starts shares with others."""
         beginning, branches = self._beginnings.take(slot), self._bundles.waiting_for(slot)
         if self._branching is None or not branches:
-            return Course(beginning=beginning)
+            return Ties(beginning=beginning)
         point, hand_over = self._branching.fork_point(slot), partial(self._branch_off, slot)
-        return Course(trunk=Trunk(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
+        return Ties(trunk=Trunk(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
 
     def _branch_off(self, trunk: OpenSlot, beginnings: Sequence[Beginning]) -> None:
         """A trunk has forked: the slots that waited for it go on from there."""

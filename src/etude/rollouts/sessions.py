@@ -64,6 +64,15 @@ class GatewaySessions:
         except ValueError as error:
             raise SessionLost(f"the turns of session {session_id} came damaged: {error}") from error
 
+    async def discard(self, session_id: str) -> None:
+        """End a session whose turns nobody wants; asked for once, since one that is left over expires.
+
+        Raises like :meth:`close`.
+        """
+        answer = await self._attempt("DELETE", f"{self._base_url}/sessions/{session_id}", None)
+        if isinstance(answer, EngineUnavailable):
+            raise answer
+
     def _session(self, fields: Mapping[str, str]) -> Session:
         base_url = self._base_url + fields["base_url"]
         return Session(session_id=fields["session_id"], base_url=base_url, api_key=fields["api_key"])

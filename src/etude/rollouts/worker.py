@@ -16,10 +16,10 @@ from typing import Protocol, Self
 
 import aiohttp
 
-from etude.errors import EngineUnavailable, InfrastructureError
+from etude.errors import EngineUnavailable, InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Appraisal, Appraiser, Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
-from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, OutOfTime, within
+from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, within
 from etude.rollouts.branching import Branching, ForkPoint
 from etude.rollouts.replays import Note, NotedSandbox
 from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Turn, Verdict
@@ -30,8 +30,6 @@ that is raised is a bug, and passes.
 """
 GRADINGS = 2
 """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
-OUT_OF_TIME = "time"
-"""Why an agent stopped whose commands took all the time they may; beside the reasons of harnesses."""
 
 
 class Sessions(Protocol):
@@ -54,6 +52,10 @@ class Sessions(Protocol):
         Raises :class:`~etude.errors.SessionLost` when it is not known (any more), else
         :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached.
         """
+        ...
+
+    async def discard(self, session_id: str) -> None:
+        """End a session whose turns nobody wants. Raises like :meth:`close`, but at once."""
         ...
 
 
@@ -141,7 +143,7 @@ class Trunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class Ties:
     """How a rollout is bound up with others of its group."""
 
     beginning: Beginning | None = None
@@ -149,12 +151,12 @@ class Course:
     trunk: Trunk | None = None
 
 
-ALONE = Course()
+ALONE = Ties()
 """Of a rollout that shares nothing."""
 
 
 async def run_rollout(
-    slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float, course: Course = ALONE
+    slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float, ties: Ties = ALONE
 ) -> Rollout:
     """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
 
@@ -164,7 +166,7 @@ async def run_rollout(
     ended = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     started_s = rig.clock.now()
     try:
-        played = await _play(slot, rig, limits, temperature, course)
+        played = await _play(slot, rig, limits, temperature, ties)
     except INFRASTRUCTURE as error:
         return ended(
             status=RolloutStatus.FAILED_INFRA,
@@ -173,7 +175,7 @@ async def run_rollout(
             seconds=rig.clock.now() - started_s,
         )
     verdict, appraisal = played.verdict, played.appraisal
-    branch = None if course.beginning is None else course.beginning.branch
+    branch = None if ties.beginning is None else ties.beginning.branch
     return ended(
         status=RolloutStatus.GRADED,
         reward=appraisal.reward.value if verdict is None else verdict.reward,
@@ -192,7 +194,7 @@ async def run_rollout(
 async def give_back(beginning: Beginning, rig: Rig, limits: Limits) -> None:
     """Close what nobody is going to work in."""
     await _quietly(limits, beginning.sandbox.close())
-    await _quietly(limits, rig.sessions.close(beginning.session.session_id))
+    await _quietly(limits, rig.sessions.discard(beginning.session.session_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,34 +207,36 @@ class _Played:
     verdict: Verdict | None
 
 
-async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, course: Course) -> _Played:
+async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, ties: Ties) -> _Played:
     task = slot.task
-    begun = course.beginning or await _begin(task, rig, limits)
+    begun = ties.beginning or await _begin(task, rig, limits)
     session, watching = begun.session, begun.watching
     try:
         try:
             agent = AgentTime(limits)
-            hands = _hands(begun, course, agent, rig, limits)
+            hands = _hands(begun, ties, agent, rig, limits)
             try:
                 result = await agent.wait(rig.harness.run(task, session, hands, temperature=temperature))
             except OutOfTime:
-                result = HarnessResult(reason=OUT_OF_TIME, counts={})
+                result = HarnessResult(reason=OutOfTime.REASON, counts={})  # of a harness that kept none
             if watching is not None:
                 await watching.look()
             reward = await _grade(task, begun.sandbox, result, rig.grader, limits)
         finally:
             await _quietly(limits, begun.sandbox.close())
     except BaseException:
-        await _quietly(limits, rig.sessions.close(session.session_id))
+        await _quietly(limits, rig.sessions.discard(session.session_id))
         raise
     turns = await within(limits.start_s, "fetching the turns", rig.sessions.close(session.session_id))
     if not turns:
-        raise InfrastructureError("the session has no turn: the harness never reached the gateway")
+        printed = f"; it printed: {result.printed}" if result.printed else ""
+        raise InfrastructureError(
+            f"the session has no turn: the harness never reached the gateway ({result.reason}){printed}"
+        )
     _check_versions(turns, slot.admitted_version)
     appraisal = Appraisal(reward=reward)
     if rig.appraiser is not None:
-        appraising = rig.appraiser.appraise(task, result, reward, turns)
-        appraisal = await within(limits.grading_s, "appraising", appraising)
+        appraisal = await rig.appraiser.appraise(task, result, reward, turns)
     if appraisal.masked and rig.measures:
         raise InfrastructureError(appraisal.masked)
     verdict = None if watching is None else watching.judge(reward, turns)
@@ -249,16 +253,16 @@ async def _begin(task: Task, rig: Rig, limits: Limits) -> Beginning:
             await _quietly(limits, sandbox.close())
             raise
     except BaseException:
-        await _quietly(limits, rig.sessions.close(session.session_id))
+        await _quietly(limits, rig.sessions.discard(session.session_id))
         raise
     return Beginning(session=session, sandbox=sandbox, watching=watching)
 
 
-def _hands(begun: Beginning, course: Course, agent: AgentTime, rig: Rig, limits: Limits) -> Sandbox:
+def _hands(begun: Beginning, ties: Ties, agent: AgentTime, rig: Rig, limits: Limits) -> Sandbox:
     """The sandbox as the agent has it: its time is spent there, and what is shared with others noted or answered."""
     hands = BoundedSandbox(begun.sandbox, agent)
-    if course.trunk is not None:
-        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, course.trunk, agent, rig, limits).note)
+    if ties.trunk is not None:
+        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, ties.trunk, agent, rig, limits).note)
     return NotedSandbox(hands, agent, begun.seen) if begun.seen else hands
 
 
@@ -341,11 +345,16 @@ def _check_versions(turns: Sequence[Turn], admitted_version: int) -> None:
 
 
 async def _grade(task: Task, sandbox: Sandbox, result: HarnessResult, grader: Grader, limits: Limits) -> Reward:
-    """The work is done and lies there: trouble while grading it is no reason to do it again, the first time."""
+    """The work is done and lies there: trouble while grading it is no reason to do it again, the first time.
+
+    Every run that its checks may take has its whole time: else work that hangs its verifier, or takes one run more for
+    being right, would be infrastructure's trouble and no reward.
+    """
+    deadline_s = limits.grading_s + task.grading_s
     for _ in range(GRADINGS - 1):
         with suppress(*INFRASTRUCTURE):
-            return await within(limits.grading_s, "grading", grader.grade(task, sandbox, result))
-    return await within(limits.grading_s, "grading", grader.grade(task, sandbox, result))
+            return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
+    return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
 
 
 async def _quietly(limits: Limits, closing: Awaitable[object]) -> None:

@@ -9,27 +9,32 @@ Wiring only: terms, rules, rubrics and the sum are :mod:`etude.rewards`'s. Witho
 untouched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import orjson
 
+from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
-from etude.errors import ConfigError, JudgeUnavailable
+from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Facts
-from etude.protocols import Appraisal, HarnessResult, Reward
+from etude.protocols import Appraisal, Clock, HarnessResult, Reward
 from etude.rewards.behaviour import measure, observe
 from etude.rewards.effort import effort_of
 from etude.rewards.hints import HintFinder
 from etude.rewards.parts import Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
 from etude.rewards.slips import slip_rewards
-from etude.rewards.transcript import SpokenTurn, attributed, read_turns
-from etude.run.folder import RunFolder
+from etude.rewards.transcript import SpokenTurn, attributed
+from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
 from etude.run.hints import open_hints
 from etude.run.judging import OpenJudge
-from etude.types import Ids, Task, Turn
+from etude.run.wording import TurnReader, turn_reader
+from etude.sandboxes.actions import THOUGHTS
+from etude.tokens.messages import ChatFormat
+from etude.types import AnswerChecks, Task, Turn, TurnKind
 
 REWARD_FACT, MAKE_UP_FACT = "reward", "reward_made_of"
 """Under which the ledger remembers the digest of a run's reward, and what it is the digest of."""
@@ -48,8 +53,8 @@ class RolloutAppraiser:
     """Appraises every rollout of a run; implements :class:`~etude.protocols.Appraiser`."""
 
     reward: RewardConfig
-    decode: Callable[[Ids], str]
-    """The text of token ids."""
+    read: TurnReader
+    """Turns in words."""
     bare_shell: bool = False
     """Whether replies are shell commands without any mark."""
     thinking_end_id: int = -1
@@ -58,14 +63,18 @@ class RolloutAppraiser:
     hints: HintFinder | None = None
     rewards_turns: bool = False
     """Whether single turns have rewards of their own."""
+    clock: Clock = field(default_factory=SystemClock)
+    outage_s: float = 300.0
+    """How long a part may wait for a judge that is away."""
 
     async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
         """The reward that the recipe's parts add up to, and hints.
 
-        Raises like :func:`~etude.rewards.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a part waits
-        for a judge.
+        Raises like :func:`~etude.rewards.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a part has
+        waited for a judge in vain.
         """
-        done = _Finished(task=task, result=result, reward=reward, turns=turns, spoken=read_turns(turns, self.decode))
+        spoken = await asyncio.to_thread(self.read, turns)  # millions of tokens take seconds: others go on meanwhile
+        done = _Finished(task=task, result=result, reward=reward, turns=turns, spoken=spoken)
         masked = ""
         if self.reward.parts:
             combined, beside = await self._combine(done)
@@ -75,7 +84,7 @@ class RolloutAppraiser:
         return Appraisal(
             reward=reward,
             turn_rewards=slip_rewards(done.spoken) if self.rewards_turns else (),
-            hints=() if self.hints is None else await self.hints.find(task, turns),
+            hints=() if self.hints is None else await self.hints.find(task, turns, done.spoken),
             masked=masked,
         )
 
@@ -100,16 +109,27 @@ class RolloutAppraiser:
         return combined, beside | _under("effort", asdict(effort))
 
     async def _judged(self, done: "_Finished") -> Mapping[str, float]:
-        """What the judge says, where a part asks for it; nothing while it is out of reach and no part waits for it."""
+        """What the judge says, where a part asks for it; nothing while it is out of reach and no part waits for it, or
+        where it will say nothing of this rollout.
+
+        Else the rollout, which is finished and graded, is held until the judge is back, for as long as machines may be
+        out of order at all.
+        """
         asked = [part for part in self.reward.parts if part.source.startswith("judge.")]
         if self.judge is None or not asked:
             return {}
-        try:
-            return await self.judge.parts(done.task, done.result, transcript_of(done.spoken))
-        except JudgeUnavailable:
-            if any(part.missing == "wait" for part in asked):
-                raise
-            return {}
+        result, transcript = replace(done.result, answer=_answer_of(done)), transcript_of(done.spoken)
+        until_s, pause_s = self.clock.now() + self.outage_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return await self.judge.parts(done.task, result, transcript)
+            except JudgeUnavailable as error:
+                if isinstance(error, JudgeDeclined) or all(part.missing == "mask" for part in asked):
+                    return {}
+                if isinstance(error, JudgeLost) or self.clock.now() + pause_s > until_s:
+                    raise
+            await self.clock.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,27 +144,26 @@ class _Finished:
     spoken: Sequence[SpokenTurn]
 
 
-def open_appraiser(
-    config: RunConfig, folder: RunFolder, decode: Callable[[Ids], str], judge: OpenJudge | None
-) -> RolloutAppraiser | None:
+def open_appraiser(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) -> RolloutAppraiser | None:
     """Who appraises the rollouts of a recipe; nobody where the grader's word is all that it wants.
 
     Raises :class:`~etude.errors.ConfigError` for a part whose source is not there, or is of another version, and where
     the model's chat template takes no hint.
     """
     check_behaviours(config.reward)
-    hints = open_hints(config, folder, judge.hints if judge is not None and config.hints.judge else None)
+    hints = open_hints(config, chat, judge.hints if judge is not None and config.hints.judge else None)
     rewards_turns = config.credit.kind == "shaped"
     if not (config.reward.parts or rewards_turns or hints is not None):
         return None
     return RolloutAppraiser(
         reward=config.reward,
-        decode=decode,
+        read=turn_reader(chat),
         bare_shell=config.harness.kind == "command",
         thinking_end_id=config.effort.thinking_end_id,
         judge=None if judge is None else judge.parts,
         hints=hints,
         rewards_turns=rewards_turns,
+        outage_s=config.rollouts.outage_s,
     )
 
 
@@ -170,6 +189,17 @@ def hold_reward(facts: Facts, made: MakeUp) -> None:
             f"[reward] is {now[:12]}, but this run began with {known[:12]}: {changes}. Put it back as it was, or start "
             f"another run"
         )
+
+
+def _answer_of(done: _Finished) -> str:
+    """What a judge of the answer reads: what was handed in; of a task that asks for none, what an agent said last, its
+    thoughts left out.
+    """
+    answer = done.result.answer
+    if answer.strip() or isinstance(done.task.checks, AnswerChecks):
+        return answer
+    said = (THOUGHTS.sub("", turn.said).strip() for turn in reversed(done.spoken) if turn.kind is TurnKind.ACT)
+    return next(filter(None, said), "")
 
 
 def _under(kind: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ rank dies the others' next act fails, ``torchrun`` ends them all, and the next s
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from types import TracebackType
 from typing import Self, final
@@ -30,6 +30,10 @@ from etude.types import Trajectory
 
 IDLE_S = 60.0
 """How often rank 0 tells the others that there is nothing to do: well within their patience."""
+
+
+NOTHING = Totals(tokens=0, trajectories=0)
+"""Of the acts that have no batch."""
 
 
 class Act(StrEnum):
@@ -49,15 +53,11 @@ class Order:
 
     act: Act
     step: int = 0
-    tokens: int = 0
-    """Loss tokens of the whole batch."""
-    trajectories: int = 0
+    totals: Totals = NOTHING
     shares: tuple[tuple[MicroBatch, ...], ...] = ()
     """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
     lessons: tuple[tuple[MicroBatch, ...], ...] = ()
     """For each share its pieces of the lessons: indices of pairs, student and teacher, that are sent behind them."""
-    sampled: int = 0
-    """Sampled tokens of the whole batch, those without a signal included."""
 
 
 @final
@@ -100,6 +100,7 @@ class Crew:
         step: int,
         trajectories: Sequence[Trajectory],
         shares: Sequence[Sequence[MicroBatch]],
+        totals: Totals,
         before_update: Callable[[], None] = lambda: None,
         course: Course = NO_COURSE,
     ) -> StepStats:
@@ -110,11 +111,9 @@ class Crew:
         order = Order(
             act=Act.STEP,
             step=step,
-            tokens=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
-            trajectories=len(trajectories),
+            totals=totals,
             shares=tuple(map(tuple, shares)),
             lessons=course.shares,
-            sampled=course.sampled_tokens,
         )
         views = [view for lesson in course.lessons for view in (lesson.student, lesson.teacher)]
         everything = [*trajectories, *views]
@@ -167,18 +166,16 @@ class Crew:
         """``everything`` is the batch and, behind it, the two views of each lesson."""
         share = 0 if self._grid is None else self._grid.share
         pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
-        views = everything[order.trajectories :]
+        views = everything[order.totals.trajectories :]
         lessons = [Lesson(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
         taught = [tuple(lessons[index] for index in piece) for piece in order.lessons[share]] if lessons else []
-        totals = Totals(tokens=order.tokens, trajectories=order.trajectories, sampled=order.sampled)
-        stats = self._policy.step(order.step, pieces, totals, before_update, taught)
+        stats = self._policy.step(order.step, pieces, order.totals, before_update, taught)
         return stats if self._grid is None else summed(stats, self._grid)
 
     def _tell(self, order: Order, payload: Callable[[], bytes] | None = None) -> None:
         if self._grid is None:
             return
-        fields = {name: getattr(order, name) for name in Order.__slots__}
-        self._grid.broadcast(json.dumps(fields).encode())
+        self._grid.broadcast(json.dumps(asdict(order)).encode())
         if payload is not None:
             self._grid.broadcast(payload())
 
@@ -186,7 +183,7 @@ class Crew:
         fields = json.loads(self._said())
         for name in ("shares", "lessons"):
             fields[name] = tuple(tuple(tuple(piece) for piece in share) for share in fields[name])
-        return Order(**fields | {"act": Act(fields["act"])})
+        return Order(**fields | {"act": Act(fields["act"]), "totals": Totals(**fields["totals"])})
 
     def _said(self) -> bytes:
         assert self._grid is not None

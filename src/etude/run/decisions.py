@@ -20,6 +20,18 @@ def resolve_device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_devices(config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a device that a recipe names and this machine does not have."""
+    for section, device in (("trainer", config.trainer.device), ("engine", config.engine.device)):
+        if device == "cuda" and resolve_device("auto") != "cuda":
+            import torch
+
+            raise ConfigError(
+                f"{section}.device = 'cuda', but torch {torch.__version__} finds no CUDA device: `etude doctor` says "
+                f"what this machine has; set 'cpu' or 'auto'"
+            )
+
+
 def decide(config: RunConfig) -> RunConfig:
     """The configuration with its devices, its arithmetic and its replay named.
 

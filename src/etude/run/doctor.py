@@ -36,6 +36,7 @@ from etude.sandboxes.gvisor import GvisorSandboxes
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.tokens.jinja import load_format
 from etude.trainer.mismatch import Rung
 from etude.weights.pull import pull
 from etude.worlds import Capability
@@ -95,11 +96,16 @@ def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
 
 
 def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:
-    """Engine against trainer on a checkpoint in Hugging Face's form, or on a random model of the recipe's shape."""
+    """Engine against trainer on a checkpoint in Hugging Face's form, or on a random model of the recipe's shape.
+
+    Raises :class:`~etude.errors.DamagedError` for a checkpoint that no run could start from: without a tokenizer or a
+    chat template, too.
+    """
     device = resolve_device(config.engine.device)
     if checkpoint is None:
         spec, state = spec_from_config(config.model, config.model.vocab_size), None
     else:
+        load_format(checkpoint)
         spec, state = load_checkpoint(checkpoint)
     return check_parity(spec, _published(spec, state, config.numerics, device), config.numerics, device)
 

@@ -6,6 +6,7 @@ Ports are decided once per start of a run, so that a process that is restarted c
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ HOST = "127.0.0.1"
 """A run on one machine talks over loopback only."""
 PUBLIC = "gateway-public"
 """The gateway's door for others, where there is one."""
+POLL_S = 0.1
+"""How often a taken port is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +28,12 @@ class Endpoints:
 
     file: Path
 
-    def reserve(self, config: RunConfig) -> None:
+    def reserve(self, config: RunConfig, *, wait_s: float = 0.0) -> None:
         """Decide where engine and gateway listen. Raises :class:`~etude.errors.PortInUseError`.
 
-        A gateway that others than this run may reach has a door of its own for them.
+        Waits up to ``wait_s`` for a port on which a predecessor still lets calls end.
         """
-        wanted = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
-        if config.gateway.public:
-            wanted[PUBLIC] = config.gateway.port
-        with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
-            ports = {process: probes.enter_context(probe_port(port)) for process, port in wanted.items()}
-        self.file.write_text(json.dumps(ports), encoding="utf-8")
+        self.file.write_text(json.dumps(probe_ports(config, wait_s=wait_s)), encoding="utf-8")
 
     def port(self, process: str) -> int:
         """The port of a process. Raises :class:`~etude.errors.RunFolderError` before :meth:`reserve`."""
@@ -48,13 +46,31 @@ class Endpoints:
         return f"http://{HOST}:{self.port(process)}"
 
 
+def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
+    """Free ports for engine and gateway, as the recipe wants them. Raises :class:`~etude.errors.PortInUseError`.
+
+    A gateway that others than this run may reach has a door of its own for them.
+    """
+    wanted = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
+    if config.gateway.public:
+        wanted[PUBLIC] = config.gateway.port
+    with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
+        return {process: probes.enter_context(probe_port(port, wait_s=wait_s)) for process, port in wanted.items()}
+
+
 @contextlib.contextmanager
-def probe_port(wanted: int) -> Iterator[int]:
-    """Hold ``wanted``, or any free port for 0. Raises :class:`~etude.errors.PortInUseError` when it is taken."""
+def probe_port(wanted: int, *, wait_s: float = 0.0) -> Iterator[int]:
+    """Hold ``wanted``, or any free port for 0. Raises :class:`~etude.errors.PortInUseError` when it stays taken."""
+    deadline_s = time.monotonic() + wait_s
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted))
-        except OSError as error:
-            raise PortInUseError(f"port {wanted} on {HOST} is in use: free it, or set port = 0 to pick one") from error
+        while True:
+            try:
+                probe.bind((HOST, wanted))
+                break
+            except OSError as error:
+                if time.monotonic() >= deadline_s:
+                    way_out = "free it, or set port = 0 to pick one"
+                    raise PortInUseError(f"port {wanted} on {HOST} is in use: {way_out}") from error
+            time.sleep(POLL_S)
         yield int(probe.getsockname()[1])

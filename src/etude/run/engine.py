@@ -4,8 +4,7 @@ weight store ──pull, verify, prepare (a thread)──▶ swap between two st
 """
 
 import asyncio
-import logging
-import os
+import secrets
 import time
 from contextlib import closing
 
@@ -14,66 +13,31 @@ import torch
 from etude.config.recipe import RunConfig
 from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
-from etude.errors import InfrastructureError
 from etude.models.checkpoint import load_spec
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
 from etude.run.following import Serving, WeightFollower
-from etude.run.serving import listening, run_until_signal
+from etude.run.serving import listening, run_until_signal, tell_person
 from etude.run.vllm import serve_vllm
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
 
-POLL_S = 0.05
-"""How often the store is asked for the next version."""
-LOOK_S = 1.0
-"""How often it is asked for packs of a version that is not committed yet, and for versions behind a gap."""
 STATS_S = 1.0
 """How often the load is reported."""
-
-logger = logging.getLogger(__name__)
 
 
 async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLog) -> None:
     """Swap every new version into ``engine``, for ever.
 
-    consumes: commit records; produces: swaps; waits for: the record after the one served; woken by: its own polling;
-    on shutdown: cancelled between two polls. While the store is out of reach the engine serves what it has: admission
-    counts the version that is served, so the bound of staleness holds and the run slows down by itself.
+    consumes: commit records; produces: swaps; waits for: the version after the one served; woken by:
+    :func:`~etude.run.following.next_arrival`; on shutdown: cancelled between two polls.
     """
-    away = False
     while True:
-        try:
-            await _move_on(follower, engine, events)
-            away = False
-        except InfrastructureError as error:
-            if not away:
-                logger.warning("weight version %d is served on until the store answers: %s", _version(engine), error)
-            away = True
-            await asyncio.sleep(LOOK_S)
-
-
-async def _move_on(follower: WeightFollower, engine: NativeEngine, events: EventLog) -> None:
-    """Wait for the next version as long as it pays to look for that one only, then swap in the newest there is."""
-    looked_s = time.monotonic()
-    while await asyncio.to_thread(follower.log.read, _version(engine) + 1) is None:
-        await asyncio.sleep(POLL_S)
-        if time.monotonic() - looked_s >= LOOK_S:
-            await asyncio.to_thread(follower.prefetch)
-            if await asyncio.to_thread(follower.log.latest, after=_version(engine)) == _version(engine):
-                return
-            break
-    started_s = time.perf_counter()
-    weights, scatters = await asyncio.to_thread(follower.stage)
-    stage_s = time.perf_counter() - started_s
-    pause_s = await follower.swap_into(engine, weights, scatters)
-    await asyncio.to_thread(follower.settle)
-    events.write(WeightsSwapped(version=weights.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
-
-
-def _version(engine: NativeEngine) -> int:
-    return engine.weights.version
+        stage_s, pause_s = await follower.update(engine)
+        await asyncio.to_thread(follower.settle)
+        version = engine.weights.version
+        events.write(WeightsSwapped(version=version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
 
 
 async def report_load(engine: NativeEngine, events: EventLog) -> None:
@@ -107,11 +71,12 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
     engine = NativeEngine(
         follower.start(),
         config.engine,
-        seed=config.seed * 2**32 + os.getpid(),  # a restarted engine must not repeat the numbers of the one before
+        seed=secrets.randbits(64),  # a restarted engine must not repeat the numbers of the one before
         record_routes=config.numerics.replay != "off",
     )
     with EventLog(folder.events, "engine") as events, closing(follower):
         async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
+            tell_person(f"engine at {folder.endpoints.url('engine')}")
             tasks.create_task(engine.run())
             tasks.create_task(follow(follower, engine, events))
             tasks.create_task(report_load(engine, events))

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.config.recipe import is_recipe, load_recipe
-from etude.config.tasks import SandboxConfig
+from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.environments.fidelity import audit, render, to_json
 from etude.environments.fidelity_probes import diff, probe, render_diff
 from etude.environments.fidelity_sessions import read_sessions
@@ -35,7 +35,7 @@ from etude.rewards.script import ScriptGrader
 from etude.run.families import open_family
 from etude.run.serving import listening, run_until_signal
 from etude.run.tasks import SOUND, BuildOptions, BuildReport, build, check
-from etude.run.worlds import IMAGES, KEY_VARIABLE, base_store, image_store, open_provider
+from etude.run.worlds import KEY_VARIABLE, base_store, image_store, open_provider
 from etude.sandboxes.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.remote_server import Permissions, SandboxServer
@@ -158,7 +158,7 @@ class Lending:
 
 def serve_sandboxes(lending: Lending) -> None:
     """Lend this machine's sandboxes until told to stop; without a key in the environment, one is made and shown."""
-    run_until_signal(_serve(lending))
+    run_until_signal(_serve(lending), cleanup_s=None)
 
 
 def _solution(answer: Mapping[str, str]) -> dict[str, str]:
@@ -202,7 +202,7 @@ async def _check_repository(folder: Path, sandboxes: SandboxConfig, as_json: boo
 
 
 async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
-    store = ImageStore(folder / IMAGES) if (folder / IMAGES).is_dir() else ImageStore()
+    store = image_store(sandboxes, TaskConfig(family="harbor", folder=str(folder)))
     reading = read_tasks(folder)
     async with _provider(sandboxes) as provider:
         builds = await HarborImages(store, provider).build_all(reading.tasks)

@@ -27,7 +27,8 @@ from etude.run.scratch import ServedRun, serving_version
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
-from etude.types import Group, Rollout, Task, TurnKind
+from etude.together import alongside, together
+from etude.types import Disposition, Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """How often engine and gateway are looked after."""
@@ -35,6 +36,8 @@ AT_ONCE = 2
 """Passes that are under way at a time: a run tries its two ways together, too."""
 EVALUATIONS = "evaluations"
 """Where ledgers of tries are, in the run folder."""
+GRADER = "grader"
+"""In the record of a reward that has parts: what the task's grader said."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
 
@@ -58,8 +61,9 @@ class Wanted:
     """Whether each task is tried greedily, too: once, as that gives nearly the same every time."""
 
     def __post_init__(self) -> None:
-        if self.passes < 1 or (self.tasks is not None and self.tasks < 1):
-            raise ConfigError(f"passes = {self.passes}, tasks = {self.tasks}: expected 1 or more")
+        for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{option} {number}: expected 1 or more")
 
     def labels(self) -> dict[Way, list[str]]:
         """The purposes of the passes, way by way."""
@@ -72,7 +76,8 @@ def evaluate(folder: RunFolder, wanted: Wanted, progress: Progress = lambda ende
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    number = wanted.tasks or folder.config().eval.tasks
+    config = folder.config()
+    number, parts = wanted.tasks or config.eval.tasks, config.reward.parts
     version, digest = _identified(folder, wanted.version)
     ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
     ledger.parent.mkdir(exist_ok=True)
@@ -90,6 +95,7 @@ def evaluate(folder: RunFolder, wanted: Wanted, progress: Progress = lambda ende
             tries={way: tuple(tuple(tries(archive, label, number)) for label in labels)
                    for way, labels in wanted.labels().items()},
             engine_s=float(facts or 0.0),
+            parts=(GRADER, *(part.name for part in parts)) if parts else (),
         )  # fmt: skip
 
 
@@ -100,8 +106,9 @@ def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
     record = None if version is None else log.read(version)
     if version is None or record is None:
         there = log.versions()
-        range_ = f"{there[0]} to {there[-1]}" if there else "none"
-        raise RunFolderError(f"{folder.path} has no weight version {version}: it has {range_}")
+        if not there:
+            raise RunFolderError(f"{folder.path} has no weights yet")
+        raise RunFolderError(f"{folder.path} has no weight version {version}: it has {there[0]} to {there[-1]}")
     return version, record.digest
 
 
@@ -109,23 +116,20 @@ def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
     """Whether every task of every pass has been tried with success."""
     if not ledger.exists():
         return False
+    Ledger.open(ledger).close()  # brings forward an older étude's
     with Archive.open(ledger) as archive:
         return not any(missing(archive, label, tasks) for label in labels)
 
 
 async def _evaluate(served: ServedRun, wanted: Wanted, tasks: int, watch: "_Watch") -> None:
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
-    measuring = asyncio.create_task(_measure(served, wanted, tasks))
-    try:
+    async with alongside(_measure(served, wanted, tasks)) as measuring:
         while not measuring.done():
             for child in served.children:
                 child.check()
             watch.look()
             await asyncio.wait({measuring}, timeout=POLL_S)
         measuring.result()
-    finally:
-        measuring.cancel()
-        await asyncio.gather(measuring, return_exceptions=True)
 
 
 async def _measure(served: ServedRun, wanted: Wanted, tasks: int) -> None:
@@ -134,17 +138,14 @@ async def _measure(served: ServedRun, wanted: Wanted, tasks: int) -> None:
         heldout = parts.heldout_tasks(tasks)
         places = asyncio.Semaphore(AT_ONCE)
         passes = [
-            asyncio.create_task(_in_turn(places, one_pass(parts.ledger, try_all, label, heldout)))
+            _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
             for way, labels in wanted.labels().items()
             for try_all in (partial(parts.dispatcher.evaluate, temperature=TEMPERATURES[way]),)
             for label in labels
         ]
         try:
-            await asyncio.gather(*passes)
+            await together(passes)
         finally:
-            for one in passes:
-                one.cancel()
-            await asyncio.gather(*passes, return_exceptions=True)
             _note_engine_time(parts, served)
 
 
@@ -238,12 +239,13 @@ def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
 
 def _try(task_id: str, rollout: Rollout) -> Try:
     turns = rollout.turns
-    known = (0 if before is None else len(turns[before].prompt_ids) + len(turns[before].completion_ids)
-             for before in continued(turns))  # fmt: skip
+    known = (0 if before is None else turns[before].length for before in continued(turns))
     prompt_tokens = sum(len(turn.prompt_ids) for turn in turns)
     return Try(
         task_id=task_id,
         reward=rollout.reward or 0.0,
+        graded=_graded(rollout),
+        parts=rollout.reward_parts,
         prompt_tokens=prompt_tokens,
         new_tokens=prompt_tokens - sum(known),
         sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
@@ -251,3 +253,11 @@ def _try(task_id: str, rollout: Rollout) -> Try:
         summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),
         seconds=rollout.seconds,
     )
+
+
+def _graded(rollout: Rollout) -> float:
+    """The grader's word; 0 where a verdict did not let it stand. A reward without parts is that word."""
+    verdict = rollout.verdict
+    if verdict is None:
+        return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)
+    return verdict.graded if verdict.disposition is Disposition.KEEP else 0.0

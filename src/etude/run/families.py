@@ -1,5 +1,6 @@
 """The tasks of a recipe, and what a model learns from before it meets them."""
 
+import logging
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
@@ -19,8 +20,11 @@ from etude.environments.summaries import SummariesFamily, SummariesPractice
 from etude.environments.transcripts import TOOLS, BugfixPractice
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
+from etude.run.worlds import image_store
 from etude.sandboxes.images import ImageStore
 from etude.types import Split
+
+logger = logging.getLogger(__name__)
 
 
 def open_family(config: RunConfig) -> TaskFamily:
@@ -38,7 +42,11 @@ def _family(config: RunConfig) -> TaskFamily:
             repository = RepositoryTasks(folder)
             return BriefTasks(repository, ImageStore(repository.images)) if tasks.brief else repository
         case "harbor":
-            return HarborTasks(folder, seed=config.seed, heldout_one_in=tasks.heldout_one_in)
+            images = image_store(config.sandboxes, tasks)
+            harbor = HarborTasks(folder, seed=config.seed, images=images, heldout_one_in=tasks.heldout_one_in)
+            for name, reason in harbor.refused.items():
+                logger.warning("task %s is set aside: %s", name, reason)
+            return harbor
         case "migrations":
             return MigrationFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
         case "bugfix":

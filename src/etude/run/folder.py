@@ -7,6 +7,8 @@
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, kept sets of turns   report.json, report.html
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
+    harness/          files of an external harness judge-N.db    votes of judges, by seat
+    judge-spend-N.json  what those cost            judge-held.txt  why judging is held, while it is
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -58,12 +60,15 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> "RunFolder":
-        """Open an existing run. Raises :class:`~etude.errors.RunFolderError`."""
+    def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
+        """Open an existing run; whoever only reads needs no right to write.
+
+        Raises :class:`~etude.errors.RunFolderError`.
+        """
         folder = cls(path)
         if not folder.config_file.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no run.toml")
-        if not os.access(path, os.W_OK):
+        if writes and not os.access(path, os.W_OK):
             raise RunFolderError(f"the run folder {path} is not writable")
         return folder
 

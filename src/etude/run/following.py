@@ -5,8 +5,12 @@
 With a spare the engine holds its weights twice: changes are written into the model that does not serve, and the pause
 is that of exchanging two references. Without one they are written into the serving model between two steps. Either way
 an update costs what changed, not what there is; where very much changed, everything is loaded.
+
+What an engine does about a log that it cannot follow is here as well, for every kind of engine (:func:`next_arrival`).
 """
 
+import asyncio
+import logging
 import os
 import time
 import uuid
@@ -29,6 +33,14 @@ from etude.weights.log import WeightLog
 from etude.weights.pull import Arrival, Receiver
 from etude.weights.replica import ChangedNumbers, PulledWeights
 
+POLL_S = 0.05
+"""How often the store is asked for the next version."""
+LOOK_S = 1.0
+"""How often it is asked for packs of a version that is not committed yet, and for versions behind a gap."""
+LONGEST_PAUSE_S = 10.0
+"""Between two tries to follow a log that cannot be followed; the first is ``LOOK_S``, and they double."""
+PATIENCE_S = 3600.0
+"""How long that is tried: a plea is answered with the next version, and the steps of a large model take minutes."""
 PROOF_EVERY = 16
 """Every how many versions the resident weights are read and compared with what was published."""
 LEASE_S = 30.0
@@ -36,6 +48,56 @@ LEASE_S = 30.0
 
 Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 """What one version changed, by tensor; ``None`` for so much that everything shall be loaded."""
+
+logger = logging.getLogger(__name__)
+
+
+async def next_arrival(log: WeightLog, receiver: Receiver, served: int) -> Arrival:
+    """Wait for a version after ``served`` and bring the copy of ``receiver`` to the newest there is.
+
+    consumes: commit records; waits for: the record after the one served; woken by: its own polling; on shutdown:
+    cancelled between two polls. While the store is away, or no sound way leads on, the engine serves what it has: the
+    receiver has left a plea, which the publisher answers with a whole version. Admission counts the version that is
+    served, so the bound of staleness holds and the run slows down by itself. Raises what was wrong after
+    ``PATIENCE_S``.
+    """
+    since_s, pause_s = None, LOOK_S
+    while True:
+        try:
+            if await _is_behind(log, receiver, served):
+                return await asyncio.to_thread(receiver.advance)
+            since_s, pause_s = None, LOOK_S
+        except (InfrastructureError, DamagedError) as error:
+            now_s = time.monotonic()
+            if since_s is None:
+                since_s = now_s
+                logger.warning("weight version %d is served on until a newer one can be had: %s", served, error)
+            elif now_s - since_s > PATIENCE_S:
+                raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _is_behind(log: WeightLog, receiver: Receiver, served: int) -> bool:
+    """Whether there is a version after ``served``; ``False`` after waiting for it as long as it pays to do only that.
+
+    Then what is announced of it has been fetched, and it has been looked for behind a gap.
+    """
+    looked_s = time.monotonic()
+    while time.monotonic() - looked_s < LOOK_S:
+        if await asyncio.to_thread(_is_committed, log, served + 1):
+            return True
+        await asyncio.sleep(POLL_S)
+    await asyncio.to_thread(receiver.prefetch)
+    return await asyncio.to_thread(log.latest, after=served) != served
+
+
+def _is_committed(log: WeightLog, version: int) -> bool:
+    """Whether a version is there, be its record damaged: then there may be a way to a later one."""
+    try:
+        return log.read(version) is not None
+    except DamagedError:
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +135,16 @@ class ResidentModel:
         return [self._weights.prepare(changed, whole) for changed in behind if changed is not None]
 
     def prove(self, version: int, digest: str) -> None:
-        """Read the weights. Raises :class:`~etude.errors.DamagedError` when they are not those of ``digest``.
+        """Read the weights. Raises :class:`~etude.errors.InfrastructureError` when they are not those of ``digest``.
 
         Quantised experts are held decoded: what was pulled was proven, what is resident of them cannot be.
         """
         if self._weights.reloading:
             return
         if (found := self._weights.digest()) != digest:
-            raise DamagedError(
-                f"the engine holds {found[:12]}, weight version {version} is {digest[:12]}: it must load it anew"
+            raise InfrastructureError(
+                f"the engine holds {found[:12]}, weight version {version} is {digest[:12]}: started again it loads it "
+                f"anew"
             )
 
 
@@ -90,7 +153,7 @@ class WeightFollower:
     """Moves one engine to the newest version of a log; for one thread at a time."""
 
     def __init__(self, log: WeightLog, serving: Serving) -> None:
-        self.log = log
+        self._log = log
         self._serving = serving
         self._copies = 2 if serving.spare else 1
         self._residents: list[ResidentModel] = []
@@ -101,25 +164,37 @@ class WeightFollower:
     def start(self) -> Weights:
         """Fetch the newest version, learn the model's layout, load it and prove what it holds."""
         self._receiver.advance()
-        self._renew_lease()
         pulled = self._receiver.weights()
+        self._renew_lease(pulled.version)
         self._residents = [ResidentModel(pulled, self._serving) for _ in range(self._copies)]
         for resident in self._residents:
             resident.prove(pulled.version, pulled.digest)
         return Weights(self._residents[0].model, pulled.version, pulled.digest)
 
-    def prefetch(self) -> None:
-        """Fetch what is announced of the next version."""
-        self._receiver.prefetch()
+    async def update(self, engine: NativeEngine) -> tuple[float, float]:
+        """Let ``engine`` sample with the newest version, once there is one after what it has.
 
-    def stage(self) -> tuple[Weights, list[Scatter]]:
-        """Fetch the newest version and prepare it; nothing that serves is touched.
+        Returns for how many seconds that was staged and for how many the engine paused. Raises as
+        :func:`next_arrival`, and :class:`~etude.errors.InfrastructureError` when a proof fails.
+        """
+        arrival = await self.next_arrival(engine.weights.version)
+        started_s = time.perf_counter()
+        weights, scatters = await asyncio.to_thread(self.stage, arrival)
+        stage_s = arrival.seconds + time.perf_counter() - started_s
+        return stage_s, await self.swap_into(engine, weights, scatters)
+
+    async def next_arrival(self, served: int) -> Arrival:
+        """Move the copy on the host, as :func:`next_arrival` does."""
+        return await next_arrival(self._log, self._receiver, served)
+
+    def stage(self, arrival: Arrival) -> tuple[Weights, list[Scatter]]:
+        """Prepare what arrived; nothing that serves is touched.
 
         Returns what shall serve and what has to be written into it in the pause, which is nothing when there is a
-        spare. To be swapped in before the next call. After an :class:`~etude.errors.InfrastructureError` of the store
-        the next call goes on from there.
+        spare. To be swapped in before the next call.
         """
-        arrival = self._advance()
+        with suppress(InfrastructureError):  # what arrived must not be lost over it; the next call tries again
+            self._renew_lease(arrival.version)
         pulled = self._receiver.weights()
         dense = self._receiver.changed_share(arrival) * RELOAD_SHARE > 1
         changed = None if dense else self._receiver.changed(arrival)
@@ -155,22 +230,8 @@ class WeightFollower:
         self._lease.release()
         self._receiver.close()
 
-    def _advance(self) -> Arrival:
-        """Move the copy on the host. Of a journey that broke off nobody knows what it changed: all is loaded then."""
-        before = self._receiver.version
-        try:
-            arrival = self._receiver.advance()
-        except InfrastructureError:
-            if self._receiver.version != before:
-                for resident in self._residents:
-                    resident.fall_behind(None)
-            raise
-        with suppress(InfrastructureError):  # what arrived must not be lost over it; the next call tries again
-            self._renew_lease()
-        return arrival
-
-    def _renew_lease(self) -> None:
+    def _renew_lease(self, version: int) -> None:
         now_s = time.monotonic()
-        if self._receiver.version is not None and (self._leased_s is None or now_s - self._leased_s > LEASE_S):
-            self._lease.renew(self._receiver.version)
+        if self._leased_s is None or now_s - self._leased_s > LEASE_S:
+            self._lease.renew(version)
             self._leased_s = now_s

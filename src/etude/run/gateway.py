@@ -33,14 +33,17 @@ from etude.run.decisions import decide
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
 from etude.run.gateway_parts import Plan, Running, running
-from etude.run.serving import listening, run_until_signal
-from etude.run.supervision import STOP_S
+from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.types import RouteSpace
 
 FRESH_S = 0.05
 """How often a run's gateway asks the engine beside it which weights it serves: rollouts start by that."""
+DRAIN_SHARE = 0.5
+"""Of the time that a process of a run has to stop, for calls in flight."""
+DRAINED_S = 0.5
+"""As :data:`~etude.run.serving.SHUTDOWN_S`, for calls that had all of the drain already."""
 ANNOUNCE_S = 0.5
 """How often the weight log is asked for new versions."""
 LAG_ROOM = 4
@@ -74,7 +77,7 @@ def run_gateway(folder: RunFolder) -> None:
 
 def run_alone(told: Alone) -> None:
     """Serve any engines until told to stop. Raises :class:`~etude.errors.ConfigError`."""
-    run_until_signal(_serve_alone(told))
+    run_until_signal(_serve_alone(told), cleanup_s=None)
 
 
 async def _serve_run(folder: RunFolder) -> None:
@@ -96,18 +99,20 @@ async def _serve_run(folder: RunFolder) -> None:
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_connected(plan, config.gateway))
         server = door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
-        await stack.enter_async_context(listening(server, folder.endpoints.port("gateway")))
+        await stack.enter_async_context(listening(server, folder.endpoints.port("gateway"), shutdown_s=DRAINED_S))
         if config.gateway.public:
             outside = listening(
                 door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
                 folder.endpoints.port(PUBLIC),
                 host=config.gateway.host,
                 tls=tls_context(config.gateway),
+                shutdown_s=DRAINED_S,
             )
             await stack.enter_async_context(outside)
+        tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
         announcing = asyncio.create_task(_announce(folder, parts.pool))
         stack.callback(announcing.cancel)
-        await _until_told(parts, min(config.gateway.drain_s, STOP_S / 2), announcing)
+        await _until_told(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
 
 
 async def _serve_alone(told: Alone) -> None:
@@ -126,7 +131,9 @@ async def _serve_alone(told: Alone) -> None:
     )
     async with _connected(plan, config) as parts:
         server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
-        async with listening(server, config.port, host=config.host, tls=tls_context(config)) as port:
+        async with listening(
+            server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
+        ) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _until_told(parts, config.drain_s)

@@ -7,13 +7,11 @@ makes of them is :mod:`etude.run.lessons`'.
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.hints import TOOL_RULES, Adviser, HintFinder, Rule
-from etude.run.folder import RunFolder
-from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.tokens.reminders import Reminders
 
 
-def open_hints(config: RunConfig, folder: RunFolder, judge: Adviser | None) -> HintFinder | None:
+def open_hints(config: RunConfig, chat: ChatFormat, judge: Adviser | None) -> HintFinder | None:
     """Who finds the hints of a run's rollouts; ``None`` where the recipe wants none.
 
     ``judge`` is there exactly where the recipe asks for one. Raises :class:`~etude.errors.ConfigError` where the
@@ -23,11 +21,9 @@ def open_hints(config: RunConfig, folder: RunFolder, judge: Adviser | None) -> H
     if not hints.weight:
         return None
     assert (judge is not None) == hints.judge, f"hints.judge = {hints.judge} does not go with {judge!r}"
-    chat = load_format(folder.model)
     return HintFinder(
         (*map(Rule.of, hints.rules), *(TOOL_RULES if hints.tools else ())),
         most=hints.max_per_rollout,
-        decode=lambda token_ids: chat.decode(token_ids.tolist()),
         fits=reminders_of(chat).fits,
         adviser=judge,
     )

@@ -6,7 +6,6 @@ Owns wiring and where things lie: votes that were given and what was spent, in t
 rubrics. Decisions are :mod:`etude.rewards.judging`'s.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -33,8 +32,9 @@ from etude.rewards.judging.calibration import (
 from etude.rewards.judging.drift import Alarm, IdentityWatch
 from etude.rewards.judging.endpoint import Address, Answering, Call, Endpoint, Said
 from etude.rewards.judging.hints import HintJudge
-from etude.rewards.judging.judge import Bounds, Judge, Means
-from etude.rewards.judging.parts import BESIDE, DriftCheck, JudgedParts, Share
+from etude.rewards.judging.hold import Hold
+from etude.rewards.judging.judge import Bounds, Judge, Means, needed_for
+from etude.rewards.judging.parts import BESIDE, DriftCheck, JudgedParts
 from etude.rewards.judging.pins import Manner, pin_of
 from etude.rewards.judging.prompts import Exhibit
 from etude.rewards.judging.rubrics import Rubric, parse_rubric
@@ -46,6 +46,7 @@ from etude.rollouts.breaker import Breaker
 from etude.run.endpoints import HOST
 from etude.run.serving import listening
 from etude.telemetry.events import JudgeAlarm
+from etude.together import together
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,11 @@ class Memory:
     def votes(self) -> Path:
         """The cache."""
         return self.folder / f"judge-{self.seat}.db"
+
+    @property
+    def hold(self) -> Hold:
+        """Whether the run's judging has stopped."""
+        return Hold(self.folder / "judge-held.txt")
 
     @property
     def spending(self) -> SpendFile:
@@ -155,11 +161,12 @@ def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
 
 
 def check_judge(config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, or is not to be trusted with an aspect
-    that a part of the reward names.
+    """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, or for what it may cost, or is not to
+    be trusted with an aspect that a part of the reward names.
     """
     if not config.judge.url:
         return
+    check_budget(config)
     calibrations, asked = calibrations_of(config.judge), config.reward.names("judge")
     if config.judge.url == RULES:
         missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
@@ -171,6 +178,22 @@ def check_judge(config: RunConfig) -> None:
             raise ConfigError(
                 f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
                 f"the report in judge.calibrations, or set judge.allow_uncalibrated = true"
+            )
+
+
+def check_budget(config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a budget that cannot hold one judgement of all that is asked of a
+    rollout.
+    """
+    judge, asked = config.judge, config.reward.names("judge")
+    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in asked]
+    needed = needed_for(rubrics, manner_of(config))
+    for allowance in (per_rollout(judge), _per_run(judge)):
+        if not allowance.holds(needed, _prices(judge)):
+            raise ConfigError(
+                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.votes = {judge.votes} on each of "
+                f"{len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
+                f"judge.text_characters = {judge.text_characters}; raise the former, or lower one of the latter"
             )
 
 
@@ -191,7 +214,7 @@ async def open_judge(
         yield None
         return
     check_judge(config)
-    asked, share = config.reward.names("judge"), _share(config.judge)
+    asked, allowance = config.reward.names("judge"), per_rollout(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in asked}
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
         drift = {
@@ -201,8 +224,8 @@ async def open_judge(
         }
         yield OpenJudge(
             judge=judge,
-            parts=JudgedParts(judge, rubrics, share, drift),
-            hints=HintJudge(judge, share, most=config.hints.max_per_rollout),
+            parts=JudgedParts(judge, rubrics, allowance, drift),
+            hints=HintJudge(judge, allowance, most=config.hints.max_per_rollout),
         )
 
 
@@ -237,7 +260,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: 
     for start in range(0, len(items), at_once):
         exhibits = [Exhibit(task=item.task, work=item.work) for item in items[start : start + at_once]]
         judging = [judge.judge(rubric, exhibit, judge.purse, fresh=True) for exhibit in exhibits]
-        judgements += await asyncio.gather(*judging)
+        judgements += await together(judging)
     return judgements
 
 
@@ -276,11 +299,8 @@ def _means(
     config: RunConfig, endpoint: Answering, *, memory: Memory | None, alarm: Callable[[JudgeAlarm], None] | None
 ) -> Means:
     judge = config.judge
-    allowance = Allowance(
-        calls=judge.calls_per_run, tokens=judge.tokens_per_run, cost=judge.cost_per_run or float("inf")
-    )
     spending = SpendFile(None) if memory is None else memory.spending
-    purse = Purse(allowance, _share(judge).prices, spent=spending.load())
+    purse = Purse(_per_run(judge), _prices(judge), spent=spending.load())
     purse.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
@@ -296,16 +316,24 @@ def _means(
         clock=SystemClock(),
         identity=IdentityWatch(known.identity for known in calibrations_of(judge).values()),
         alarm=sound,
+        hold=memory.hold if memory is not None and judge.on_alarm == "hold" else None,
         record=spending.save,
     )
 
 
 def _bounds(config: JudgeConfig) -> Bounds:
-    return Bounds(timeout_s=config.timeout_s, concurrency=config.concurrency, hold=config.on_alarm == "hold")
+    return Bounds(timeout_s=config.timeout_s, concurrency=config.concurrency)
 
 
-def _share(config: JudgeConfig) -> Share:
-    return Share(
-        allowance=Allowance(calls=config.calls_per_rollout, tokens=config.tokens_per_rollout),
-        prices=Prices(prompt=config.prompt_price, completion=config.completion_price),
-    )
+def per_rollout(config: JudgeConfig) -> Allowance:
+    """What one rollout may cost, for its reward; as much again for its hints."""
+    return Allowance(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
+
+
+def _per_run(config: JudgeConfig) -> Allowance:
+    cost = config.cost_per_run or float("inf")
+    return Allowance(calls=config.calls_per_run, tokens=config.tokens_per_run, cost=cost)
+
+
+def _prices(config: JudgeConfig) -> Prices:
+    return Prices(prompt=config.prompt_price, completion=config.completion_price)

@@ -7,9 +7,10 @@ learns of a change within a second.
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from etude.clock import SystemClock, date_utc
+from etude.dashboard import units
+from etude.dashboard.terminal import light_table
 from etude.errors import UserError
 from etude.gateway.keyfile import KeyFile
 from etude.gateway.keys import Key, Limits, Scope, digest_of, new_key_id, new_secret
@@ -46,20 +47,21 @@ def add_key(
 def show_keys(file: Path, console: Console) -> None:
     """All keys of the file. Raises :class:`~etude.errors.ConfigError` if there is none."""
     now = SystemClock().now()
-    table = Table("key", "scope", "label", "created", "expires", title=str(file))
-    for column in ("requests/min", "tokens/min"):
-        table.add_column(column, justify="right")
+    table = light_table("key", "scope", "created", "expires", "a minute", "label", broken=["a minute"])
     for key in KeyFile(file, now).load():
         left_s = None if key.expires_at is None else key.expires_at - now
         expires = "never" if left_s is None else f"in {left_s:,.0f} s" if left_s > 0 else "expired"
-        bounds = (key.limits.requests_per_minute, key.limits.tokens_per_minute)
-        shown = ("–" if bound is None else f"{bound:,}" for bound in bounds)
-        table.add_row(key.key_id, key.scope.value, key.label, key.created[:19], expires, *shown)
+        bounds = {"requests": key.limits.requests_per_minute, "tokens": key.limits.tokens_per_minute}
+        budget = ", ".join(f"{units.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
+        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or units.MISSING, key.label)
     console.print(table)
 
 
 def revoke_key(file: Path, key_id: str) -> None:
-    """Take a key out of the file. Raises :class:`~etude.errors.UserError` if it is not in there."""
+    """Take a key out of the file, by its id or a beginning that no other has.
+
+    Raises :class:`~etude.errors.UserError` if it is not in there.
+    """
     try:
         KeyFile(file, SystemClock().now()).revoke(key_id)
     except ValueError as error:

@@ -42,7 +42,7 @@ class CoursePlan:
             return None
         return cls(config, load_spec(folder.model), reminders_of(load_format(folder.model)))
 
-    def course(self, groups: Sequence[Group], *, shares: int, sampled_tokens: int) -> Course:
+    def course(self, groups: Sequence[Group], *, shares: int) -> Course:
         """The lessons of a batch, whether its groups have a signal or not, dealt out evenly.
 
         What is quarantined teaches nothing, and a turn that rollouts share teaches once. Payloads of turns must have
@@ -53,7 +53,7 @@ class CoursePlan:
             return Course()
         lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
         dealt = pack(lengths, max_tokens=self._max_tokens, ranks=shares, cost=self._cost)
-        return Course(lessons=lessons, shares=tuple(map(tuple, dealt)), sampled_tokens=sampled_tokens)
+        return Course(lessons=lessons, shares=tuple(map(tuple, dealt)))
 
     def _lessons(self, group: Group) -> Iterator[Lesson]:
         trusted = [rollout for rollout in group.rollouts if not rollout.is_quarantined]

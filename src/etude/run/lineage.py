@@ -8,7 +8,6 @@ A phase is done when its ``model/`` is there: a Hugging Face folder that is made
 absent. Owns the names and that rename. Knows no model and loads no torch.
 """
 
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from typing import Literal, TypeAlias
 import orjson
 
 from etude.config.recipe import RunConfig
+from etude.durable import sync
 from etude.errors import DamagedError, RunFolderError
 from etude.run.folder import RunFolder
 
@@ -117,20 +117,12 @@ def place(target: Path, fill: Callable[[Path], None]) -> None:
     partial.mkdir(parents=True)
     fill(partial)
     for file in partial.rglob("*"):
-        _sync(file)
-    _sync(partial)
+        sync(file)
+    sync(partial)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def write_record(folder: Path, record: PhaseRecord) -> None:
     """Write what a phase did beside its model."""
     (folder / RECORD_FILE).write_bytes(orjson.dumps(asdict(record), option=orjson.OPT_INDENT_2) + b"\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

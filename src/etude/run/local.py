@@ -25,6 +25,7 @@ from etude.run.judging import check_judge
 from etude.run.lineage import Lineage, check_complete, phases_of
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
+from etude.run.processes import PREDECESSOR_S
 from etude.run.progress import Progress
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
@@ -45,27 +46,36 @@ LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
 def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> dict[str, Json]:
     """Run what is left of a recipe, showing progress on ``out``; returns the report, also written to the run folder.
 
-    Raises ``KeyboardInterrupt`` on Ctrl-C, after every process has stopped; the folder can then be resumed.
+    Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
+    then be resumed, and has the report of what was done so far.
     """
     config = folder.config()
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, "supervisor"))
-        folder.endpoints.reserve(config)
+        folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
         events = stack.enter_context(EventLog(folder.events, "supervisor"))
-        progress = stack.enter_context(Progress(folder.events, config, out))
         events.write(RunStarted(resumed=resumed))
-        lineage = Lineage(folder)
-        if open_log(folder).read(0) is None:
-            for phase in lineage.pending(config) or phases_of(config)[-1:]:
-                events.write(PhaseStarted(phase=phase))
-                _keep_alive([phase], folder, events, progress)
-        check_complete(lineage, config)
-        if config.engine.kind == "native":
-            _keep_alive(["parity"], folder, events, progress)
-        _keep_alive(LOOP_PROCESSES, folder, events, progress)
-    return write_report(folder, config)
+        try:
+            with Progress(folder.events, config, out) as progress:
+                _play(folder, config, events, progress)
+        finally:
+            report = write_report(folder, config)
+    return report
+
+
+def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress) -> None:
+    """One phase after another, then the asynchronous one to its end."""
+    lineage = Lineage(folder)
+    if open_log(folder).latest() is None:
+        for phase in lineage.pending(config) or phases_of(config)[-1:]:
+            events.write(PhaseStarted(phase=phase))
+            _keep_alive([phase], folder, events, progress)
+    check_complete(lineage, config)
+    if config.engine.kind == "native":
+        _keep_alive(["parity"], folder, events, progress)
+    _keep_alive(LOOP_PROCESSES, folder, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:

@@ -42,6 +42,7 @@ from etude.run.numerics import (
     serving_model,
     training_model,
 )
+from etude.together import alongside
 from etude.trainer.mismatch import Mismatch, MismatchProbe, Rung, rung
 from etude.trajectories.build import build_trajectories
 from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
@@ -164,13 +165,9 @@ async def _converse(engine: NativeEngine, vocab_size: int, params: SamplingParam
     """Two turns for each prompt, all conversations at a time."""
     random = np.random.default_rng(SEED)
     prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
-    stepping = asyncio.create_task(engine.run())
-    try:
+    async with alongside(engine.run()):
         talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
         return await asyncio.gather(*talks)
-    finally:
-        stepping.cancel()
-        await asyncio.gather(stepping, return_exceptions=True)
 
 
 async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) -> tuple[Turn, Turn]:

@@ -25,6 +25,7 @@ from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
+from etude.models.spec import ModelSpec
 from etude.run.decisions import resolve_device
 from etude.run.families import open_practice
 from etude.run.folder import RunFolder
@@ -45,7 +46,7 @@ from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
 from etude.trainer.schedule import BatchSchedule, RateSchedule
 from etude.trajectories.packing import Cost, pack
-from etude.types import Document
+from etude.types import Document, Json
 from etude.weights.digest import state_digest
 
 REPORT_EVERY_STEPS = 20
@@ -73,7 +74,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     config, lineage = folder.config(), Lineage(folder)
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
-    if open_log(folder).read(0) is not None:
+    if open_log(folder).latest() is not None:
         check_complete(lineage, config)
         return
     pending = lineage.pending(config)
@@ -286,9 +287,16 @@ def read_model(origin: Path) -> Decoder:
 
 def save_model(target: Path, model: Decoder, chat: ChatFormat) -> None:
     """Write a model's float32 weights and shape into ``target``."""
+    save_state(target, model.spec, state_of(model), chat, extra={})
+
+
+def save_state(
+    target: Path, spec: ModelSpec, state: Mapping[str, Tensor], chat: ChatFormat, extra: Mapping[str, Json]
+) -> None:
+    """Write weights and their shape into ``target``, and which tokens end and pad there; ``extra`` goes beside."""
     end_id = chat.stop_ids[0]
     pad_id = chat.pad_id if isinstance(chat, ChatTemplate) else end_id
-    save_checkpoint(target, model.spec, state_of(model), end_id=end_id, pad_id=pad_id)
+    save_checkpoint(target, spec, state, end_id=end_id, pad_id=pad_id, extra=extra)
 
 
 def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:

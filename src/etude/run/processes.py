@@ -1,6 +1,7 @@
 """Which command runs which process of a run."""
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -9,7 +10,9 @@ from etude.run.locks import exclusive
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
-"""How long the last process of a kind may take to clean up, after its supervisor was killed, before we give up."""
+"""How long the last process of a kind may take to clean up, after its supervisor was killed, before we give up: above
+:data:`etude.run.serving.STOP_S`, which ends it.
+"""
 NICENESS = {"serve": 10, "train": 5}
 """Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
 its callers wait for a core computes small, wasteful batches.
@@ -21,6 +24,7 @@ def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
 
     ``seat`` tells rollouts processes of one run apart, which may be as many as there is room for.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     die_with_parent()
     rank = os.environ.get("RANK")
     ranks = folder.config().parallel.world if name == "train" else 1

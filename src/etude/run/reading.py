@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.config.recipe import RunConfig
+from etude.config.training import LossConfig
 from etude.dashboard.reading import (
     ReadComparison,
     ReadHint,
@@ -30,14 +31,16 @@ from etude.harnesses.contexts import Recall
 from etude.ledger.archive import Archive, Found, Search
 from etude.ledger.changes import TRAIN
 from etude.ledger.payloads import Payloads
+from etude.ledger.states import GroupState
 from etude.rewards.effort import effort_penalty
-from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.rewards.transcript import SpokenTurn
 from etude.run.folder import RunFolder
-from etude.run.rollouts import decoder
+from etude.run.wording import decoder, turn_reader
 from etude.sandboxes.summaries import read_summary
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
+from etude.tokens.jinja import load_format
 from etude.trajectories.advantage import survivor_weight
 from etude.trajectories.batch import build_batch
 from etude.trajectories.places import Place, places
@@ -64,7 +67,9 @@ class RolloutReader:
         self._folder = folder
         self._config = folder.config()
         self._archive = archive
-        self._decode = decoder(folder)
+        chat = load_format(folder.model)
+        self._decode = decoder(chat)
+        self._read_turns = turn_reader(chat)
         self._tokenizer = read_tokenizer(folder.model)
         self._payloads = Payloads(folder.payloads)
         self._rescoring = _rescoring(folder, self._config) if tokens else None
@@ -89,11 +94,12 @@ class RolloutReader:
 
     def _credit(self, purpose: str, index: int) -> "_Credit":
         try:
+            state = self._archive.state_of(purpose, index)  # before its rollouts: it may end in between
             group = self._archive.group(purpose, index)
         except ValueError as error:
             known = ", ".join(census.purpose for census in self._archive.census())
-            raise UserError(f"{error}; its purposes are {known or 'none yet'}") from error
-        return _credit_of(group, purpose, self._step_tokens(purpose, index), self._config)
+            raise UserError(f"{error}; its purposes are {known or 'none yet'}, choose with --purpose") from error
+        return _credit_of(group, purpose, state, self._step_tokens(purpose, index), self._config)
 
     def _step_tokens(self, purpose: str, index: int) -> int | None:
         """The loss tokens of the optimiser step that a group went into, once that is done."""
@@ -113,6 +119,7 @@ class RolloutReader:
             slot=found.slot,
             attempt=found.attempt,
             step=found.step,
+            group_state=credit.state,
             task_id=task.task_id,
             template=task.template,
             prompt=task.prompt,
@@ -127,13 +134,13 @@ class RolloutReader:
             branch_turns=0 if branch is None else branch.turns,
             comparison=credit.comparisons.get(rollout.rollout_id),
             turns=tuple(self._turns(rollout, credit, tokens)),
-            notes=(*(credit.notes if rollout.turns else ()), *lost, *untold),
+            notes=(*(credit.notes if rollout.turns else ()), *self._taught(rollout, credit), *lost, *untold),
         )
 
     def _turns(
         self, rollout: Rollout, credit: "_Credit", tokens: Sequence[tuple[ReadToken, ...]] | None
     ) -> Iterator[ReadTurn]:
-        turns, spoken = rollout.turns, read_turns(rollout.turns, self._decode)
+        turns, spoken = rollout.turns, self._read_turns(rollout.turns)
         trajectories = credit.trajectories.get(rollout.rollout_id, ())
         placed = places(turns, trajectories)
         hints = {hint.turn: ReadHint(text=hint.text, source=hint.source) for hint in rollout.hints}
@@ -158,6 +165,11 @@ class RolloutReader:
                 summary=_summary(number, turns, spoken, credit.group.task),
                 tokens=None if tokens is None else tokens[number],
             )
+
+    def _taught(self, rollout: Rollout, credit: "_Credit") -> Iterator[str]:
+        """What hints add, signal or not."""
+        if rollout.hints and rollout.rollout_id in credit.comparisons:
+            yield f"the loss of hinted turns, by hints.weight = {self._config.hints.weight:g}, comes on top"
 
     def _fetched(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
         """The rollout with its routes and kept sets, as far as they are still there."""
@@ -200,6 +212,7 @@ class _Credit:
     """What the trainer makes of a group."""
 
     group: Group
+    state: GroupState
     is_known: bool
     """Whether anything is, or will be, trained on it."""
     comparisons: Mapping[str, ReadComparison]
@@ -215,12 +228,13 @@ def _rescoring(folder: RunFolder, config: RunConfig) -> "Rescoring":
     return Rescoring(folder, config)
 
 
-def _credit_of(group: Group, purpose: str, step_tokens: int | None, config: RunConfig) -> _Credit:
+def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int | None, config: RunConfig) -> _Credit:
     group = replace(group, rollouts=tuple(_without_payloads(rollout) for rollout in group.rollouts))
     trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
-    if purpose != TRAIN or not trained:
-        why = "of an evaluation" if purpose != TRAIN else "nothing of its group is left to compare"
-        return _Credit(group=group, is_known=False, comparisons={}, trajectories={}, notes=(f"not trained on: {why}",))
+    why = _why_untrained(purpose, state, trained)
+    if why:
+        said = (f"not trained on: {why}",)
+        return _Credit(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=said)
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: effort_penalty(rollout, config.effort) for rollout in trained}
     batch = build_batch(1, [group], baseline, penalties, config.credit)
@@ -239,11 +253,34 @@ def _credit_of(group: Group, purpose: str, step_tokens: int | None, config: RunC
         )
         for rollout in trained
     }
-    notes: tuple[str, ...] = ()
-    if config.loss.reference_beta:
-        notes = (f"advantages are without loss.reference_beta = {config.loss.reference_beta:g}: the way from the "
-                 f"reference takes its weights to tell",)  # fmt: skip
-    return _Credit(group=group, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes)
+    notes = tuple(_provisos(len(trained), state, config.loss))
+    return _Credit(
+        group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
+    )
+
+
+def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
+    """Why no gradient comes from a group; empty where one does, or will."""
+    if purpose != TRAIN:
+        return "of an evaluation"
+    if state is GroupState.DROPPED:
+        return "its group was dropped"
+    return "" if trained else "nothing of its group can be compared"
+
+
+def _provisos(trained: int, state: GroupState, loss: LossConfig) -> Iterator[str]:
+    """What advantages and loss tokens do not say."""
+    if state is GroupState.OPEN:
+        yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
+    if loss.reference_beta:
+        yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: the way from the reference "
+               f"takes its weights to tell")  # fmt: skip
+    clip = loss.kind if loss.clip_high else "none"
+    deciding = {"kind": clip, "correction": loss.correction, "sequence_mask": loss.sequence_mask}
+    weighing = ", ".join(f"{key} = {value!r}" for key, value in deciding.items() if value != "none")
+    if weighing:
+        yield (f"loss tokens are counted, not weighed: what [loss] {weighing} makes of each takes the trainer's "
+               f"logprobs of its step")  # fmt: skip
 
 
 def _without_payloads(rollout: Rollout) -> Rollout:
@@ -262,8 +299,7 @@ def _known_tokens(turns: Sequence[Turn], spoken: SpokenTurn) -> int:
     """How many tokens of a turn's context an earlier turn had."""
     if spoken.continues is None:
         return 0
-    before = turns[spoken.continues]
-    return len(before.prompt_ids) + len(before.completion_ids)
+    return turns[spoken.continues].length
 
 
 def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], task: Task) -> ReadSummary | None:

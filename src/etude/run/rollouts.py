@@ -7,10 +7,10 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -18,9 +18,11 @@ import aiohttp
 
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig
-from etude.errors import ConfigError, EngineUnavailable, InfrastructureError
+from etude.dashboard.estimates import standard_error
+from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
+from etude.ledger.archive import Archive, Outcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
@@ -39,13 +41,15 @@ from etude.run.judging import Memory, open_judge, pins_of
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
 from etude.run.watching import CheatWatch, policy_of
+from etude.run.wording import decoder
 from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns_base import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
-from etude.tokens.chat import ChatTemplate
-from etude.types import AnswerChecks, FunctionChecks, Ids, Split, Task
+from etude.together import alongside, together
+from etude.tokens.jinja import load_format
+from etude.types import AnswerChecks, FunctionChecks, Split, Task
 from etude.worlds import WORKDIR, Capability, SandboxSpec
 
 POLL_S = 0.05
@@ -58,6 +62,8 @@ SEAT = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
 HARNESS_FOLDER = "/harness"
 """Where a harness finds its own files, inside of a sandbox."""
+DRAWS = 2
+"""How many held-out tasks are drawn for each that is wanted: some come twice, and of a small family all do."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two ways of every evaluation."""
 
@@ -106,6 +112,7 @@ class ServedVersion:
 class RolloutParts:
     """Everything that runs rollouts, opened from a run folder."""
 
+    folder: RunFolder
     config: RunConfig
     ledger: Ledger
     events: EventLog
@@ -114,20 +121,25 @@ class RolloutParts:
     served: ServedVersion
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int) -> EvalDone:
-        """Try every task once sampled and once greedily; resumable under the same ``label``."""
+        """Try every task once sampled and once greedily; resumable under the same ``label``.
+
+        Raises :class:`~etude.errors.UserError` where one way has no reward at all: its slots are lost, and trying again
+        finds them so. While machines are down the breaker ends this before, with slots left.
+        """
         ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
-        sampled, greedy = await asyncio.gather(*ways)
+        sampled, greedy = await together(ways)
         if not sampled or not greedy:
-            raise InfrastructureError(f"evaluation {label!r}: every rollout failed by infrastructure; see the logs")
+            lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
+            raise lost_all(self.folder, f"{label}-{lost}")
         sampled_parts, greedy_parts = (mean_parts(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES)
         done = EvalDone(
             label=label,
             version=version,
             tasks=min(len(sampled), len(greedy)),
             sampled_pass=_mean(sampled),
-            sampled_stderr=_stderr(sampled),
+            sampled_stderr=standard_error(sampled),
             greedy_pass=_mean(greedy),
-            greedy_stderr=_stderr(greedy),
+            greedy_stderr=standard_error(greedy),
             sampled_parts=sampled_parts,
             greedy_parts=greedy_parts,
         )
@@ -136,7 +148,19 @@ class RolloutParts:
 
     def heldout_tasks(self, count: int) -> list[Task]:
         """The evaluation set: the same for every run of a recipe."""
-        return [self.family.task(Split.HELDOUT, index) for index in range(count)]
+        return heldout_tasks(self.family, count)
+
+
+def lost_all(folder: RunFolder, purpose: str) -> UserError:
+    """What to say of an evaluation in which every rollout used up its attempts: why the last one failed."""
+    with Archive.open(folder.ledger, folder.config().ledger) as archive:
+        failed = archive.find(Search(purpose=purpose, outcome=Outcome.FAILED, limit=1))
+    reason = failed[0].reason if failed else "its attempts were used up"
+    return UserError(
+        f"evaluation {purpose!r}: every rollout used up its attempts (rollouts.max_attempts), the last failed because "
+        f"of {reason}; repair that and start another run: this one does not try again what it gave up, but `etude "
+        f"eval` measures what weights it has"
+    )
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +179,7 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
         served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
         dispatcher = Dispatcher(
-            config.rollouts,
+            config.patient_rollouts,
             ledger=ledger,
             family=family,
             rig=rig,
@@ -163,8 +187,20 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
             serving_version=served,
         )
         yield RolloutParts(
-            config=config, ledger=ledger, events=events, family=family, dispatcher=dispatcher, served=served
+            folder=folder,
+            config=config,
+            ledger=ledger,
+            events=events,
+            family=family,
+            dispatcher=dispatcher,
+            served=served,
         )
+
+
+def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
+    """The first held-out tasks of a family, or all of fewer; none twice, which would be counted as two."""
+    drawn = (family.task(Split.HELDOUT, index) for index in range(DRAWS * count))
+    return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 
 def run_rollouts(folder: RunFolder, seat: int = 0) -> None:
@@ -187,28 +223,14 @@ async def _run(folder: RunFolder) -> None:
         await _evaluate_alone(parts, "before", version=0)
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
-            async with _beside(_evaluate_on_the_way(parts)):
+            async with alongside(_evaluate_on_the_way(parts)) as measuring:
                 await parts.dispatcher.train(steps)
                 while ledger.progress().steps_done < steps:
                     await asyncio.sleep(POLL_S)
+                await measuring
         await parts.served.reach(steps)
         await _evaluate_alone(parts, "after", version=steps)
         parts.events.write(PhaseStarted(phase="done"))
-
-
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Let something go on while the context is open, and wait for its end; a fault inside ends it at once.
-
-    A task group would wrap that fault, whose type decides what becomes of the run.
-    """
-    going = asyncio.create_task(work)
-    try:
-        yield
-        await going
-    finally:
-        going.cancel()
-        await asyncio.gather(going, return_exceptions=True)
 
 
 async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
@@ -266,9 +288,9 @@ async def _rig(
         worlds, grader, harness = await _stage(stack, folder, config, http)
         memory = Memory(folder.path, seat)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
-        decode = decoder(folder)
+        chat = load_format(folder.model)
         watch = CheatWatch(
-            decode=decode,
+            decode=decoder(chat),
             policy=policy_of(config.cheating),
             honeypots=config.cheating.honeypots,
             bare_shell=config.harness.kind == "command",
@@ -280,7 +302,7 @@ async def _rig(
             grader=grader,
             clock=SystemClock(),
             watch=watch,
-            appraiser=open_appraiser(config, folder, decode, judge),
+            appraiser=open_appraiser(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
         )
 
@@ -304,25 +326,20 @@ async def _stage(
     worlds = TaskWorlds(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(worlds.close)
     await check_sandboxes(worlds.sandboxes, config)
+    grader = worlds.grader(config.rollouts.grading_timeout_s)
     if config.harness.kind == "coding":
-        return worlds, worlds.grader(), CodingHarness(config.harness, http)
+        return worlds, grader, CodingHarness(config.harness, http)
     command = CommandHarness(config.harness, http, workdir=WORKDIR)
     probe = await worlds.open_empty()
     await command.check(probe)
     await probe.close()
-    return worlds, worlds.grader(), command
+    return worlds, grader, command
 
 
 def _beside_worlds(folder: RunFolder, config: RunConfig) -> SandboxSpec:
     """What another team's harness is shown, and the one place that it may reach: the gateway."""
     mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
     return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
-
-
-def decoder(folder: RunFolder) -> Callable[[Ids], str]:
-    """How the run's tokens read."""
-    chat = ChatTemplate.load(folder.model)
-    return lambda token_ids: chat.decode(token_ids.tolist())
 
 
 def write_harness(folder: RunFolder, files: Mapping[str, str]) -> Path:
@@ -348,10 +365,3 @@ def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _stderr(values: Sequence[float]) -> float:
-    """Standard error of the mean."""
-    mean = _mean(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
-    return math.sqrt(variance / len(values))

@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import ssl
+import sys
+import threading
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
+from types import FrameType
 
 import uvloop
 from aiohttp import web
@@ -22,7 +25,9 @@ SUPERVISOR_VARIABLE = "ETUDE_SUPERVISOR"
 BIND_S = 5.0
 """How long a taken port is tried: after a crash the last owner's connections may still be closing."""
 SHUTDOWN_S = 2.0
-"""How long open requests may take once a process was told to stop."""
+"""How long open requests may take once a process was told to stop, and as long again to end when they are cancelled."""
+STOP_S = 10.0
+"""How long a process of a run may take to clean up before it is killed."""
 
 
 def die_with_parent() -> None:
@@ -34,20 +39,34 @@ def die_with_parent() -> None:
         raise SystemExit("etude: the supervisor died while this process was starting")
 
 
-def run_until_signal(main: Coroutine[None, None, None]) -> None:
-    """Run ``main`` to its end, or cancel it on SIGTERM or SIGINT, let it clean up and exit with 128 + the signal."""
+def tell_person(line: str) -> None:
+    """Print a line for whoever started this process by hand; in a run its supervisor speaks."""
+    if SUPERVISOR_VARIABLE not in os.environ:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | None = STOP_S) -> None:
+    """Run ``main`` to its end, or cancel it on SIGTERM or SIGINT, let it clean up and exit with 128 + the signal.
+
+    Whoever takes longer than ``cleanup_s`` to clean up is gone then all the same: the supervisor sees to that, but a
+    process that it left behind has nobody, and would keep its successor waiting. ``None`` lets a server that stands
+    alone take its time.
+    """
     received: list[int] = []
 
     async def supervised() -> None:
         task = asyncio.ensure_future(main)
         loop = asyncio.get_running_loop()
 
-        def stop(number: int) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            if cleanup_s is not None and not received:
+                _exit_after(cleanup_s, 128 + number)
             received.append(number)
-            task.cancel()
+            loop.call_soon_threadsafe(task.cancel)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop, number)
+        # Not the loop's own handlers, which wait for their turn: whoever blocks the loop has its bound, too.
+        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             await task
         except asyncio.CancelledError:
@@ -55,11 +74,21 @@ def run_until_signal(main: Coroutine[None, None, None]) -> None:
                 raise
         except BaseExceptionGroup as group:
             raise _first(group) from group
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(supervised())
     if received:
         raise SystemExit(128 + received[0])
+
+
+def _exit_after(seconds: float, status: int) -> None:
+    """End this process then, whatever it is at."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -70,14 +99,19 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 @contextlib.asynccontextmanager
 async def listening(
-    app: web.Application | web.Server, port: int, *, host: str = HOST, tls: ssl.SSLContext | None = None
+    app: web.Application | web.Server,
+    port: int,
+    *,
+    host: str = HOST,
+    tls: ssl.SSLContext | None = None,
+    shutdown_s: float = SHUTDOWN_S,
 ) -> AsyncIterator[int]:
     """Serve ``app`` while the context is open; gives the port. Raises :class:`~etude.errors.PortInUseError`."""
     runner: web.BaseRunner
     if isinstance(app, web.Application):
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s)
     else:
-        runner = web.ServerRunner(app, shutdown_timeout=SHUTDOWN_S)
+        runner = web.ServerRunner(app, shutdown_timeout=shutdown_s)
     await runner.setup()
     try:
         await _bind(runner, Address(host, port), tls)
@@ -104,6 +138,7 @@ async def _bind(runner: web.BaseRunner, address: Address, tls: ssl.SSLContext | 
         except OSError as error:
             if loop.time() >= deadline_s:
                 raise PortInUseError(
-                    f"port {address.port} on {address.host} is in use: free it, or set port = 0 ({error.strerror})"
+                    f"port {address.port} on {address.host} is in use: free it, or choose another, 0 for any that is "
+                    f"free ({error.strerror})"
                 ) from error
         await asyncio.sleep(0.2)

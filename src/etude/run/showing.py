@@ -98,9 +98,13 @@ def _show_read(folder: RunFolder, archive: Archive, wish: Wish) -> None:
 
 
 def _show_list(archive: Archive, search: Search, as_json: bool) -> None:
-    known = [census.purpose for census in archive.census()]
+    known = {census.purpose: census for census in archive.census()}
     if search.purpose not in known:
-        raise ConfigError(f"--purpose {search.purpose!r}: the run has {', '.join(known) or 'no rollouts yet'}")
+        there = f"choose another --purpose: {', '.join(known)}" if known else "it has none at all yet"
+        raise ConfigError(f"the run has no rollouts of --purpose {search.purpose!r}; {there}")
+    first, last = known[search.purpose].versions or (0, -1)
+    if search.version is not None and first <= last and not first <= search.version <= last:
+        raise ConfigError(f"--version {search.version}: tokens of its rollouts are of versions {first} to {last}")
     found = archive.find(search)
     if as_json:
         _print_json(to_json(rollout) for rollout in found)
@@ -122,15 +126,19 @@ def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
 
 def _next(folder: RunFolder, archive: Archive) -> RenderableType:
     """Commands that show more, with names that there are."""
-    newest = archive.find(Search(outcome=Outcome.GRADED, limit=1))
+    purpose = next((census.purpose for census in archive.census()), TRAIN)
+    graded = archive.find(Search(purpose=purpose, outcome=Outcome.GRADED, limit=1))
+    newest = graded or archive.find(Search(purpose=purpose, limit=1))
+    which = "" if purpose == TRAIN else f" --purpose {purpose}"
     ways = [
-        ("--limit 20", "the newest rollouts"),
-        ("--sort tokens --reward '>0'", "the longest of those that did well"),
+        (f"--limit 20{which}", "the newest rollouts"),
+        (f"--sort tokens --reward '>0'{which}", "the longest of those that did well"),
     ]
     if newest:
-        ways.append((f"--group {newest[0].group}", "a group side by side, then turn by turn"))
+        ways.append((f"--group {newest[0].group}{which}", "a group side by side, then turn by turn"))
         ways.append((f"--rollout {newest[0].rollout_id[:ID_CHARACTERS]} --tokens", "a rollout token by token"))
-    lines = [Text(f"  {options:<32}").append(words, DIM) for options, words in ways]
+    width = 2 + max(len(options) for options, _ in ways)
+    lines = [Text(f"  {options:<{width}}").append(words, DIM) for options, words in ways]
     return Group(Text(), Text.assemble(f"etude show {folder.path}", (" with", DIM)), *lines)
 
 

@@ -1,8 +1,9 @@
 """Child processes of a run: started, watched, restarted, stopped.
 
 Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
-``USER_ERROR`` met something that no restart repairs, and ends the run. Anything else (a crash, ``kill -9``) is
-restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for each of them.
+``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. Anything else (a
+crash, ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that
+safe for each of them.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from etude.errors import EtudeError, InfrastructureError
 from etude.run.folder import RunFolder
-from etude.run.serving import SUPERVISOR_VARIABLE
+from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
@@ -28,8 +29,6 @@ THREADING = {"GOMP_SPINCOUNT": "1000"}
 """How long an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
 are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
 """
-STOP_S = 10.0
-"""How long a process may take to clean up before it is killed."""
 
 
 class Child:
@@ -65,7 +64,7 @@ class Child:
         if len(self._deaths) > MAX_DEATHS:
             raise InfrastructureError(
                 f"{self.name} died {len(self._deaths)} times in {DEATHS_WINDOW_S:g} s, last with status {status}: "
-                f"see {self.log}"
+                f"{self._lines()[-1]}; see {self.log}"
             )
         self._restarts += 1
         self._process = self._start()
@@ -109,9 +108,13 @@ class Child:
 
     def _last_line(self) -> str:
         """What it said last: its own last word, if there is one, and not that of a program that ran it."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._lines()
         own = [line.removeprefix("etude: ") for line in lines if line.startswith("etude: ")]
-        return (own or lines or [f"see {self.log}"])[-1]
+        return (own or lines)[-1]
+
+    def _lines(self) -> list[str]:
+        """All that it said."""
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["it said nothing"]
 
 
 def stop_all(children: list[Child]) -> None:

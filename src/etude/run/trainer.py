@@ -11,17 +11,18 @@ digest, a published one is committed. No batch is lost and none is trained on tw
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from etude.config.recipe import RunConfig
-from etude.errors import DamagedError, MismatchError
-from etude.ledger.changes import TRAINER
+from etude.errors import DamagedError, MismatchError, UserError
+from etude.ledger.changes import TRAIN, TRAINER
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
+from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
@@ -46,6 +47,7 @@ from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_COURSE, Course
+from etude.trainer.losses import Totals
 from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
@@ -61,6 +63,12 @@ from etude.weights.pull import pull
 
 POLL_S = 0.02
 """How often the ledger is asked for a batch: a fraction of the shortest step."""
+SWEEP_S = 3600.0
+"""How often payloads are looked for that nothing refers to."""
+LONGEST_ROLLOUT_S = 24 * 3600.0
+"""How old those have to be: the ledger refers to what a rollout left when it ends."""
+MOST_IN_VAIN = 3
+"""Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +95,9 @@ class TrainerProcess:
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
+        self._swept_s = 0.0
+        self._in_vain = 0
+        """Steps in a row, up to the newest, that had no rollout to learn from."""
         self.crew = muster(folder, self.config, model, grid)
         self._recover()
 
@@ -99,15 +110,33 @@ class TrainerProcess:
             groups = fetch_payloads(groups, self._payloads, self._space)
             batch = build_batch(step, groups, self.config.loss.baseline, self._penalties.of(groups), self.config.credit)
             mismatch = self._measure_mismatch(step, groups)
-            course = self._course(groups, batch)
-            stats = self.crew.step(step, batch.trajectories, self._shares(batch), self.publishing.release, course)
+            course = self._course(groups)
+            shares, release = self._shares(batch), self.publishing.release
+            stats = self.crew.step(step, batch.trajectories, shares, totals_of(batch), release, course)
             busy_s = time.perf_counter() - started_s
             done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
             self._events.write(replace(done, reward_parts=mean_parts(groups)))
             self._land()
             self.crew.save(step)
             self._publish(step)
+            self._heed(batch)
         self._land()
+
+    def _heed(self, batch: Batch) -> None:
+        """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
+        a row; they are done, so a run that is resumed goes on behind them.
+        """
+        self._in_vain = 0 if len(batch.rewards) else self._in_vain + 1
+        if not self._in_vain:
+            return
+        words = f"step {batch.step}: every rollout was masked or quarantined, so nothing was learnt"
+        logger.warning("%s", words)
+        if self._in_vain >= MOST_IN_VAIN:
+            self._land()
+            raise UserError(
+                f"{words}, for {self._in_vain} steps now: see why with `etude show {self._folder.path}` (a judge that "
+                f"is down, held or out of budget masks what it should judge), then go on with --resume"
+            )
 
     def _recover(self) -> None:
         """Go to where the previous process really got, and finish the step it had saved but not committed."""
@@ -121,11 +150,19 @@ class TrainerProcess:
         if saved:
             self.crew.restore(saved)
         for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
-            published = to_tensors(pull(self._log, version).state)
+            try:
+                published = to_tensors(pull(self._log, version).state)
+            except (DamagedError, UserError) as error:
+                next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
+                if version == done and not next_is_whole:
+                    raise  # engines would wait for it for ever
+                logger.warning("what weight version %d sampled is not measured: %s", version, error)
+                continue
             self._probe.remember(version, decoded_state(published, self._numerics))
         if saved == done + 1:
             self._publish(saved)
             self._land()
+        self._sweep()
 
     def _reference(self, model: Decoder) -> Reference | None:
         """The weights that the policy is held to; nobody keeps them where nothing is taken off for leaving them."""
@@ -147,6 +184,17 @@ class TrainerProcess:
         if version is not None:
             self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))
+            if time.monotonic() - self._swept_s > SWEEP_S:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the payloads that nothing will be learnt from: of evaluations, of tries that failed, of whoever else
+        called, of a process before this one.
+        """
+        self._swept_s = time.monotonic()
+        self._payloads.sweep(
+            lambda: payload_refs(self._ledger.groups(TRAIN, UNSETTLED)), older_than_s=LONGEST_ROLLOUT_S
+        )
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
@@ -163,11 +211,11 @@ class TrainerProcess:
         max_tokens = self.config.trainer.microbatch_tokens * self.config.parallel.cp
         return pack(lengths, max_tokens=max_tokens, ranks=self.crew.shares, cost=self._cost)
 
-    def _course(self, groups: Sequence[Group], batch: Batch) -> Course:
+    def _course(self, groups: Sequence[Group]) -> Course:
         """What is learnt from the hints in a batch's rollouts."""
         if self._course_plan is None:
             return NO_COURSE
-        return self._course_plan.course(groups, shares=self.crew.shares, sampled_tokens=len(batch.staleness))
+        return self._course_plan.course(groups, shares=self.crew.shares)
 
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
@@ -198,10 +246,11 @@ class TrainerProcess:
 
 
 def first_model(folder: RunFolder, config: RunConfig) -> Decoder:
-    """The model of version 0, to be trained."""
+    """The model to be trained: of version 0, or without weights where a checkpoint has them."""
     torch.set_num_threads(config.trainer.threads)
     model = training_model(load_spec(folder.model), config.numerics, config.trainer.device)
-    load_published(model, to_tensors(pull(open_log(folder), 0).state), config.numerics)
+    if not Checkpoints(folder.checkpoints).steps():
+        load_published(model, to_tensors(pull(open_log(folder), 0).state), config.numerics)
     model.recompute = config.trainer.checkpoint_activations
     return model.train()
 
@@ -232,7 +281,19 @@ def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
     return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm)
 
 
-def payload_refs(groups: Sequence[Group]) -> tuple[PayloadRef, ...]:
+def totals_of(batch: Batch) -> Totals:
+    """What the losses of a batch's pieces are divided by."""
+    return Totals(
+        tokens=batch.num_loss_tokens,
+        trajectories=len(batch.trajectories),
+        sampled=len(batch.staleness),
+        sampled_trajectories=batch.num_sampled_trajectories,
+        lost_tokens=batch.num_lost_tokens,
+        lost_trajectories=batch.num_lost_trajectories,
+    )
+
+
+def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
     """The payloads that the turns of some groups refer to."""
     turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
     return tuple(turn.payload for turn in turns if turn.payload is not None)
@@ -299,7 +360,7 @@ def _step_done(
         step=batch.step,
         busy_s=busy_s,
         wait_s=wait_s,
-        reward_mean=float(batch.rewards.mean()),
+        reward_mean=float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
         degenerate_groups=batch.num_degenerate_groups,
         loss_tokens=batch.num_loss_tokens,
         trained_tokens=stats.trained_tokens,
@@ -309,7 +370,7 @@ def _step_done(
         masked_share=stats.masked_share,
         staleness_sum=int(batch.staleness.sum()),
         staleness_tokens=len(batch.staleness),
-        staleness_max=int(batch.staleness.max()),
+        staleness_max=int(batch.staleness.max(initial=0)),
         mismatch_tokens=mismatch.tokens,
         mismatch_k1=mismatch.k1,
         mismatch_k3=mismatch.k3,

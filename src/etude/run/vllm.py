@@ -3,7 +3,8 @@
 weight store ──pull, verify──▶ changed numbers ──patch──▶ vLLM ──▶ tokens over HTTP, in the native engine's own format
 
 The gateway sees no difference: the same address, the same wire format. A version that changed very much goes there as a
-whole checkpoint, on a memory file system where there is one.
+whole checkpoint, on a memory file system where there is one; whoever opens a scratch next removes what a killed process
+left there.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import aiohttp
 
@@ -28,23 +28,22 @@ from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE, load_spec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
-from etude.run.serving import listening
+from etude.run.following import next_arrival
+from etude.run.serving import listening, tell_person
 from etude.run.weight_log import open_log
+from etude.sandboxes.scratch import Scratch
 from etude.telemetry.events import WeightsSwapped
 from etude.telemetry.log import EventLog
 from etude.weights.interop.checkpoint import write_checkpoint
 from etude.weights.log import WeightLog
-from etude.weights.pull import Receiver
+from etude.weights.pull import Arrival, Receiver
 from etude.weights.replica import PulledWeights
 from etude.weights.state import State
 
-POLL_S = 0.05
-"""How often the store is asked for the next version."""
+WATCH_S = 0.2
+"""How often it is looked after the server."""
 START_S = 300.0
 """How long a server may take to load a checkpoint; half a minute on two cores for a small one."""
-MEMORY = Path("/dev/shm")
-"""A memory file system: what goes to the server through it never touches a disk."""
-SCRATCH = MEMORY if MEMORY.is_dir() else None
 
 
 async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
@@ -52,13 +51,14 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
     log, spec = open_log(folder), load_spec(folder.model)
     python = find_python(config.engine.vllm_python)
     with (
-        TemporaryDirectory(prefix="etude-vllm-", dir=SCRATCH) as scratch,
+        closing(Scratch.open(None)) as scratch,
         closing(Receiver(log)) as receiver,
         EventLog(folder.events, "engine") as events,
     ):
         receiver.advance()
         pulled = receiver.weights()
-        writer = _Writer(folder.model / CONFIG_FILE, Path(scratch))
+        memory = scratch.create(reader=None)
+        writer = _Writer(folder.model / CONFIG_FILE, memory)
         replays = config.numerics.replay != "off"
         with probe_port(0) as port:
             pass  # let go of it again: the server is to listen there
@@ -77,11 +77,13 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 exchange = Exchange("vLLM", process.base_url, http)
                 offer = Offer(sparse_layers=spec.sparse_layers if replays else ())
-                engine = VllmEngine(exchange, server.limits(), offer, Path(scratch))
+                engine = VllmEngine(exchange, server.limits(), offer, memory)
                 await _start(process, engine, exchange, pulled)
-                async with listening(engine_app(engine), folder.endpoints.port("engine")):
-                    follower = _Follower(log=log, receiver=receiver, engine=engine, writer=writer)
-                    await _follow(follower, process, SwapMode(config.engine.swap), events)
+                follower = _Follower(log=log, receiver=receiver, engine=engine, writer=writer)
+                async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
+                    tell_person(f"engine at {folder.endpoints.url('engine')}")
+                    tasks.create_task(_watch(process))
+                    tasks.create_task(_follow(follower, pulled.version, SwapMode(config.engine.swap), events))
         finally:
             process.stop()
 
@@ -125,28 +127,28 @@ class _Follower:
     engine: VllmEngine
     writer: _Writer
 
-    def is_behind(self) -> bool:
-        """Whether the log has a version that is not here."""
-        return self.log.latest(after=self.receiver.version) != self.receiver.version
-
-    def stage(self) -> tuple[PulledWeights, Source]:
-        """Fetch the newest version; says what leads there."""
-        arrival = self.receiver.advance()
+    def stage(self, arrival: Arrival) -> tuple[PulledWeights, Source]:
+        """What has arrived, and what leads there."""
         pulled = self.receiver.weights()
         if self.receiver.changed_share(arrival) * RELOAD_SHARE > 1:
             return pulled, self.writer.write(pulled.state)
         return pulled, self.receiver.changed(arrival)
 
 
-async def _follow(follower: _Follower, process: VllmProcess, mode: SwapMode, events: EventLog) -> None:
-    """Swap every new version in, for as long as the server lives."""
-    while process.is_running:
-        if not await asyncio.to_thread(follower.is_behind):
-            await asyncio.sleep(POLL_S)
-            continue
+async def _follow(follower: _Follower, served: int, mode: SwapMode, events: EventLog) -> None:
+    """Swap every version after ``served`` in, for ever."""
+    while True:
+        arrival = await next_arrival(follower.log, follower.receiver, served)
         started_s = time.perf_counter()
-        pulled, source = await asyncio.to_thread(follower.stage)
-        stage_s = time.perf_counter() - started_s
+        pulled, source = await asyncio.to_thread(follower.stage, arrival)
+        stage_s = arrival.seconds + time.perf_counter() - started_s
         pause = await follower.engine.update(pulled.version, pulled.digest, source, mode)
-        events.write(WeightsSwapped(version=pulled.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause.pause_s))
+        served = pulled.version
+        events.write(WeightsSwapped(version=served, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause.pause_s))
+
+
+async def _watch(process: VllmProcess) -> None:
+    """Raise :class:`~etude.errors.EngineUnavailable` once the server ends."""
+    while process.is_running:
+        await asyncio.sleep(WATCH_S)
     raise EngineUnavailable(f"vLLM ended: see {process.log}")

@@ -15,7 +15,10 @@ def open_log(folder: RunFolder) -> WeightLog:
     return open_store(str(folder.store))
 
 
-def open_store(url: str) -> WeightLog:
-    """The weight versions at a URL, signed and checked when the environment has a key for it."""
+def open_store(url: str, *, creates: bool = True) -> WeightLog:
+    """The weight versions at a URL, signed and checked when the environment has a key for it.
+
+    A folder that is missing is made if this ``creates``, else it raises :class:`~etude.errors.UserError`.
+    """
     key = os.environ.get(KEY_VARIABLE)
-    return WeightLog(ObjectStore(url), key=key.encode() if key else None)
+    return WeightLog(ObjectStore(url, creates=creates), key=key.encode() if key else None)

@@ -5,7 +5,7 @@ when the environment variable ``ETUDE_WEIGHTS_KEY`` holds a key.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -13,15 +13,12 @@ from typing import TypeVar
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
+from etude.dashboard import units
+from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
-from etude.models.checkpoint import load_spec, save_checkpoint
 from etude.run.folder import RunFolder
-from etude.run.numerics import checkpoint_extra
-from etude.run.states import to_tensors
-from etude.run.weight_log import open_log, open_store
-from etude.tokens.chat import ChatTemplate
+from etude.run.weight_log import open_store
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.interop.checkpoint import write_checkpoint
@@ -37,35 +34,54 @@ from etude.weights.verify import verify
 
 POLL_S = 0.1
 """How often progress is drawn, and a relay looks for something new."""
+MOST_TENSORS = 20
+"""Shown of a comparison: the most changed ones."""
+NOTHING_THERE = "no version is published there"
 
 Item = TypeVar("Item")
 
 
 def log_of(store: str) -> WeightLog:
-    """The log in a run folder or at a URL."""
-    if (Path(store) / "run.toml").is_file():
-        return open_log(RunFolder.open(Path(store)))
-    return open_store(store)
+    """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none."""
+    folder = RunFolder(Path(store))
+    if folder.config_file.is_file():
+        if not Path(folder.store).is_dir():
+            raise RunFolderError(f"no weight version is published in the run {store} yet")
+        return open_store(folder.store, creates=False)
+    if "://" not in store and not folder.path.is_dir():
+        raise RunFolderError(f"{store!r} is no run folder and no weight store")
+    return open_store(store, creates=False)
+
+
+def needed_by_trainer(store: str) -> tuple[int, ...]:
+    """The versions that the trainer of a run reads whenever it starts; of a URL nobody can say."""
+    folder = RunFolder(Path(store))
+    if not folder.config_file.is_file() or not (loss := folder.config().loss).reference_beta:
+        return ()
+    return (loss.reference_version,)
 
 
 def show_versions(log: WeightLog, console: Console) -> None:
     """All versions with their lineage, then the links between them."""
+    if not log.versions():
+        console.print(NOTHING_THERE)
+        return
     records = [record for version in log.versions() if (record := _readable(log, version))]
     largest = max((record.size_bytes for record in records), default=0)
-    versions = Table("version", "from", "step", "recipe", "created", "digest", title=log.store.url)
-    versions.add_column("bytes", justify="right")
-    versions.add_column("of full", justify="right")
+    columns = ("version", "from", ">step", "created", "digest", ">size", ">share", "recipe")
+    versions = light_table(*columns, broken=["created"])
     for record in records:
         share = f"{record.size_bytes / largest:.1%}" if largest else "–"
-        base = "nothing" if record.base is None else str(record.base)
-        row = (record.version, base, record.step, record.recipe, record.created[:19], record.digest[:12])
-        versions.add_row(*map(str, row), f"{record.size_bytes:,}", share)
+        base = units.MISSING if record.base is None else str(record.base)
+        row = (record.version, base, record.step, record.created[:16].replace("T", " "), record.digest[:12])
+        versions.add_row(*map(str, row), units.size(record.size_bytes), share, record.recipe)
     console.print(versions)
-    links = Table("link", "bytes", title="links: shorter ways")
+    links = light_table("link, a shorter way", ">size")
     for link in log.links():
         source = "nothing" if link.source is None else str(link.source)
-        links.add_row(f"{source} → {link.target}", f"{sum(pack.size_bytes for pack in link.packs):,}")
+        links.add_row(f"{source} → {link.target}", units.size(sum(pack.size_bytes for pack in link.packs)))
     if links.row_count:
+        console.print()
         console.print(links)
 
 
@@ -76,7 +92,7 @@ def verify_store(log: WeightLog, console: Console) -> None:
         verdict = "sound" if check.fault is None else f"{'by a detour: ' if check.detour else ''}{check.fault}"
         console.print(f"{check.name:>14}  {verdict}", soft_wrap=True, highlight=False)
     if not checks:
-        console.print("no version is published yet")
+        console.print(NOTHING_THERE)
     if any(check.fault for check in checks):
         raise DamagedError("the weight store is damaged: see the lines above; run `etude weights repair`")
 
@@ -94,7 +110,7 @@ def repair_store(log: WeightLog, mirror: str | None, console: Console) -> None:
 
 def pull_store(log: WeightLog, out: Path, version: int | None, console: Console) -> None:
     """Fetch a version into ``out`` as safetensors files, with a progress bar."""
-    _require_empty(out)
+    require_empty(out)
     with Receiver(log) as receiver, ThreadPoolExecutor(1) as thread, _bytes_bar(console) as bar:
         plan = receiver.plan(version)
         task = bar.add_task(f"{len(plan.edges)} links", total=plan.size_bytes)
@@ -134,9 +150,11 @@ def extend_folder(log: WeightLog, root: Path, version: int | None, console: Cons
             console.print(f"{folder}: what changed since version {following - 1}")
 
 
-def collect_store(log: WeightLog, *, keep: int, grace_s: float, dry_run: bool, console: Console) -> None:
-    """Delete what no reader, present or future, needs."""
-    report = collect(log, keep=keep, grace_s=grace_s, lease_s=10 * 60.0, dry_run=dry_run)
+def collect_store(
+    log: WeightLog, *, keep: int, needed: Collection[int], grace_s: float, dry_run: bool, console: Console
+) -> None:
+    """Delete what no reader, present or future, needs; ``needed`` are versions of which that is known."""
+    report = collect(log, keep=keep, needed=needed, grace_s=grace_s, lease_s=10 * 60.0, dry_run=dry_run)
     verb = "would remove" if report.dry_run else "removed"
     console.print(
         f"{verb} {report.versions} versions, {report.objects} objects, {report.size_bytes:,} bytes; "
@@ -144,35 +162,19 @@ def collect_store(log: WeightLog, *, keep: int, grace_s: float, dry_run: bool, c
     )
 
 
-def export_run(folder: RunFolder, out: Path, version: int | None) -> int:
-    """Write a version as a Hugging Face checkpoint, tokenizer included; returns the version.
-
-    Raises :class:`~etude.errors.RunFolderError` when ``out`` cannot be written or already holds something.
-    """
-    _require_empty(out)
-    pulled = pull(open_log(folder), version)
-    chat = ChatTemplate.load(folder.model)
-    state = to_tensors(pulled.state)
-    extra = checkpoint_extra(state, folder.config().numerics)
-    try:
-        save_checkpoint(out, load_spec(folder.model), state, end_id=chat.end_id, pad_id=chat.pad_id, extra=extra)
-        chat.save(out)
-    except OSError as error:
-        raise RunFolderError(f"cannot write to {out}: {error.strerror}") from error
-    return pulled.version
-
-
-def compare_versions(log: WeightLog, first: int, second: int, console: Console) -> None:
-    """How two versions differ, tensor by tensor; the most changed first."""
+def compare_versions(
+    log: WeightLog, first: int, second: int, console: Console, *, most: int | None = MOST_TENSORS
+) -> None:
+    """How two versions differ, tensor by tensor; the ``most`` changed first, or all of them."""
     before, after = pull(log, first), pull(log, second)
-    table = Table("tensor", "type", "shape", title=f"version {first} → {second}")
-    for column in ("numbers", "changed", "share"):
-        table.add_column(column, justify="right")
+    table = light_table("changed", ">numbers", "type", "shape", "tensor")
     rows = sorted(_differences(before, after), key=lambda row: -row[3] / max(1, row[2]))
-    for name, kind, numbers, changed in rows:
+    for name, kind, numbers, changed in rows[:most]:
         shape = "×".join(map(str, after.state[name].spec.shape)) or "scalar"
-        table.add_row(name, kind, shape, f"{numbers:,}", f"{changed:,}", f"{changed / max(1, numbers):.3%}")
+        table.add_row(f"{changed / max(1, numbers):.3%}", units.brief(numbers), kind, shape, name)
     console.print(table)
+    if most is not None and len(rows) > most:
+        console.print(f"and {len(rows) - most} more tensors: --all")
     numbers, changed = sum(row[2] for row in rows), sum(row[3] for row in rows)
     console.print(f"{changed:,} of {numbers:,} numbers differ: {changed / max(1, numbers):.3%}")
 
@@ -218,7 +220,8 @@ def _differences(before: PulledWeights, after: PulledWeights) -> Iterator[tuple[
             yield name, tensor.spec.dtype, len(tensor.numbers), changed
 
 
-def _require_empty(out: Path) -> None:
+def require_empty(out: Path) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` where something would be overwritten."""
     if out.exists() and any(out.iterdir()):
         raise RunFolderError(f"{out} is not empty: choose another folder, nothing is overwritten")
 

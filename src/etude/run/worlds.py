@@ -123,11 +123,14 @@ class TaskWorlds:
         """How a world's sandbox shall be."""
         return world_spec(world, self._images.open(world.image) if world.image else None)
 
-    def grader(self) -> Grader:
-        """Grades any kind of checks in sandboxes of the same provider."""
+    def grader(self, slack_s: float) -> GraderByKind:
+        """Grades any kind of checks in sandboxes of the same provider.
+
+        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``.
+        """
         graders: Mapping[type[Checks], Grader] = {
             FunctionChecks: FreshGrader(HiddenTests(), self._grading),
-            TestChecks: HiddenTestGrader(self._grading, self._images),
+            TestChecks: HiddenTestGrader(self._grading, self._images, slack_s=slack_s),
             ScriptChecks: ScriptGrader(self._grading, self._images),
             QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
             AnswerChecks: AnswerGrader(),

@@ -123,8 +123,8 @@ def _json_call(text: str) -> tuple[str, dict[str, str]] | None:
         arguments = call["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         return str(call["name"]), {str(name): _as_text(value) for name, value in arguments.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # malformed: the harness could not carry it out, either
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # malformed, or nested a thousand levels deep: the harness could not carry it out, either
 
 
 def _as_text(value: object) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.folders import Folder, tree_bytes
 from etude.sandboxes.promises import unsupported
 from etude.worlds import Image, SandboxSpec, SandboxStats
@@ -69,6 +70,7 @@ class FolderSandbox:
         self.spec = spec
         self._born_s = time.monotonic()
         self._running: set[asyncio.Future[ExecResult]] = set()
+        self._writing: set[asyncio.Future[None]] = set()
         self._closing: asyncio.Task[None] | None = None
         self._ending = asyncio.get_running_loop().call_later(spec.ttl_s, self._end)
 
@@ -119,7 +121,14 @@ class FolderSandbox:
     async def load(self, tar: bytes) -> None:
         """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
         self._check_open()
-        await asyncio.to_thread(self.folder.unpack, tar)
+        await self.write(lambda: self.folder.unpack(tar))
+
+    async def write(self, work: Callable[[], None]) -> None:
+        """Have a thread write files here. It cannot be stopped, so they are not removed before it is done."""
+        writing = asyncio.get_running_loop().run_in_executor(None, work)
+        self._writing.add(writing)
+        writing.add_done_callback(self._written)
+        await asyncio.shield(writing)
 
     async def stats(self) -> SandboxStats:
         """Its files and its age; nobody counts what its commands use."""
@@ -145,8 +154,7 @@ class FolderSandbox:
             for _ in range(count):
                 copies.append(await self._home.copy(self))  # noqa: PERF401 - what was made is closed on error
         except BaseException:
-            for copy in copies:
-                await copy.close()
+            await close_all(copies)
             raise
         return copies
 
@@ -164,9 +172,14 @@ class FolderSandbox:
     async def _close(self) -> None:
         for running in self._running:
             running.cancel()
-        if self._running:
-            await asyncio.wait(self._running)
+        busy: set[asyncio.Future[ExecResult] | asyncio.Future[None]] = {*self._running, *self._writing}
+        if busy:
+            await asyncio.wait(busy)
         await asyncio.to_thread(self._home.remove, self)  # how much there is was up to the agent
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._writing.discard(writing)
+        writing.exception()  # whoever asked may have given up
 
     def _check_open(self) -> None:
         if self._closing is not None:

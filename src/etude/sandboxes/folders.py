@@ -212,6 +212,15 @@ class Folder:
             os.fchown(descriptor, self.owner, self.owner)
 
 
+def is_whole(text: str) -> bool:
+    """Whether a text that was read from a sandbox can be written back without harm to what it does not show.
+
+    Not where it may have been cut, or stand for bytes that are no UTF-8: a file that has U+FFFD itself is not told from
+    one that has it in their place.
+    """
+    return "\N{REPLACEMENT CHARACTER}" not in text and len(text.encode()) < READ_LIMIT_BYTES
+
+
 def tree_bytes(folder: Path) -> int:
     """What all files below a folder take up on disk."""
     total, waiting = 0, [os.fspath(folder)]

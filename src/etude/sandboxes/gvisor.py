@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 import orjson
 
 from etude.errors import ConfigError, SandboxError
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.gvisor_bundle import Overlay, bundle, overlays, root_script, stage_script
 from etude.sandboxes.gvisor_cell import Cell
 from etude.sandboxes.gvisor_sandbox import GvisorSandbox, Home
@@ -97,10 +98,12 @@ class GvisorSandboxes:
     async def close(self) -> None:
         """Close every sandbox and remove all files; calling it twice is harmless."""
         self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+        failures = await close_all(self._sandboxes)
         if self._scratch is not None:
             scratch, self._scratch = self._scratch, None
             await asyncio.to_thread(scratch.close)
+        if failures:
+            raise failures[0]
 
     async def _try(self) -> frozenset[Capability]:
         """Make a sandbox and run something that is known to fail on old runtimes; then help them."""
@@ -122,7 +125,7 @@ class GvisorSandboxes:
                 sandbox.files.write(path, text)
             await sandbox.container.boot()
         except BaseException:
-            await sandbox.close()
+            await close_all([sandbox])
             raise
         return sandbox
 
@@ -218,7 +221,7 @@ class GvisorSandboxes:
             for failure in filter(None, woken):
                 raise failure
         except BaseException:
-            await asyncio.gather(*(fork.close() for fork in forks))
+            await close_all(forks)
             raise
         finally:
             await asyncio.to_thread(remove_tree, memory)

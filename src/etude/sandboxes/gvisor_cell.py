@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.ns_cgroups import CPU, MEMORY, PROCESSES, Cgroups, Usage, find_hierarchies, launcher_name, writable
 from etude.worlds import SandboxLimits
 
@@ -62,7 +63,7 @@ class Cell:
             cell._inner = _only_child(process.pid)
             cell._wall_in(limits)
         except BaseException:
-            await cell.close()
+            await close_all([cell])
             raise
         return cell
 

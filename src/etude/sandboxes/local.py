@@ -25,6 +25,7 @@ import orjson
 import etude
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.folder_sandbox import Command, FolderSandbox, Home
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.outputs import OUTPUT_LIMIT_BYTES
@@ -126,13 +127,12 @@ class LocalSandboxes:
     async def close(self) -> None:
         """Close every sandbox and worker and remove all files; calling it twice is harmless."""
         self._closed = True
-        for sandbox in list(self._sandboxes):
-            await sandbox.close()
-        for slot in self._slots:
-            await slot.close()
+        failures = [*await close_all(self._sandboxes), *await close_all(self._slots)]
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
+        if failures:
+            raise failures[0]
 
     async def _run(self, folder: Folder, command: Command) -> ExecResult:
         """Run one command on an idle worker. Raises :class:`~etude.errors.SandboxError`."""
@@ -161,9 +161,9 @@ class LocalSandboxes:
     async def _copy(self, sandbox: FolderSandbox) -> FolderSandbox:
         copy = await self.create({}, sandbox.spec)
         try:
-            await asyncio.to_thread(sandbox.folder.copy_to, copy.folder)
+            await copy.write(lambda: sandbox.folder.copy_to(copy.folder))
         except BaseException:
-            await copy.close()
+            await close_all([copy])
             raise
         return copy
 
@@ -180,7 +180,8 @@ class LocalSandboxes:
     async def _worker(self) -> AsyncIterator["_Worker"]:
         """A running worker that is nobody else's meanwhile."""
         try:
-            slot = await asyncio.wait_for(self._idle.get(), QUEUE_TIMEOUT_S)
+            async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                slot = await self._idle.get()
         except TimeoutError:
             raise SandboxError(
                 f"no idle sandbox worker within {QUEUE_TIMEOUT_S} s: {len(self._slots)} workers are too few"
@@ -194,7 +195,11 @@ class LocalSandboxes:
                 slot.worker = await _Worker.start(options)
             yield slot.worker
         finally:
-            self._idle.put_nowait(slot)
+            try:
+                if slot.worker is not None and slot.worker.is_broken:
+                    await slot.close()  # and so its command is over
+            finally:
+                self._idle.put_nowait(slot)
 
 
 class _Slot:
@@ -253,7 +258,8 @@ class _Worker:
         """End the process: it leaves when its stdin closes, or is killed."""
         self._stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT_S)
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()

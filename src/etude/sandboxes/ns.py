@@ -23,6 +23,7 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +32,7 @@ import orjson
 
 from etude.errors import SandboxError
 from etude.sandboxes import ns_wire as wire
+from etude.sandboxes.endings import all_or_none, close_all
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.layers import remove_tree
 from etude.sandboxes.ns_base import machine_folders, search_path, write_skeleton
@@ -165,12 +167,17 @@ class NamespaceSandboxes:
             sandbox = NamespaceSandbox(home, Birthright(box=creation["box"], spec=spec, search_path=path, doors=doors))
             self._sandboxes.add(sandbox)
         except BaseException:
-            await link.send({"kind": "close", "box": creation["box"]})
+            with suppress(SandboxError):  # it is gone with its launcher
+                await link.send({"kind": "close", "box": creation["box"]})
             raise
         finally:
             os.close(first_files)
-        if made["unsettled"]:
-            await sandbox.job("settle", {})
+        try:
+            if made["unsettled"]:
+                await sandbox.job("settle", {})
+        except BaseException:
+            await close_all([sandbox])
+            raise
         return sandbox
 
     def _creation(self, spec: SandboxSpec, known: Sequence[Place], number: int) -> wire.Creation:
@@ -180,9 +187,9 @@ class NamespaceSandboxes:
         return wire.Creation(
             box=number,
             root=str(self._bases[image.base]) if image.base else "",
-            layers=[str(layer) for layer in image.layers],
+            layers=[str(layer.absolute()) for layer in image.layers],
             system={target: str(path) for target, path in system.items()},
-            shown={target: str(path) for target, path in sorted(spec.mounts.items())},
+            shown={target: str(path.absolute()) for target, path in sorted(spec.mounts.items())},
             places=[list(place) for place in known],
             hosts=hosts_text(known, HOSTNAME) if known or image.base else "",
             workdir=image.workdir,
@@ -223,16 +230,11 @@ class NamespaceSandboxes:
         spec = replace(sandbox.spec, image=replace(image, digest="", layers=(*image.layers, layer)))
         self._lent[layer] = 0
         self._hold(spec.image.layers)  # until all are made
-        home = await self._open()
-        made = await asyncio.gather(*(self._make({}, spec, home) for _ in range(count)), return_exceptions=True)
-        forks = [fork for fork in made if isinstance(fork, NamespaceSandbox)]
-        failures = [failure for failure in made if isinstance(failure, BaseException)]
-        if failures:
-            await asyncio.gather(*(fork.close() for fork in forks))
-        await self._release(spec.image.layers)
-        if failures:
-            raise failures[0]
-        return forks
+        try:
+            home = await self._open()
+            return await all_or_none(self._make({}, spec, home) for _ in range(count))
+        finally:
+            await self._release(spec.image.layers)
 
     async def _copy_layer(self, sandbox: NamespaceSandbox) -> Path:
         assert self._scratch is not None, "a sandbox has outlived its provider"

@@ -19,7 +19,8 @@ MEMORY, PROCESSES, CPU, CPU_TIME = "memory", "pids", "cpu", "cpuacct"
 SWAP = "swap"
 """No controller, but a second limit of memory's, where the kernel counts it."""
 CONTROLLERS = (MEMORY, PROCESSES, CPU, CPU_TIME)
-PREFIX = "etude-"
+PREFIX, TRIAL = "etude-", "-trial"
+"""How names of launchers' groups begin, and how one ends that is there to find out whether groups can be made."""
 PERIOD_US = 100_000
 """Over which processor time is shared out."""
 REMOVE_TIMEOUT_S = 2.0
@@ -226,7 +227,7 @@ def _below(place: str, root: str, group: str) -> Path:
 
 
 def _try(hierarchy: Hierarchy, launcher: str) -> bool:
-    trial = hierarchy.folder / f"{launcher}-trial"
+    trial = hierarchy.folder / f"{launcher}{TRIAL}"
     try:
         if hierarchy.version == 2:
             _enable(hierarchy.folder, hierarchy.controllers)
@@ -273,13 +274,21 @@ def _sweep(hierarchy: Hierarchy) -> None:
     for folder in hierarchy.folder.glob(f"{_family()}[0-9]*-[0-9]*"):
         process = folder.name.removeprefix(_family()).partition("-")[0]
         with suppress(OSError):
-            if launcher_name(int(process)) == folder.name:
+            if launcher_name(int(process)) == folder.name.removesuffix(TRIAL):
                 continue
-        for group in [*(inner for inner in folder.iterdir() if inner.is_dir()), folder]:
+        for group in [*_inner(folder), folder]:
             with suppress(OSError):  # swept by somebody else meanwhile, or not ours
                 for left in (group / "cgroup.procs").read_text(encoding="ascii").split():
                     os.kill(int(left), signal.SIGKILL)
                 _remove(str(group))
+
+
+def _inner(folder: Path) -> list[Path]:
+    """The groups in a group; none where somebody else has swept it meanwhile."""
+    try:
+        return [inner for inner in folder.iterdir() if inner.is_dir()]
+    except FileNotFoundError:
+        return []
 
 
 def _remove(folder: str) -> None:

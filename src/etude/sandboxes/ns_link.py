@@ -205,7 +205,8 @@ async def _writable(connection: socket.socket) -> None:
 
 async def _wait(process: Process) -> None:
     try:
-        await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_S)
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -16,6 +16,7 @@ from typing import final
 from etude.errors import SandboxError
 from etude.protocols import Clock, ExecResult, Sandbox, SandboxProvider
 from etude.sandboxes.claims import Claim, ClaimState, Want
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.keeper import Keeper
 from etude.sandboxes.leases import LeaseCounters
 from etude.sandboxes.pressure import MemoryGauge
@@ -139,7 +140,7 @@ class Claimant:
             for path, text in files.items():
                 await sandbox.write_file(path, text)
         except BaseException:
-            await sandbox.close()
+            await close_all([sandbox])
             raise
         return sandbox
 

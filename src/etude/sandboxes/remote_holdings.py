@@ -49,15 +49,21 @@ class Holdings:
         return held in self._terms
 
     def take(self, wanted: Sequence[Held], ttl_s: float, now: float) -> None:
-        """Hold new ones, all or none. Raises :class:`~etude.errors.SandboxError` beyond their holder's limit."""
-        new = {held for held in wanted if held not in self._terms}
-        for holder, count in Counter(held.holder for held in new).items():
+        """Hold new ones, all or none.
+
+        Raises ``ValueError`` for one that is held already, :class:`~etude.errors.SandboxError` beyond the limit of
+        their holder.
+        """
+        known = [held.name for held in wanted if held in self._terms]
+        if known:
+            raise ValueError(f"sandbox {known[0]} is there already: give new ones names of their own")
+        for holder, count in Counter(held.holder for held in wanted).items():
             if self._counts[holder] + count > self._limit:
                 raise SandboxError(
                     f"{self._counts[holder]} of {self._limit} sandboxes of this key are open, {count} more do not fit: "
                     "close some, or try again later"
                 )
-        for held in new:
+        for held in wanted:
             self._terms[held] = _Terms(ends=now + self.lease_s, dies=now + ttl_s)
             self._counts[held.holder] += 1
 

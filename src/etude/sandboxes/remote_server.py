@@ -187,8 +187,12 @@ class SandboxServer:
             spec = self._permissions.resolve(order.spec(), self._snapshots[held.holder])
             if spec.ttl_s > self._limits.ttl_s:
                 raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
-            self._make([held], spec.ttl_s, [self._provider.create(order.files, spec)])
-        await self._made(held)
+
+            async def create() -> Sequence[Sandbox]:
+                return [await self._provider.create(order.files, spec)]
+
+            self._make([held], spec.ttl_s, create)
+        await self._made([held])
         return wire.Lease(lease_s=self._limits.lease_s)
 
     async def _delete(self, held: Held, body: bytes) -> Answer:
@@ -208,7 +212,8 @@ class SandboxServer:
         if not self._holdings.begin(held, time.monotonic()):
             raise SandboxError(f"sandbox {held.name} is closed, or its lease or time to live is over")
         try:
-            return await act(await self._made(held))
+            (sandbox,) = await self._made([held])
+            return await act(sandbox)
         finally:
             self._holdings.end(held, time.monotonic())
 
@@ -237,34 +242,34 @@ class SandboxServer:
         forks = [Held(held.holder, name) for name in names]
 
         async def fork(sandbox: Sandbox) -> Answer:
-            if any(each not in self._sandboxes for each in forks):
-                together = asyncio.ensure_future(sandbox.fork(len(forks)))
-                self._make(forks, self._ttls_s[held], [_one(together, index) for index in range(len(forks))])
-            for each in forks:
-                await self._made(each)
+            if not all(each in self._sandboxes for each in forks):
+                self._make(forks, self._ttls_s[held], lambda: sandbox.fork(len(forks)))
+            await self._made(forks)
             return wire.Done()
 
         return await self._with(held, fork)
 
-    def _make(self, helds: Sequence[Held], ttl_s: float, makings: "Sequence[Coroutine[None, None, Sandbox]]") -> None:
-        """Hold new sandboxes, which are made whether their client waits for it or not."""
-        try:
-            self._holdings.take(helds, ttl_s, time.monotonic())
-        except SandboxError:
-            for making in makings:
-                making.close()
-            raise
-        for held, making in zip(helds, makings, strict=True):
-            self._sandboxes[held] = asyncio.create_task(making)
+    def _make(
+        self, helds: Sequence[Held], ttl_s: float, make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]"
+    ) -> None:
+        """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
+        be held.
+        """
+        self._holdings.take(helds, ttl_s, time.monotonic())
+        together = asyncio.create_task(make())
+        for index, held in enumerate(helds):
+            self._sandboxes[held] = asyncio.create_task(_one(together, index))
             self._ttls_s[held] = ttl_s
 
-    async def _made(self, held: Held) -> Sandbox:
-        """The sandbox, once it is made; one that could not be is held no more."""
-        making = self._sandboxes[held]
+    async def _made(self, helds: Sequence[Held]) -> Sequence[Sandbox]:
+        """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more."""
+        makings = [self._sandboxes[held] for held in helds]
         try:
-            return await asyncio.shield(making)
+            return [await asyncio.shield(making) for making in makings]
         except (EtudeError, ValueError):
-            self._close(held)
+            for held, making in zip(helds, makings, strict=True):
+                if self._sandboxes.get(held) is making:  # it may have been made anew for who asked again
+                    self._close(held)
             raise
 
     def _close(self, held: Held) -> "asyncio.Task[None]":
@@ -332,7 +337,7 @@ async def _stats(sandbox: Sandbox, body: bytes) -> Answer:
     return wire.Use.of(await sandbox.stats())
 
 
-async def _one(together: "asyncio.Future[Sequence[Sandbox]]", index: int) -> Sandbox:
+async def _one(together: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:
     return (await asyncio.shield(together))[index]
 
 

@@ -1,6 +1,6 @@
-"""The private directory under which a provider keeps its sandboxes.
+"""The private directory under which a provider keeps its sandboxes, or anyone what must not outlive its process.
 
-Owns its life, and that of the directories in it: one whose provider was killed is removed by the next one, since the
+Owns its life, and that of the directories in it: one whose owner was killed is removed by the next one, since the
 lock on it tells whether somebody still lives there. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.
 """
 

@@ -27,7 +27,9 @@ import orjson
 
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
+from etude.sandboxes.endings import close_all
 from etude.sandboxes.promises import check_claim
+from etude.together import together
 from etude.worlds import Capability, Image, SandboxSpec, Service, ServiceKind, World
 
 HOME = "/home/agent/.services"
@@ -225,6 +227,7 @@ class ServicedSandboxes:
         self._deadline_s = deadline_s
         self._bare: dict[str, asyncio.Task[Image]] = {}  # as many as there are images with services
         self._templates: OrderedDict[str, _Template] = OrderedDict()
+        self._evicting: set[asyncio.Task[list[BaseException]]] = set()
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
@@ -250,11 +253,11 @@ class ServicedSandboxes:
         sandbox = await self._fork(wanted, tuple(services), live)
         try:
             if not live:
-                await asyncio.gather(*(self._run(sandbox, service.kind, "start") for service in services))
+                await together(self._run(sandbox, service.kind, "start") for service in services)
             for path, text in files.items():
                 await sandbox.write_file(path, text)
         except BaseException:
-            await sandbox.close()
+            await close_all([sandbox])
             raise
         return sandbox
 
@@ -264,10 +267,13 @@ class ServicedSandboxes:
         bare = list(self._bare.values())
         for preparing in bare:
             preparing.cancel()
-        await asyncio.gather(*bare, return_exceptions=True)
+        await asyncio.gather(*bare, *self._evicting, return_exceptions=True)
+        failures: list[BaseException] = []
         while self._templates:
-            await self._templates.popitem()[1].close()
+            failures += await close_all([self._templates.popitem()[1]])
         await self._provider.close()
+        if failures:
+            raise failures[0]
 
     async def _check_provider(self) -> bool:
         """Whether forks have their processes, too; the provider can do the rest, or ``Unsupported`` is raised."""
@@ -295,7 +301,7 @@ class ServicedSandboxes:
                 if is_new or is_last or self._closed:
                     raise
             else:
-                await self._evict()
+                self._evict()
                 return sandbox
         raise AssertionError("the last attempt neither returned nor raised")
 
@@ -304,12 +310,13 @@ class ServicedSandboxes:
             del self._templates[digest]
         await template.close()
 
-    async def _evict(self) -> None:
-        """Close what was not asked for longest; never one that somebody waits for."""
+    def _evict(self) -> None:
+        """Begin to close what was not asked for longest; never one that somebody waits for."""
         idle = [digest for digest, template in self._templates.items() if not template.users]
         surplus = max(0, len(self._templates) - self._capacity)
-        for template in [self._templates.pop(digest) for digest in idle[:surplus]]:
-            await template.close()
+        evicting = asyncio.ensure_future(close_all([self._templates.pop(digest) for digest in idle[:surplus]]))
+        self._evicting.add(evicting)
+        evicting.add_done_callback(self._evicting.discard)
 
     async def _prepare(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
         """A sandbox with the setup in it; servers stopped, unless forks are to have them running."""
@@ -323,7 +330,7 @@ class ServicedSandboxes:
                 if not live:
                     await self._run(sandbox, service.kind, "stop")
         except BaseException:
-            await sandbox.close()
+            await close_all([sandbox])
             raise
         return sandbox
 

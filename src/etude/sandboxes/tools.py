@@ -11,7 +11,8 @@
     answer TEXT            → the session ends with these words
     anything else          → bad call
 
-An observation of which not all is shown ends in a line that says so: ``[cut]``.
+An observation of which not all is shown ends in a line that says so: ``[cut]``. A file whose text is not all that there
+is to it, by its length or its encoding, takes no edit.
 
 Owns how calls are read and how observations are written, to the letter: models are mid-trained on transcripts made
 with these functions and then meet the same text from the real tools. Does not touch a sandbox.
@@ -126,11 +127,16 @@ def number_lines(text: str, first: int | None = None) -> str:
 
 
 def apply_edit(text: str, edit: EditFile) -> str | None:
-    """The file after an edit, or ``None`` if it has no such line. A last line break stays if there was one."""
+    """The file after an edit, or ``None`` if it has no such line. A last line break stays if there was one, and what
+    replaces a line that ends as on Windows ends so, too.
+    """
     lines = _lines(text)
     if not 1 <= edit.line <= len(lines):
         return None
-    lines[edit.line - 1] = edit.text
+    new = edit.text
+    if lines[edit.line - 1].endswith("\r"):
+        new = "\n".join(line.removesuffix("\r") + "\r" for line in new.split("\n"))
+    lines[edit.line - 1] = new
     return "\n".join(lines) + ("\n" if text.endswith("\n") else "")
 
 

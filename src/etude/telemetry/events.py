@@ -252,6 +252,7 @@ class EvalDone:
     tasks: int
     sampled_pass: float
     sampled_stderr: float
+    """Over tasks; of a rate of 0 or 1, as far as its exact interval goes."""
     greedy_pass: float
     greedy_stderr: float
     sampled_parts: dict[str, float] = field(default_factory=dict)

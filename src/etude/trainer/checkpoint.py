@@ -5,8 +5,9 @@
         rank-00001.safetensors     …
         manifest.json              SHA-256 of every file, written last
 
-The folder is written under another name and renamed when it is complete, so a crash leaves the previous one. The last
-two are kept. One process writes one file, in the same form.
+The folder is written under another name, synced to the disk and renamed when it is complete, so a crash or a power cut
+leaves the previous one; the rename is synced before anybody goes on. The last two are kept. One process writes one
+file, in the same form.
 
 torch's own distributed checkpoints are not used: their metadata are a pickle, and the ranks plan by sending pickles to
 each other. Here a header is JSON and says of each part its tensor's shape and where the part begins; a rank that wants
@@ -15,7 +16,6 @@ any region of a tensor reads what overlaps it, so the ranks of a resumed run nee
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from etude.durable import sync
 from etude.errors import DamagedError
 from etude.weights.device import STORED_TYPES
 
@@ -116,10 +117,13 @@ class Checkpoints:
         digests = self._gather(digest)
         if self._rank == 0:
             files = {_file_name(rank): digest.hex() for rank, digest in enumerate(digests)}
-            _write(partial / MANIFEST, json.dumps({"step": step, "files": files}, indent=1).encode())
+            (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+            sync(partial / MANIFEST)
             if target.exists():
                 shutil.rmtree(target)
+            sync(partial)
             partial.rename(target)
+            sync(self._folder)
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self._path(old))
         self._gather(bytes(DIGEST_BYTES))  # nobody goes on before it is saved
@@ -242,16 +246,8 @@ def _write_parts(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> bytes:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         parts[name] = own.detach().cpu().contiguous()
     save_file(parts, path, metadata={PARTS: json.dumps(places)})
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
+    sync(path)
     return _sha256(path)
-
-
-def _write(path: Path, payload: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(payload)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _sha256(path: Path) -> bytes:

@@ -15,9 +15,11 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
 - **Contexts.** With ``shared``, v_t = sg min(1, π_h(y_<t) / π_θ(y_<t)): a token counts as far as the teacher would have
   come to it, too. Behind words that it would never have said, its own are those of a context that it does not know, and
   the student would learn to babble. With ``all``, v_t = 1. Either way every term is at least 0, and 0 without a hint.
-- **Z** counts the sampled tokens of the batch, those of groups without a signal included. So a nat on one token weighs
-  as much as γ of advantage on one token, a habit that dies out takes its term along, and how many groups happen to have
-  a signal changes nothing. Per hinted token instead, the last slip would be worth as much as all of the first ones.
+- **Z** is what L_RL would divide a sum over tokens by, had every group of the batch a signal
+  (:func:`etude.trainer.losses.lesson_normaliser`): by default, its sampled tokens. In such a batch a nat on one token
+  weighs as much as γ of advantage on one token, whatever the kind of loss; beside fewer such groups, whose tokens weigh
+  more by themselves, less. How many happen to have a signal changes no lesson, and a habit that dies out takes its term
+  along. Per hinted token instead, the last slip would be worth as much as all of the first ones.
 - **Staleness.** Replies were sampled by versions before. In ``full`` that only decides at which contexts the two are
   compared: every term is at least 0, and 0 where they agree, for whatever contexts; so nothing is weighted. In
   ``sampled`` y_t is drawn from the wrong distribution, too; w_t = min(π_θ(y_t)/μ(y_t), cap) mends that, as in RL.
@@ -85,8 +87,6 @@ class Course:
     lessons: tuple[Lesson, ...] = ()
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """For each share of the batch its pieces: lessons, by their index, that go through the model together."""
-    sampled_tokens: int = 0
-    """Z."""
 
 
 NO_COURSE = Course()
@@ -130,8 +130,8 @@ class Distillation:
     context: ContextParallel | None = None
     chunk_logits: int = CHUNK_LOGITS
 
-    def teach(self, model: Decoder, lessons: Sequence[Lesson], sampled_tokens: int) -> Taught:
-        """The loss of a piece, ``sampled_tokens`` being Z.
+    def teach(self, model: Decoder, lessons: Sequence[Lesson], normaliser: float) -> Taught:
+        """The loss of a piece, ``normaliser`` being Z.
 
         Without lessons it is 0, with a gradient of 0: the pass only keeps other ranks company.
         """
@@ -139,7 +139,7 @@ class Distillation:
         compare = self._everything if self.config.estimator == "full" else self._sampled
         found = compare(model, students, teachers)
         weights_N = prefix_weights(found) if self.config.contexts == "shared" else torch.ones_like(found.nats_N)
-        loss = (weights_N * found.terms_N).sum() * (self.config.weight / max(1, sampled_tokens))
+        loss = (weights_N * found.terms_N).sum() * (self.config.weight / max(1, normaliser))
         return Taught(loss, tokens=len(found.nats_N), nats=float((weights_N * found.nats_N).sum()))
 
     def _everything(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:

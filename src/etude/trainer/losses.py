@@ -53,7 +53,23 @@ class Totals:
     """Loss tokens."""
     trajectories: int
     sampled: int = 0
-    """Sampled tokens, those of groups without a signal included: what lessons are averaged over."""
+    """Sampled tokens, those of groups without a signal included."""
+    sampled_trajectories: int = 0
+    """Likewise."""
+    lost_tokens: float = 0.0
+    """Loss tokens that rollouts would have had that infrastructure lost."""
+    lost_trajectories: float = 0.0
+    """Likewise."""
+
+    @property
+    def planned_tokens(self) -> float:
+        """T: what is averaged over tokens is averaged over these, so that what was lost does not enlarge the step."""
+        return self.tokens + self.lost_tokens
+
+    @property
+    def planned_trajectories(self) -> float:
+        """S, likewise."""
+        return self.trajectories + self.lost_trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +98,21 @@ def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> Polic
     masked_N = correction.masked_N | found.clipped_N
     truncated_N = (correction.truncated_N | found.capped_N) & ~masked_N
     return PolicyLoss(found.loss, truncated=int(truncated_N.sum()), masked=int(masked_N.sum()))
+
+
+def lesson_normaliser(config: LossConfig, totals: Totals) -> float:
+    """What lessons (:mod:`etude.trainer.distillation`) are divided by: what a sum over tokens would be divided by in
+    the loss of ``config``, had every group of the batch a signal.
+
+    In the kinds that average over trajectories of |o| tokens a token counts 1/(S·|o|), which is 1/T on average.
+    """
+    match config.kind:
+        case "rloo":
+            return totals.sampled_trajectories
+        case "dr_grpo":
+            return totals.sampled_trajectories * config.sequence_tokens
+        case _:
+            return totals.sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +150,7 @@ def policy_gradient(x: LossInput) -> Surrogate:
     Composer 2 report, arXiv 2603.24477.
     """
     terms_N = x.correction.weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
-    return _unclipped(-terms_N.sum() / x.totals.tokens, x)
+    return _unclipped(-terms_N.sum() / x.totals.planned_tokens, x)
 
 
 def rloo(x: LossInput) -> Surrogate:
@@ -128,7 +159,7 @@ def rloo(x: LossInput) -> Surrogate:
     L = −(1/S) Σ_i A_i Σ_t w_{i,t} · log π_θ(y_{i,t}),  A_i = R_i − mean of the others' R
     """
     terms_N = x.correction.weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
-    return _unclipped(-terms_N.sum() / x.totals.trajectories, x)
+    return _unclipped(-terms_N.sum() / x.totals.planned_trajectories, x)
 
 
 def grpo(x: LossInput) -> Surrogate:
@@ -150,7 +181,7 @@ def dr_grpo(x: LossInput) -> Surrogate:
     L is ``loss.sequence_tokens``, a constant.
     """
     values_N, outside_N = _clip(_ratios(x), x)
-    return _clipped(-values_N.sum() / (x.totals.trajectories * x.config.sequence_tokens), outside_N)
+    return _clipped(-values_N.sum() / (x.totals.planned_trajectories * x.config.sequence_tokens), outside_N)
 
 
 def ppo_clip(x: LossInput) -> Surrogate:
@@ -159,7 +190,7 @@ def ppo_clip(x: LossInput) -> Surrogate:
     L = −(1/T) Σ_t w_t · min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t),  A = R − mean: no critic
     """
     values_N, outside_N = _clip(_ratios(x), x)
-    return _clipped(-values_N.sum() / x.totals.tokens, outside_N)
+    return _clipped(-values_N.sum() / x.totals.planned_tokens, outside_N)
 
 
 def cispo(x: LossInput) -> Surrogate:
@@ -175,7 +206,7 @@ def cispo(x: LossInput) -> Surrogate:
     weights_N = x.correction.weights_N * ratios_N.clamp(low, high)
     terms_N = weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
     capped_N = (ratios_N < low) | (ratios_N > high)
-    return Surrogate(-terms_N.sum() / x.totals.tokens, capped_N=capped_N, clipped_N=torch.zeros_like(capped_N))
+    return Surrogate(-terms_N.sum() / x.totals.planned_tokens, capped_N=capped_N, clipped_N=torch.zeros_like(capped_N))
 
 
 def gspo(x: LossInput) -> Surrogate:
@@ -223,7 +254,7 @@ def _clip(ratios_N: Tensor, x: LossInput) -> tuple[Tensor, Tensor]:
 def _mean_of_means(terms_N: Tensor, x: LossInput) -> Tensor:
     """(1/S) Σ_i (1/|o_i|) Σ_t terms: every trajectory counts the same."""
     lengths_S = torch.bincount(x.tokens.trajectories_N)
-    return (terms_N / lengths_S[x.tokens.trajectories_N]).sum() / x.totals.trajectories
+    return (terms_N / lengths_S[x.tokens.trajectories_N]).sum() / x.totals.planned_trajectories
 
 
 def _unclipped(loss: Tensor, x: LossInput) -> Surrogate:

@@ -23,7 +23,7 @@ from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.corrections import proximal_logprobs
 from etude.trainer.distillation import Distillation, Lesson
-from etude.trainer.losses import LossTokens, Totals, policy_loss
+from etude.trainer.losses import LossTokens, Totals, lesson_normaliser, policy_loss
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.replay import routing_of
@@ -183,7 +183,7 @@ class PolicyTrainer:
 
     def _taught(self, lessons: Sequence[Lesson], totals: Totals) -> tuple[Tensor, _Piece]:
         """What a piece of the lessons adds to the step's loss."""
-        found = self._distillation.teach(self.model, lessons, totals.sampled)
+        found = self._distillation.teach(self.model, lessons, lesson_normaliser(self._config, totals))
         return found.loss, _Piece(hinted=found.tokens, hint_nats=found.nats)
 
 

@@ -24,7 +24,7 @@ class RateSchedule:
     - ``cosine``: half a cosine from the end of the warm-up to the last step (arXiv 1608.03983, without restarts)
     - ``constant``: a plateau
 
-    What decays ends at :data:`FINAL_RATE_SHARE`.
+    What decays has :data:`FINAL_RATE_SHARE` at the last step.
     """
 
     steps: int
@@ -39,8 +39,10 @@ class RateSchedule:
         warm = min(1.0, step / self.warmup_steps)
         match self.shape:
             case "wsd":
-                decay_steps, left = self.decay_share * self.steps, self.steps - step + 1
-                return min(warm, max(FINAL_RATE_SHARE, left / decay_steps)) if left < decay_steps else warm
+                decay_steps, left = self.decay_share * self.steps, self.steps - step
+                if left >= decay_steps:
+                    return warm
+                return min(warm, FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * left / decay_steps)
             case "cosine":
                 done = max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
                 return warm * (FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * done)) / 2)

@@ -64,7 +64,8 @@ def survivor_weight(baseline: Baseline, *, present: int, lost: int) -> float:
 
     Rollouts that a machine lost say nothing about the policy, so a group without them must weigh what it would have
     weighed with them. E[Σ A ∇ log π] of K rollouts is (K − 1) · g with the mean as baseline and K · g with the others'
-    mean; hence of G planned (G − 1)/(K − 1) and G/K, and docs/control.md has the proof. With the standard deviation it
+    mean; hence of G planned (G − 1)/(K − 1) and G/K, and docs/control.md has the proof. What the loss is divided by is
+    that of a whole group likewise (``Batch.num_lost_tokens``). With the standard deviation it
     is the mean's, as far as that is estimated as well from fewer. 1 where too few are left to be compared.
     """
     if present < FEWEST_COMPARED:

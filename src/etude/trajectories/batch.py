@@ -7,6 +7,7 @@ cut to fit into memory (:mod:`etude.trajectories.packing`). Pure.
 Array legend: G rollouts of a group.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -16,7 +17,7 @@ import numpy as np
 from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
 from etude.trajectories.advantage import survivor_weight
-from etude.trajectories.build import build_trajectories
+from etude.trajectories.build import build_trajectories, count_trajectories
 from etude.trajectories.credit import Credit, own_turns, turn_credits
 from etude.types import Batch, Floats, Group, Ids, Rollout, Trajectory
 
@@ -38,24 +39,32 @@ def build_batch(
     statistics keep the rewards as they were given. A group in which every turn's advantage is 0, as where all rewards
     are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
     rollout is in none of these: its group is compared without it. One that lost rollouts to infrastructure weighs what
-    it would have weighed with them. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError``
-    without groups, and as :func:`~etude.trajectories.credit.turn_credits` does.
+    it would have weighed with them, in advantages and in what these are divided by. ``trajectories`` is empty when
+    nothing is left of any group. Raises ``ValueError`` without groups, and as
+    :func:`~etude.trajectories.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
     weights = [survivor_weight(baseline, present=len(group.rollouts), lost=group.lost) for group in groups]
+    lost = [group.lost / max(1, len(group.rollouts)) for group in groups]  # for each one that is there
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
     credited = [turn_credits(group.rollouts, _rewards(group, penalties), credit, baseline) for group in groups]
-    trajectories = tuple(
-        trajectory
+    learnt = [
+        _trajectories(group, found, weight) if _has_signal(found) else []
         for group, weight, found in zip(groups, weights, credited, strict=True)
-        if _has_signal(found)
-        for trajectory in _trajectories(group, found, weight)
-    )
+    ]
+    tokens = [sum(int(trajectory.loss_mask.sum()) for trajectory in group) for group in learnt]
     return Batch(
         step=step,
-        trajectories=trajectories,
-        num_loss_tokens=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
+        trajectories=tuple(itertools.chain.from_iterable(learnt)),
+        num_loss_tokens=sum(tokens),
+        num_lost_tokens=sum(share * count for share, count in zip(lost, tokens, strict=True)),
+        num_lost_trajectories=sum(share * len(group) for share, group in zip(lost, learnt, strict=True)),
+        num_sampled_trajectories=sum(
+            count_trajectories(rollout, credit.trained_T)
+            for group, found in zip(groups, credited, strict=True)
+            for rollout, credit in zip(group.rollouts, found, strict=True)
+        ),
         num_groups=len(groups),
         num_degenerate_groups=sum(not _has_signal(found) for found in credited),
         rewards=np.concatenate([_rewards(group, NO_PENALTIES) for group in groups]),

@@ -38,7 +38,7 @@ class _Weighed:
     @property
     def length(self) -> int:
         """Tokens of prompt and completion."""
-        return len(self.turn.prompt_ids) + len(self.turn.completion_ids)
+        return self.turn.length
 
     @property
     def sampled(self) -> slice:
@@ -56,6 +56,17 @@ def build_trajectories(
     train on and are left out. Payloads of turns must have been fetched. Raises ``ValueError`` where the turns of a
     branch have routes of different shapes.
     """
+    branches = _trained_branches(rollout, advantage, trained)
+    return tuple(_trajectory(rollout.rollout_id, branch) for branch in branches)
+
+
+def count_trajectories(rollout: Rollout, trained: Mask | None = None) -> int:
+    """How many :func:`build_trajectories` makes, without making them."""
+    return len(_trained_branches(rollout, 0.0, trained))
+
+
+def _trained_branches(rollout: Rollout, advantage: float | Floats, trained: Mask | None) -> list[list[_Weighed]]:
+    """The turns of each branch up to its last one that is trained; those without any are left out."""
     turns = len(rollout.turns)
     advantages_T = np.broadcast_to(np.asarray(advantage, np.float32), turns)
     trained_T = np.broadcast_to(True if trained is None else trained, turns)
@@ -69,9 +80,7 @@ def build_trajectories(
         else:
             branches.append([weighed])
     ends = [max((end for end, one in enumerate(branch, 1) if one.trained), default=0) for branch in branches]
-    return tuple(
-        _trajectory(rollout.rollout_id, branch[:end]) for branch, end in zip(branches, ends, strict=True) if end
-    )
+    return [branch[:end] for branch, end in zip(branches, ends, strict=True) if end]
 
 
 def _continued_by(turn: Turn, branches: Sequence[list[_Weighed]]) -> list[_Weighed] | None:

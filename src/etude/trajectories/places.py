@@ -27,7 +27,7 @@ def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Pl
             free[start].append(index)
     found: list[Place | None] = []
     for turn in turns:
-        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+        start, end = len(turn.prompt_ids), turn.length
         holder = next((index for index in free[start] if _has(trajectories[index], turn)), None)
         if holder is not None:
             free[start].remove(holder)
@@ -36,6 +36,6 @@ def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Pl
 
 
 def _has(trajectory: Trajectory, turn: Turn) -> bool:
-    start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+    start, end = len(turn.prompt_ids), turn.length
     said = np.array_equal(trajectory.token_ids[start:end], turn.completion_ids)
     return said and end > start and np.array_equal(trajectory.token_ids[:start], turn.prompt_ids)

@@ -67,7 +67,6 @@ class _Journey:
     def __init__(self, target: int | None) -> None:
         self.target = target
         """``None`` when it is the newest, whichever that is."""
-        self.changes = Changes()
         self.links = 0
         self.size_bytes = 0
         self.faults: list[str] = []
@@ -98,6 +97,8 @@ class Receiver(Closing):
         )
         self._appliers = ThreadPoolExecutor(chosen.appliers, "apply")
         self._replica: Replica | None = None
+        self._changes = Changes()
+        """What has changed since the last arrival, on journeys that broke off, too."""
         self._layouts: dict[str, Layout] = {}
 
     def close(self) -> None:
@@ -162,10 +163,11 @@ class Receiver(Closing):
                 version = _find(
                     self._log, self.version, target
                 )  # the newest may be another by now, and what it was no longer kept
+        changes, self._changes = self._changes, Changes()
         return Arrival(
             version=version,
             digest=self.replica.record.digest,
-            changes=journey.changes,
+            changes=changes,
             links=journey.links,
             size_bytes=journey.size_bytes,
             faults=tuple(journey.faults),
@@ -196,7 +198,7 @@ class Receiver(Closing):
         """Follow one link if it is sound; else take note of what is wrong with it."""
         held = self.version
         try:
-            journey.size_bytes += self._take(edge, journey.changes)
+            journey.size_bytes += self._take(edge)
         except DamagedError as error:
             journey.faults.append(str(error))
             if held is None or self.version is not None or edge in journey.doubted:
@@ -206,7 +208,7 @@ class Receiver(Closing):
         journey.links += 1
         return True
 
-    def _take(self, edge: Edge, changes: Changes) -> int:
+    def _take(self, edge: Edge) -> int:
         """Follow one link; everything is fetched and verified before anything is touched. Returns the bytes fetched."""
         target = _record(self._log, edge.target)
         self._layouts = {digest: self._layouts.get(digest) or _layout(self._log, digest) for digest in edge.layouts}
@@ -216,12 +218,12 @@ class Receiver(Closing):
         )
         replica, self._replica = self._replica, None  # of no version until the link has been followed to its end
         if edge.source is None or replica is None:
-            changes.whole = True
+            self._changes.whole = True
             replica = Replica.empty(target, layouts, self._want)
         elif replica.record.layouts != edge.layouts:
-            changes.whole = True
+            self._changes.whole = True
             replica = replica.laid_out(layouts)
-        self._replica = replica.follow(target, packs, self._appliers, changes)
+        self._replica = replica.follow(target, packs, self._appliers, self._changes)
         return sum(len(data) for _, data in packs)
 
     def _plan(self, target: int, broken: frozenset[tuple[int | None, int]]) -> Plan:

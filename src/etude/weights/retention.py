@@ -85,10 +85,19 @@ def retained(
     return Decision(keep_from=numbers[0], drop_versions=(), drop_links=())
 
 
-def collect(log: WeightLog, *, keep: int, grace_s: float, lease_s: float, dry_run: bool = False) -> CollectReport:
+def collect(
+    log: WeightLog,
+    *,
+    keep: int,
+    grace_s: float,
+    lease_s: float,
+    needed: Collection[int] = (),
+    dry_run: bool = False,
+) -> CollectReport:
     """Delete versions that nobody needs and objects that nothing refers to; ``dry_run`` only counts them.
 
-    ``keep`` versions before the newest stay anyway. Unreferenced objects are deleted once they are ``grace_s`` old,
+    ``keep`` versions before the newest stay anyway, and all from the oldest of ``needed`` on, which somebody will read
+    again who holds no lease. Unreferenced objects are deleted once they are ``grace_s`` old,
     which must be longer than any upload of a version takes; leases count for ``lease_s``. Records go first: whoever
     dies in between leaves unreferenced objects for the next collection. Damaged links stay, their packs do not.
 
@@ -102,7 +111,7 @@ def collect(log: WeightLog, *, keep: int, grace_s: float, lease_s: float, dry_ru
     now_s = log.store.now()
     versions, links = _read_commits(log), log.links()
     stored = {entry.key.removeprefix("packs/") for entry in log.store.entries("packs")}
-    decision = retained(versions, links, _leased(log, now_s - lease_s), keep, stored)
+    decision = retained(versions, links, {*needed, *_leased(log, now_s - lease_s)}, keep, stored)
     dropped = {commit_key(version) for version in decision.drop_versions}
     dropped |= {link_key(*ends) for ends in decision.drop_links}
     records = [entry for folder in ("commits", "links") for entry in log.store.entries(folder) if entry.key in dropped]

@@ -140,15 +140,16 @@ class Objects(Protocol):
 class ObjectStore:
     """Named immutable objects at one place; safe to share between threads, never across a fork.
 
-    ``url`` is a plain path or ``file:///path`` (created when missing), ``memory://`` (a fresh, private store each
-    time), or ``s3://bucket/prefix``, ``gs://…``, ``az://…``; any other raises :class:`~etude.errors.UserError`. Keys
-    are ``/``-separated. Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do
-    its part, for clouds not later than ``options.deadline_s`` says, and ``ValueError`` for an illegal key.
+    ``url`` is a plain path or ``file:///path`` (created when missing if this ``creates``, else refused), ``memory://``
+    (a fresh, private store each time), or ``s3://bucket/prefix``, ``gs://…``, ``az://…``; any other raises
+    :class:`~etude.errors.UserError`. Keys are ``/``-separated. Every method raises
+    :class:`~etude.errors.InfrastructureError` when the storage does not do its part, for clouds not later than
+    ``options.deadline_s`` says, and ``ValueError`` for an illegal key.
     """
 
-    def __init__(self, url: str, options: StoreOptions | None = None) -> None:
+    def __init__(self, url: str, options: StoreOptions | None = None, *, creates: bool = True) -> None:
         self.url = url
-        self._store = _open(url, options)
+        self._store = _open(url, options, creates)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create an object; false, and nothing is changed, when ``key`` is already there.
@@ -276,24 +277,26 @@ class ObjectStore:
             raise InfrastructureError(message + _first_line(error)) from error
 
 
-def _open(url: str, options: StoreOptions | None) -> obstore.store.ObjectStore:
+def _open(url: str, options: StoreOptions | None, creates: bool) -> obstore.store.ObjectStore:
     parts = urlsplit(url)
     if parts.scheme in CLOUD_SCHEMES and "://" in url:
         return _open_cloud(url, parts.scheme, options or StoreOptions())
     if options is not None:
         raise UserError(f"object store {url}: options are for s3://, gs:// and az:// and have no effect here")
     if "://" not in url:
-        return _open_folder(url, Path(url))
+        return _open_folder(url, Path(url), creates)
     if parts.scheme == "file" and not parts.netloc and parts.path:
-        return _open_folder(url, Path(unquote(parts.path)))
+        return _open_folder(url, Path(unquote(parts.path)), creates)
     if url == "memory://":
         return MemoryStore()
     raise UserError(f"object store {url!r}: expected a path, file:///path, memory://, or s3://, gs:// or az://")
 
 
-def _open_folder(url: str, folder: Path) -> LocalStore:
+def _open_folder(url: str, folder: Path, creates: bool) -> LocalStore:
+    if not creates and not folder.is_dir():
+        raise UserError(f"object store {url}: there is no folder {folder}")
     try:
-        return LocalStore(folder.absolute(), mkdir=True)
+        return LocalStore(folder.absolute(), mkdir=creates)
     except (BaseError, OSError) as error:
         raise UserError(
             f"object store {url}: cannot open or create the folder {folder}: {_first_line(error)}"

@@ -30,9 +30,17 @@ def test_what_staleness_costs_is_averaged_over_seeds() -> None:
     goals = result["goals"]
     assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict)
     judged = goals["staleness_shortfall"]
-    assert (judged["value"], judged["met"], judged["seeds"]) == (0.0, True, 2)
+    assert (judged["value"], judged["met"], judged["seeds"]) == (0.0, False, 2)
+    assert judged["interval"] == pytest.approx([-3.1765, 3.1765], abs=1e-3)
     assert judged["stderr_seeds"] == pytest.approx(0.25)
     assert judged["stderr_tasks"] == pytest.approx(0.25 / 2**0.5, abs=1e-4)
+
+
+def test_the_goal_is_met_where_the_interval_over_seeds_stays_below_it() -> None:
+    alike = [trial(seed, bound, [1.0, 0.0]) for seed in (0, 1) for bound in (FRESH, STALE)]
+    goals = figures(alike)["goals"]
+    assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict)
+    assert goals["staleness_shortfall"]["met"] is True
 
 
 def test_one_seed_that_lost_is_not_enough() -> None:

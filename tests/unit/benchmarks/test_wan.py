@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.benchmarks.link_probe import measure_link
+from etude.benchmarks.links import Traffic
 from etude.benchmarks.wan import Wan, WanShape
 from etude.errors import UserError
 
@@ -52,9 +53,21 @@ def gone(pid: int) -> bool:
     return False
 
 
+def carried(wan: Wan, packets: int) -> Traffic:
+    """What went from a to b, once it is so many packets, or as many as there were in ten seconds."""
+    deadline_s = time.monotonic() + 10
+    while (traffic := wan.traffic("a", "b")).packets < packets and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return traffic
+
+
 def test_links_have_their_delay_and_their_rate(wan: Wan) -> None:
-    measured = measure_link(wan, "a", "b", connections=4, seconds=1.0)
-    assert 0.02 <= measured.rtt_s < 0.04
+    for _ in range(3):  # a busy machine may be late, but not for ever
+        measured = measure_link(wan, "a", "b", connections=4, seconds=1.0)
+        assert measured.rtt_s >= 0.02
+        if measured.rtt_s < 0.04:
+            break
+    assert measured.rtt_s < 0.04
     assert 0.5 * FAST.bits_per_s < measured.bits_per_s < 1.15 * FAST.bits_per_s
 
 
@@ -66,8 +79,7 @@ def test_bytes_are_counted_on_the_way_they_took(wan: Wan) -> None:
         "import socket; door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); "
         f"door.sendto(bytes(1000), ({wan.address('b')!r}, 9))",
     )
-    time.sleep(0.1)
-    sent = wan.traffic("a", "b").since(before)
+    sent = carried(wan, before.packets + 1).since(before)
     assert (sent.packets, sent.size_bytes) == (1, 1028)
     assert wan.traffic("a", "c").packets == 0
 
@@ -96,8 +108,7 @@ import socket
 door = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 for _ in range(400): door.sendto(b"x", ({wan.address("b")!r}, 9))"""
         run(wan, "a", code)
-        time.sleep(0.1)
-        traffic = wan.traffic("a", "b")
+        traffic = carried(wan, 400)
         assert traffic.packets == 400
         assert 150 < traffic.lost < 250
 

@@ -201,7 +201,7 @@ def test_a_missing_package_is_said_and_its_goals_are_not_met(cache: Path) -> Non
     for name in ("bytes_vs_arc_v3", "bytes_vs_arc_v2", "encode_vs_arc_v3"):
         goal = goals[name]
         assert isinstance(goal, dict)
-        assert goal["value"] is None and goal["met"] is False and "etude[bench]" in str(goal["reason"])
+        assert goal["value"] is None and goal["met"] is False and "-e '.[bench]'" in str(goal["reason"])
     assert "not_installed_anywhere" in table(result)
 
 

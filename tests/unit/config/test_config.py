@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from etude.config.imitation import SftConfig
 from etude.config.recipe import RunConfig, default_recipe, dump_toml, load_recipe, parse_config
 from etude.config.rollouts import RolloutConfig
 from etude.config.section import Section
@@ -74,8 +75,9 @@ changed_runs = st.builds(
         learning_rate=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
         betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
         mismatch_share=st.floats(0, 1),
-        device=st.text(),
+        device=st.sampled_from(["cpu", "cuda", "auto"]),
     ),
+    sft=st.builds(SftConfig, file=st.text()),
 )
 
 
@@ -113,6 +115,7 @@ def test_bad_toml_is_refused_with_the_file(tmp_path: Path, content: bytes) -> No
         ("trainer.stepz=5", "unknown key 'trainer.stepz': did you mean 'trainer.steps'?"),
         ("trainer.steps=many", "trainer.steps = 'many': Input should be a valid integer"),
         ("trainer=5", "trainer = 5: "),
+        ("steps=5", "run.toml --set steps:\n  unknown key 'steps': did you mean 'trainer.steps'?"),
     ],
 )
 def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -133,6 +136,18 @@ def test_an_unknown_key_is_met_with_its_nearest(tree: dict[str, Any], unknown: s
     assert f"unknown key {unknown!r}: did you mean {nearest!r}?" in refusal(tree)
 
 
+def test_an_unknown_key_that_is_like_none_is_met_with_what_there_is() -> None:
+    assert "unknown key 'eval.zzz': eval has enabled, tasks, " in refusal({"eval": {"zzz": 1}})
+    assert "unknown key 'zzz': a recipe has name, " in refusal({"zzz": 1})
+
+
+def test_a_shipped_recipe_is_found_by_its_last_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean 'recipes/mine'\?"):
+        load_recipe(Path("mine"))
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "shown"),
     [
@@ -140,11 +155,12 @@ def test_an_unknown_key_is_met_with_its_nearest(tree: dict[str, Any], unknown: s
         ("trainer", "steps", 40.5, "trainer.steps = 40.5: "),
         ("trainer", "steps", True, "trainer.steps = True: "),
         ("trainer", "steps", 0, "trainer.steps = 0: Input should be greater than or equal to 1"),
-        ("trainer", "betas", [0.9], "trainer.betas.1 = "),
+        ("trainer", "betas", [0.9], "trainer.betas.1 is missing"),
         ("trainer", "mismatch_share", 1.01, "trainer.mismatch_share = 1.01: "),
-        ("engine", "device", 0, "engine.device = 0: Input should be a valid string"),
+        ("engine", "device", "gpu", "engine.device = 'gpu': Input should be 'cpu', 'cuda' or 'auto'"),
         ("engine", "port", 65536, "engine.port = 65536: Input should be less than or equal to 65535"),
         ("tasks", "kinds", ["poetry"], "tasks.kinds.0 = 'poetry': Input should be 'arith', "),
+        ("tasks", "kinds", "arith", "tasks.kinds = 'arith': expected a list, such as [\"arith\"]"),
     ],
 )
 def test_a_wrong_type_or_range_names_key_value_and_what_is_right(
@@ -155,6 +171,12 @@ def test_a_wrong_type_or_range_names_key_value_and_what_is_right(
 
 def test_vllm_is_not_told_of_a_plain_model_where_experts_are_quantised() -> None:
     assert "leave engine.kind out" in refusal({"engine": {"kind": "vllm"}, "numerics": {"experts": "nvfp4"}})
+
+
+def test_a_checkpoint_is_not_practised_on_by_oversight() -> None:
+    assert "midtrain.tokens is not" in refusal({"model": {"checkpoint": "mine"}, "midtrain": {"warmup_steps": 9}})
+    for meant in ({"tokens": 0}, {"tokens": 9_000}, {"mixture": {"text:mine": 1.0}}):
+        assert parse_config({"model": {"checkpoint": "mine"}, "midtrain": meant}, source="test.toml").model.checkpoint
 
 
 def test_every_fault_is_reported_at_once() -> None:

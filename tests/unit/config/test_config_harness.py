@@ -75,6 +75,29 @@ def test_a_mark_is_for_harnesses_that_cannot_say_it() -> None:
         parse_config(tree, source="t")
 
 
+@pytest.mark.parametrize("source", ["behaviour.malformed_calls", "behaviour.open_todos", "measure.summaries"])
+def test_what_only_the_built_in_harness_counts_is_no_part_of_another(source: str) -> None:
+    part = {"name": "counted", "source": source, "version": 1, "weight": -1.0, "range": [0, 1], "missing": "wait"}
+    tree: dict[str, Any] = {"reward": {"parts": [part]}, "rollouts": {"timeout_s": 300.0}}
+    assert parse_config(tree, source="t").reward.of_harness == (source,)
+    with pytest.raises(ConfigError, match=f"source = '{source}' would always be missing.*leave the part out"):
+        parse_config(tree | {"harness": COMMAND}, source="t")
+
+
+def test_hints_about_the_built_in_tools_are_nothing_to_another_harness() -> None:
+    tree: dict[str, Any] = {"hints": {"weight": 0.1}, "rollouts": {"timeout_s": 300.0}}
+    assert parse_config(tree, source="t").hints.tools
+    with pytest.raises(ConfigError, match=r"hints\.weight would have no effect.*add hints\.rules"):
+        parse_config(tree | {"harness": COMMAND}, source="t")
+
+
+def test_hints_of_a_recipe_s_own_rules_suit_any_harness() -> None:
+    rule = {"name": "style", "where": "said", "pattern": "^x", "text": "no x"}
+    hints = {"weight": 0.1, "rules": [rule]}
+    tree: dict[str, Any] = {"hints": hints, "rollouts": {"timeout_s": 300.0}, "harness": COMMAND}
+    assert parse_config(tree, source="t").hints.weight == 0.1
+
+
 def test_without_a_measurement_no_temperature_is_needed() -> None:
     tree = {"harness": COMMAND | {"command": ["agent", "{prompt}"]}, "eval": {"enabled": False}}
     tree["rollouts"] = {"timeout_s": 300.0}

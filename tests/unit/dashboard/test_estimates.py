@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.dashboard.estimates import difference_of, exact_interval, mean_of, pass_at_k, sign_test
+from etude.dashboard.estimates import (
+    difference_of,
+    exact_interval,
+    mean_of,
+    mean_over_seeds,
+    pass_at_k,
+    sign_test,
+    standard_error,
+)
 
 
 @given(st.integers(1, 7), st.data())
@@ -82,6 +90,24 @@ def test_what_changes_alike_everywhere_is_not_certain_either() -> None:
     middling = mean_of([0.5] * 20)
     assert (middling.value, middling.low) == pytest.approx((0.5, 0.5 - unseen / 2), abs=1e-4)
     assert middling.high - middling.value == pytest.approx(middling.value - middling.low)
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [([1.0, 0.0] * 128, 0.5 / 255**0.5), ([1.0] * 512, 0.00718 / 1.96), ([0.0] * 512, 0.00718 / 1.96), ([1.0], 0.497)],
+)
+def test_a_rate_that_never_failed_has_an_error_all_the_same(values: list[float], error: float) -> None:
+    assert standard_error(values) == pytest.approx(error, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"), [((2.2, 0.6, -1.0), (-3.374, 4.574)), ((0.0, 1.0), (-5.853, 6.853)), ((3.0,) * 20, (3.0, 3.0))]
+)
+def test_few_seeds_have_a_wide_interval(values: tuple[float, ...], ends: tuple[float, float]) -> None:
+    found = mean_over_seeds(values)
+    assert (found.low, found.high) == pytest.approx(ends, abs=1e-3)
+    with pytest.raises(ValueError, match="an interval needs two"):
+        mean_over_seeds(values[:1])
 
 
 def test_a_difference_is_paired() -> None:

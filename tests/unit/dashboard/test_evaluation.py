@@ -12,9 +12,10 @@ from etude.dashboard.report import figure
 from etude.errors import ConfigError
 
 
-def make_try(task: int, reward: float, **effort: Any) -> Try:
+def make_try(task: int, reward: float, **fields: Any) -> Try:
     spent = {"prompt_tokens": 300, "new_tokens": 100, "sampled_tokens": 40, "turns": 3, "summaries": 0, "seconds": 2.0}
-    return Try(task_id=f"task-{task}", reward=reward, **(spent | effort))
+    known: dict[str, Any] = {"graded": reward, "parts": {}}
+    return Try(task_id=f"task-{task}", reward=reward, **(known | spent | fields))
 
 
 def make_evaluation(*passes: list[float | None], greedy: list[float] | None = None, version: int = 3) -> Evaluation:
@@ -46,6 +47,37 @@ def test_what_passes_is_said() -> None:
     assert figure(figures(evaluation, Measure()), "sampled.pass.1.value") == pytest.approx(2 / 3)
     assert figure(figures(evaluation, Measure(passes_above=0.5)), "sampled.pass.1.value") == pytest.approx(1 / 3)
     assert figure(figures(evaluation, Measure()), "sampled.reward.value") == pytest.approx(0.5 / 3)
+
+
+def styled(*tries: tuple[float, float | None], version: int = 3) -> Evaluation:
+    """One pass of tasks; of each what the grader and what a judge said, who may have said nothing."""
+    passes = tuple(
+        make_try(index, graded + 0.2 * (style or 0.0), graded=graded, parts={} if style is None else {"style": style})
+        for index, (graded, style) in enumerate(tries)
+    )
+    return Evaluation(run="a", version=version, digest="", tries={"sampled": (passes,)}, engine_s=0, parts=("style",))
+
+
+def test_a_bonus_for_style_passes_nothing() -> None:
+    found = figures(styled((0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.0, None)), Measure())
+    assert figure(found, "sampled.pass.1.value") == 1 / 4
+    assert figure(found, "sampled.reward.value") == pytest.approx((0.2 + 1.0 + 0.1) / 4)
+
+
+def test_every_part_has_a_figure_over_the_tries_that_have_it() -> None:
+    before = styled((0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.0, None), version=0)
+    after = styled((0.0, 1.0), (0.0, 1.0), (0.0, None), (0.0, 0.5))
+    found, changed = figures(after, Measure()), differences(before, after, Measure())
+    assert figure(found, "sampled.parts.style.value") == pytest.approx(2.5 / 3)
+    low, high = (figure(found, f"sampled.parts.style.{end}") or 0.0 for end in ("low", "high"))
+    assert 0.5 <= low < 2.5 / 3 < high <= 1.0
+    assert figure(changed, "sampled.parts.style.value") == 0.75
+    assert figure(changed, "sampled.pass.1.value") == 0.0
+    assert "  style" in drawn(evaluation_table(found), 80)
+    assert "+0.750" in drawn(comparison_table(figures(before, Measure()), found, changed), 80)
+    unknown = figures(styled((1.0, None)), Measure())["sampled"]
+    assert isinstance(unknown, dict)
+    assert unknown["parts"] == {}
 
 
 def test_cost_is_of_read_cached_and_sampled_tokens() -> None:

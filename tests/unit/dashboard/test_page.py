@@ -34,6 +34,13 @@ def test_the_headline_is_the_held_out_result(report: dict[str, Json]) -> None:
     assert "± 8.3 points" in page
 
 
+def test_a_reward_made_of_parts_is_no_share_of_tasks_solved(report: dict[str, Json]) -> None:
+    config = report["config"]
+    assert isinstance(config, dict)
+    made = report | {"config": config | {"reward": {"parts": [{"name": "style"}]}}}
+    assert "From 31.8% to 67.2% mean reward on 64 held\u2011out tasks" in render_page(made)
+
+
 def test_every_plot_can_be_read_aloud(report: dict[str, Json]) -> None:
     root = _parsed(render_page(report))
     labels = [plot.get("aria-label") or "" for plot in root.iter("svg") if plot.get("role") == "img"]

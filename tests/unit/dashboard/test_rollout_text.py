@@ -34,8 +34,8 @@ SUMMARY = replace(
                         facts={"tax 42": True, "fee 7": False, "rate 3": None}),
 )  # fmt: skip
 ROLLOUT = ReadRollout(
-    rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, task_id="a1b2", template="off_by_one",
-    prompt="fix f in f.py", status="graded", reason="submit", reward=0.85,
+    rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, group_state="consumed", task_id="a1b2",
+    template="off_by_one", prompt="fix f in f.py", status="graded", reason="submit", reward=0.85,
     parts=(ReadPart(name="tests", value=1.0, worth=1.0), ReadPart(name="todo_open", value=1.0, worth=-0.15),
            ReadPart(name="summaries", value=1.0, worth=None), ReadPart(name="asking", value=0.0, worth=None)),
     counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, branch_of=None, branch_turns=0,
@@ -87,6 +87,12 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "behind" not in text
     assert "A +" not in text
     assert "compared" not in text
+
+
+def test_a_group_is_drawn_with_its_state() -> None:
+    assert "train group 12 · off_by_one · open · 7 compared" in drawn(
+        group_table([replace(ROLLOUT, group_state="open")])
+    )
 
 
 def test_a_quarantine_is_drawn_with_its_reason() -> None:

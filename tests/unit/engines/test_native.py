@@ -14,7 +14,6 @@ import torch
 
 from etude.config.inference import EngineConfig
 from etude.engines.native import NativeEngine, Weights
-from etude.engines.sampling import cuts
 from etude.errors import DivergedError, EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
@@ -168,11 +167,12 @@ def test_samples_follow_the_distribution() -> None:
 def test_a_caller_that_goes_away_frees_its_slot() -> None:
     async def scene(engine: NativeEngine) -> None:
         call = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=150), session="s"))
-        await asyncio.sleep(0.01)
+        while (await engine.health()).running == 0:
+            await steps(1)
         call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        await asyncio.sleep(0.01)
-        assert (await engine.health()).running == 0
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await at_rest(engine)
 
     run(scene)
 
@@ -336,7 +336,7 @@ def test_kept_sets_are_what_top_k_and_top_p_left_whoever_is_in_the_batch() -> No
         calls = [engine.generate(p, one, session="s") for p, one in zip(prompts, CUTTING + NOT_CUTTING, strict=True)]
         together = await asyncio.gather(*calls)
         for prompt, params, completion in zip(prompts, CUTTING + NOT_CUTTING, together, strict=True):
-            if not cuts(params):
+            if not params.cuts:
                 assert completion.kept is None
                 continue
             assert completion.kept is not None

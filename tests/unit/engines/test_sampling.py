@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.engines.sampling import Sampler, cuts, kept_sets
+from etude.engines.sampling import Sampler, kept_sets
 from etude.errors import DivergedError
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
@@ -86,5 +86,5 @@ def test_sets_of_a_completion_are_joined() -> None:
 
 
 def test_which_requests_report_sets() -> None:
-    assert [cuts(one) for one in (GREEDY, PLAIN, CUT)] == [False, False, True]
-    assert cuts(SamplingParams(max_tokens=1, top_p=0.99))
+    assert [one.cuts for one in (GREEDY, PLAIN, CUT)] == [False, False, True]
+    assert SamplingParams(max_tokens=1, top_p=0.99).cuts

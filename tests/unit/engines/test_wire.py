@@ -24,7 +24,7 @@ from etude.engines.wire import (
     encode_request,
 )
 from etude.protocols import Completion, Piece, SamplingParams
-from etude.types import Finish, Json, KeptSets, Routes
+from etude.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Finish, Json, KeptSets, Routes
 
 IDS = st.integers(0, 2**31 - 1)
 WHOLE = st.integers(0, MAX_SEED)
@@ -32,7 +32,7 @@ LOGPROBS = st.floats(max_value=0.0, width=32, allow_infinity=False)
 PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, MAX_SEED),
-    temperature=st.floats(0, 1e6),
+    temperature=st.just(0.0) | st.floats(MIN_TEMPERATURE, MAX_TEMPERATURE),
     top_p=st.floats(0, 1, exclude_min=True),
     top_k=WHOLE,
     stop_ids=st.lists(IDS, max_size=4).map(tuple),
@@ -245,6 +245,17 @@ def test_a_stream_arrives_as_it_was_sent_however_it_was_cut(completion: Completi
     assert all(piece.completion is None and len(piece.token_ids) for piece in before)
     assert last.completion is not None
     assert_same(last.completion, completion)
+
+
+@given(completion=completions())
+def test_a_completion_comes_once_and_ends_its_stream(completion: Completion) -> None:
+    sent, reader = encode_piece(part(completion, 0, last=True)), PieceReader()
+    assert reader.feed(sent) is not None
+    assert reader.feed(b"") is None
+    with pytest.raises(ValueError, match="1 bytes more behind the completion"):
+        reader.feed(b"\n")
+    with pytest.raises(ValueError, match="bytes more behind the completion"):
+        PieceReader().feed(sent + sent)
 
 
 def part(completion: Completion, at: int, *, last: bool) -> Piece:

@@ -32,16 +32,29 @@ def test_a_wrong_edit_is_a_malformed_call_and_then_the_same_edit_rightly() -> No
     assert wrong > SESSIONS / 2
 
 
-def test_after_a_reminder_the_edit_is_written_rightly_at_once() -> None:
-    reminded, seen = 0, Counter[str]()
+def test_an_edit_after_a_reminder_is_written_rightly_at_once() -> None:
+    seen = Counter[str]()
     for session in sessions(bad_call=1.0, reminded=0.5):
         for said, answer in pairwise(session):
-            if said.content == REMINDER:
-                reminded += 1
-                assert isinstance(tools.parse_call(answer.content), tools.EditFile)
-        seen.update(type(tools.parse_call(said.content)).__name__ for said in session if said.role == "assistant")
-    assert reminded > SESSIONS / 3
+            if answer.role == "assistant":
+                called = type(tools.parse_call(answer.content))
+                assert called is not tools.Malformed or said.content != REMINDER
+                seen[called.__name__] += 1
     assert 0.3 < seen["Malformed"] / seen["EditFile"] < 0.7
+
+
+def test_a_reminder_does_not_say_that_it_is_time_to_edit() -> None:
+    """Whatever the agent does it has been reminded before as often: who obeys learns the style and nothing else."""
+    moves, reminded = Counter[str](), Counter[str]()
+    for session in sessions(bad_call=0.8, reminded=0.5):
+        for said, answer in pairwise(session):
+            if answer.role == "assistant" and said.content != tools.BAD_CALL:
+                called = type(tools.parse_call(answer.content)).__name__.replace("Malformed", "EditFile")
+                moves[called] += 1
+                reminded[called] += said.content == REMINDER
+    assert {"ReadFile", "EditFile", "RunTests", "Submit"} <= set(moves)
+    for move, count in moves.items():
+        assert 0.35 < reminded[move] / count < 0.65, move
 
 
 def test_without_habits_every_call_can_be_read() -> None:

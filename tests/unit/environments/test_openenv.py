@@ -260,6 +260,7 @@ def test_no_seed_is_on_both_sides(tmp_path: Path) -> None:
         ("[1]", None),
         ("", None),
         ("[" * 100_000, None),
+        ('{"a": ' * 300 + "1" + "}" * 300, None),
         ('{"a": 1} {"a": 2}', None),
     ],
 )

@@ -1,5 +1,6 @@
 import asyncio
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from etude.environments.outcomes import Card
 from etude.environments.verifiers import FAMILY, VerifiersEnvironment
 from etude.environments.verifiers_program import judge
 from etude.errors import ConfigError, EngineUnavailable, SandboxError
-from etude.protocols import HarnessResult, Reward
+from etude.protocols import HarnessResult, Reward, Session
+from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes.local import LocalSandboxes
 from etude.types import Json, Split
 from scripted_model import ScriptedModel, serving
@@ -129,6 +131,56 @@ def test_without_the_package_an_environment_cannot_be_opened(tmp_path: Path) -> 
         asyncio.run(bare.open())
     with pytest.raises(ConfigError, match="name the environment"):
         VerifiersEnvironment({"taskset": {}})
+
+
+def program(folder: Path, then: str) -> str:
+    """A stand-in for the Python with the package, which leaves its process id in ``folder``."""
+    file = folder / "python"
+    file.write_text(f"#!/bin/sh\necho $$ > {folder}/new; mv {folder}/new {folder}/pid\n{then}\n", encoding="utf-8")
+    file.chmod(0o755)
+    return str(file)
+
+
+def is_alive(pid: Path) -> bool:
+    try:
+        return Path(f"/proc/{pid.read_text().strip()}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_an_environment_left_running_goes_with_it_and_holds_nobody_up(tmp_path: Path) -> None:
+    tasks = [{"index": index, "name": str(index), "prompt": "?"} for index in range(20)]
+    answer = json.dumps({"id": 0, "tasks": tasks})
+    python = program(tmp_path, f"sleep 600 >&2 &\necho $! > {tmp_path}/left\nread line\necho '{answer}'\nread line")
+
+    async def act() -> None:
+        environment = VerifiersEnvironment({"taskset": {"id": "x"}}, python=python, timeout_s=600)
+        async with asyncio.timeout(30):
+            await environment.open()
+            task, session = environment.task(Split.TRAIN, 0), Session(session_id="s", base_url="", api_key="")
+            for _ in range(2):
+                with pytest.raises(SandboxError, match="exit code 0"):
+                    await environment.run(task, session, FakeSandbox({}, lambda sandbox: None), temperature=1.0)
+            await environment.close()
+
+    asyncio.run(act())
+    assert not is_alive(tmp_path / "left")
+
+
+def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) -> None:
+    python = program(tmp_path, "while read line; do :; done")
+
+    async def act() -> None:
+        opening = asyncio.create_task(VerifiersEnvironment({"taskset": {"id": "x"}}, python=python).open())
+        async with asyncio.timeout(30):
+            while not (tmp_path / "pid").exists():
+                await asyncio.sleep(0.01)
+            opening.cancel()
+            await asyncio.wait({opening})
+        assert opening.cancelled()
+        assert not is_alive(tmp_path / "pid")
+
+    asyncio.run(act())
 
 
 # --- Recorded shapes ----------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 import asyncio
+import os
 from pathlib import Path
+from threading import Event, Thread
 
 import orjson
 
@@ -43,6 +45,38 @@ def test_lines_are_written_every_second_and_appended_to_what_is_there(tmp_path: 
     assert [orjson.loads(line)["route"] for line in lines[1:]] == ["first", "second"]
 
 
+def test_a_line_that_is_made_while_others_are_written_is_not_lost(tmp_path: Path) -> None:
+    def wall_s() -> float:
+        if len(logs) == 1:
+            logs.pop().flush()
+        return 0.0
+
+    log = AccessLog(tmp_path / "log", wall_s)
+    logs = [log]
+    log.add(visit("first"))
+    log.add(visit("second"))
+    log.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [orjson.loads(line)["route"] for line in lines] == ["first", "second"]
+
+
+def test_lines_that_are_added_and_written_at_once_all_get_there(tmp_path: Path) -> None:
+    log, over = AccessLog(tmp_path / "log", lambda: 0.0), Event()
+
+    def write() -> None:
+        while not over.is_set():
+            log.flush()
+
+    writing = Thread(target=write)
+    writing.start()
+    for _ in range(20_000):
+        log.add(visit())
+    over.set()
+    writing.join()
+    log.close()
+    assert len((tmp_path / "log").read_text().splitlines()) == 20_000
+
+
 def test_lines_beyond_the_buffer_are_counted_and_the_count_is_written(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "log", lambda: 0.0)
     for _ in range(access.MAX_LINES + 7):
@@ -53,9 +87,16 @@ def test_lines_beyond_the_buffer_are_counted_and_the_count_is_written(tmp_path: 
     assert orjson.loads(lines[-1])["lost_lines"] == 7
 
 
-def test_a_full_disk_loses_lines_and_nothing_else() -> None:
-    log = AccessLog(Path("/dev/full"), lambda: 0.0)
-    log.add(visit())
-    log.flush()
-    log.add(visit())
+def test_lines_that_cannot_be_written_are_lost_and_nothing_else(tmp_path: Path) -> None:
+    pipe = tmp_path / "log"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = AccessLog(pipe, lambda: 0.0)
+    os.close(reader)
+    for _ in range(3):
+        log.add(visit())
+        log.flush()
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log.close()
+    assert orjson.loads(os.read(reader, 1 << 16)) == {"time": 0.0, "lost_lines": 3}
+    os.close(reader)

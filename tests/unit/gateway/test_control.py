@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from etude.config.inference import GatewayConfig
-from etude.gateway.keys import Limits
+from etude.gateway.keyfile import KeyFile
+from etude.gateway.keys import Limits, Scope
 from etude.gateway.sessions import SessionLimits
 from etude.protocols import Engine
 from etude.types import Json
@@ -23,6 +25,7 @@ from gateways import (
     Setting,
     fake_engine,
     gateway,
+    key_of,
     template,
 )
 
@@ -209,15 +212,56 @@ def test_a_key_beyond_its_budget_is_429() -> None:
     play(Setting(fake_engine(), budget=Limits(tokens_per_minute=1)), scene)
 
 
+def test_who_hangs_up_has_used_what_was_read() -> None:
+    async def run() -> None:
+        clock = GatedClock()
+        async with gateway(Setting(fake_engine(clock, token_s=1.0), budget=Limits(tokens_per_minute=1))) as caller:
+            call = asyncio.create_task(caller.chat(PRODUCT_KEY, stream=True))
+            await clock.waiting.wait()
+            call.cancel()
+            await caller.inflight(0)
+            clock.gate.set()
+            answer = await caller.chat(PRODUCT_KEY)
+            assert answer.error == (429, "rate_limit_error", "key_budget_exceeded", None)
+
+    asyncio.run(run())
+
+
+def test_counting_tokens_is_a_request_of_its_keys_budget() -> None:
+    async def scene(caller: Caller) -> None:
+        body: Json = {"model": "policy", "messages": QUESTION}
+        assert (await caller.send("POST", f"{MESSAGES}/count_tokens", PRODUCT_KEY, body)).status == 200
+        answer = await caller.send("POST", f"{MESSAGES}/count_tokens", PRODUCT_KEY, body)
+        assert (answer.status, answer.at("error", "type")) == (429, "rate_limit_error")
+
+    play(Setting(fake_engine(), budget=Limits(requests_per_minute=1)), scene)
+
+
 def test_sessions_beyond_the_limit_are_429() -> None:
     async def scene(caller: Caller) -> None:
         await caller.open_session()
         answer = await caller.send("POST", "/sessions", ADMIN_KEY, {})
         assert answer.error == (429, "rate_limit_error", "too_many_sessions", None)
         named = await caller.send("POST", f"/s/mine{CHAT}", PRODUCT_KEY, {"messages": QUESTION})
-        assert named.status == 429
+        assert named.status == 200
 
-    play(Setting(fake_engine(), limits=SessionLimits(max_sessions=1)), scene)
+    play(Setting(fake_engine(), limits=SessionLimits(max_rollouts=1)), scene)
+
+
+def test_a_product_that_never_closes_its_sessions_takes_none_from_rollouts() -> None:
+    async def scene(caller: Caller) -> None:
+        for number in range(5):
+            body = {"messages": QUESTION, "max_tokens": 8}
+            assert (await caller.send("POST", f"/s/chat-{number}{CHAT}", PRODUCT_KEY, body)).status == 200
+        own = await caller.send("POST", "/sessions", PRODUCT_KEY, {})
+        assert own.status == 200
+        await caller.open_session()
+        assert (await caller.send("GET", "/healthz")).at("sessions") == 3
+        assert (await caller.send("POST", "/sessions", PRODUCT_KEY, {})).status == 200
+        assert (await caller.send("POST", "/sessions", PRODUCT_KEY, {})).status == 200
+        assert (await caller.chat(str(own.at("api_key")))).status == 401
+
+    play(Setting(fake_engine(), limits=SessionLimits(max_rollouts=1, max_production=2)), scene)
 
 
 @pytest.mark.parametrize("limits", [SessionLimits(max_turns=1), SessionLimits(max_tokens=1)])
@@ -288,6 +332,25 @@ def test_keys_are_made_listed_and_revoked() -> None:
             assert (await caller.send("POST", "/keys", ADMIN_KEY, wrong)).status == 400
 
     play(fake_engine(), scene)
+
+
+def test_a_key_that_cannot_be_kept_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+
+    async def scene(caller: Caller) -> None:
+        before = [key.key_id for key in caller.parts.keyring]
+        with (tmp_path / ".keys.json.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused = await caller.send("POST", "/keys", ADMIN_KEY, {"scope": "production"})
+        assert refused.status == 409
+        assert "try again" in str(refused.at("error", "message"))
+        assert [key.key_id for key in caller.parts.keyring] == before
+        made = await caller.send("POST", "/keys", ADMIN_KEY, {"scope": "production"})
+        assert (await caller.chat(str(made.at("api_key")))).status == 200
+        assert [key.key_id for key in caller.parts.keyring] == [*before, made.at("key_id")]
+
+    KeyFile(file, 0.0).add(key_of("filed", "filed", Scope.PRODUCTION))
+    play(Setting(fake_engine(), config=GatewayConfig(keys=str(file))), scene)
 
 
 def test_engines_come_and_go() -> None:

@@ -101,7 +101,6 @@ class Chain:
 
     def _completion(self, said: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
         size, read = len(said), np.array([*prompt_ids, *said[:-1]], np.uint16)
-        cuts = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         kept = KeptSets(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
         return Completion(
             token_ids=np.array(said, np.int32),
@@ -109,7 +108,7 @@ class Chain:
             versions=np.full(size, self.mark, np.int32),
             finish=Finish.STOP if said[-1] in params.stop_ids else Finish.LENGTH,
             routes=read.reshape(-1, 1, 1) if params.want_routes else None,
-            kept=kept if cuts else None,
+            kept=kept if params.cuts else None,
         )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from etude.errors import SessionLost
+from etude.gateway.admission import TrafficClass
 from etude.gateway.sessions import SessionLimits, Sessions
 from etude.types import Json, Turn
 from gateways import (
@@ -134,8 +135,8 @@ def test_nobody_forks_what_is_not_there_or_not_theirs(key: str, status: int) -> 
 
 
 def test_sessions_count_forks_and_keep_them_apart() -> None:
-    sessions = Sessions(template(), SessionLimits(max_sessions=2, idle_s=10))
-    assert sessions.open("trunk", "owner", 0.0) is not None
+    sessions = Sessions(template(), SessionLimits(max_rollouts=2, idle_s=10))
+    assert sessions.open("trunk", "owner", TrafficClass.ROLLOUT, 0.0) is not None
     forked = sessions.fork("branch", "trunk", 5.0)
     assert forked is not None
     assert (forked.session_id, sessions.owner("branch"), len(sessions)) == ("branch", "owner", 2)

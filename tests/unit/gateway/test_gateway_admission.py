@@ -114,14 +114,12 @@ def test_a_call_that_waits_beyond_its_deadline_expires() -> None:
     admission = Admission(limits(1))
     enter(admission, ROLLOUTS, 1)
     late, early = admission.enter(ROLLOUTS, 0.0, 9.0), admission.enter(ROLLOUTS, 0.0, 5.0)
-    assert admission.next_deadline() == 5.0
     assert admission.due(4.9) == []
     assert admission.due(5.0) == [early]
     assert early.state is TicketState.EXPIRED
     assert early.retry_after_s is not None and RETRY_MIN_S <= early.retry_after_s <= RETRY_MAX_S
-    assert admission.next_deadline() == 9.0
     admission.leave(late, Outcome.ABANDONED, 6.0)
-    assert admission.next_deadline() is None
+    assert admission.due(9.0) == []
     assert admission.enter(ROLLOUTS, 6.0, 6.0).state is TicketState.REFUSED
 
 
@@ -318,7 +316,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         while self.open:
             self.admission.leave(self.open[0], Outcome.FAILED, self.now)
             self.settle()
-        assert self.admission.next_deadline() is None
+        assert not any(map(self.admission.waiting, TrafficClass))
 
 
 AdmissionMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -2,6 +2,7 @@
 
 import fcntl
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -51,7 +52,14 @@ def test_expiry_is_a_date_in_the_file_and_seconds_of_a_clock_in_the_ring(tmp_pat
 def test_a_revoked_key_is_gone(tmp_path: Path) -> None:
     file = KeyFile(tmp_path / "keys.json", now=0.0)
     file.add(KEY)
-    file.revoke("k1")
+    file.add(replace(KEY, key_id="k12", digest="12" * 32))
+    file.add(replace(KEY, key_id="k13", digest="13" * 32))
+    file.revoke("k1")  # is an id, if also the beginning of others
+    for nothing_alone in ("", "k1"):
+        with pytest.raises(ValueError, match=r"has no key ''|begins several ids"):
+            file.revoke(nothing_alone)
+    file.revoke("k12")
+    file.revoke("k")
     assert file.load() == ()
     with pytest.raises(ValueError, match="no key 'k1'"):
         file.revoke("k1")
@@ -65,6 +73,15 @@ def test_an_id_or_secret_is_there_once_and_no_rollouts_key_at_all(tmp_path: Path
             file.add(twin)
     with pytest.raises(ValueError, match="dies with its session"):
         file.add(Key(key_id="r", digest=digest_of("r"), scope=Scope.ROLLOUT, session_id="s"))
+    assert file.load() == (KEY,)
+
+
+def test_a_file_never_has_more_keys_than_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.gateway.keyfile.MAX_KEYS", 1)
+    file = KeyFile(tmp_path / "keys.json", now=0.0)
+    file.add(KEY)
+    with pytest.raises(ValueError, match="has 1 keys already: revoke some first"):
+        file.add(key_of("k2"))
     assert file.load() == (KEY,)
 
 

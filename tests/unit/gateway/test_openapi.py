@@ -65,7 +65,7 @@ def test_every_schema_is_one() -> None:
 def test_every_path_of_the_gateway_is_there() -> None:
     calls = {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/models", "/v1/models/{model}"),
+        *("/v1/models", "/v1/models/{model}", "/v1/waits"),
     }
     assert {path for path, _, _ in operations()} == calls | {f"/s/{{session}}{path}" for path in calls} | {
         *("/sessions", "/sessions/{id}", "/keys", "/keys/{id}", "/engines", "/engines/{name}"),

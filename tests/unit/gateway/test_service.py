@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.errors import CaptureError, EngineUnavailable, SessionLost
+from etude.errors import CaptureError, EngineUnavailable, SessionLost, VersionPending
 from etude.gateway.access import Visit
 from etude.gateway.admission import Admission, AdmissionLimits, TrafficClass
 from etude.gateway.calls import Answer, Call, Ending, Refusal, Sampling
@@ -320,14 +320,47 @@ def test_a_stream_that_is_closed_early_leaves_nothing() -> None:
         async with bench(engine) as stage:
             body = {"messages": [{"role": "user", "content": "go"}], "stream": True}
             asked = parse(orjson.dumps(body))
-            chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), Visit(began=0.0))
+            visit = Visit(began=0.0)
+            chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), visit)
             async with aclosing(chunks):
                 await anext(chunks)
             await asyncio.wait_for(engine.stopped.wait(), 5)
             assert stage.conversation.turns == []
+            prompt = stage.conversation.prompt(asked.call)
+            assert visit.prompt_tokens == len(prompt.token_ids)
+            assert 0 < visit.completion_tokens <= engine.sampled
             assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
 
     asyncio.run(run())
+
+
+def test_what_a_call_took_is_known_however_it_ends() -> None:
+    class Slow(FakeEngine):
+        asked = asyncio.Event()
+
+        async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+            self.asked.set()
+            await asyncio.sleep(30)
+            raise AssertionError("it was cancelled")
+
+    async def scene(stage: Bench) -> None:
+        visit = Visit(began=0.0)
+        call = asyncio.create_task(stage.service.answer(ask(max_tokens=4), stage.caller(), visit))
+        await engine.asked.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        read = stage.service.count(ask(max_tokens=4), stage.conversation)
+        assert (visit.prompt_tokens, visit.completion_tokens) == (read, 0)
+        late, pending = Visit(began=0.0), Visit(began=0.0)
+        with pytest.raises(EngineUnavailable):
+            await stage.service.answer(ask(max_tokens=4), stage.caller(deadline=CLOCK.now() + 0.05), late)
+        assert late.prompt_tokens == read
+        with pytest.raises(VersionPending):
+            await stage.service.answer(ask(max_tokens=4), stage.caller(min_version=99), pending)
+        assert pending.prompt_tokens == 0
+
+    engine = Slow(CLOCK, vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH)
+    play(engine, scene)
 
 
 def test_trouble_comes_out_as_what_it_is() -> None:

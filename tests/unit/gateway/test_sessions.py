@@ -6,8 +6,11 @@ import pytest
 
 from etude.engines.http import ANSWER_TIMEOUT_S
 from etude.errors import SessionLost
+from etude.gateway.admission import TrafficClass
 from etude.gateway.sessions import SessionLimits, Sessions
 from etude.tokens.chat import ChatTemplate
+
+ROLLOUT, PRODUCTION = TrafficClass.ROLLOUT, TrafficClass.PRODUCTION
 
 
 @cache
@@ -21,7 +24,7 @@ def new_sessions(limits: SessionLimits | None = None) -> Sessions:
 
 def test_a_session_is_open_until_it_is_closed() -> None:
     sessions = new_sessions()
-    first, second = sessions.open("a", "k1", now=0.0), sessions.open("b", "k2", now=0.0)
+    first, second = sessions.open("a", "k1", ROLLOUT, now=0.0), sessions.open("b", "k2", ROLLOUT, now=0.0)
     assert first is not None
     assert first.session_id == "a"
     assert sessions.find("a", now=1.0) is first
@@ -38,21 +41,20 @@ def test_a_session_is_open_until_it_is_closed() -> None:
 
 def test_an_id_is_open_once() -> None:
     sessions = new_sessions()
-    sessions.open("a", "k", now=0.0)
+    sessions.open("a", "k", ROLLOUT, now=0.0)
     with pytest.raises(ValueError, match="'a' is open already"):
-        sessions.open("a", "k", now=0.0)
+        sessions.open("a", "k", ROLLOUT, now=0.0)
 
 
 def test_sessions_are_bounded_in_number_and_idle_ones_make_room() -> None:
-    sessions = new_sessions(SessionLimits(max_sessions=2, idle_s=10.0))
-    idle = sessions.open("a", "k", now=0.0)
-    sessions.open("b", "k", now=1.0)
-    assert sessions.open("c", "k", now=2.0) is None
-    assert sessions.find_or_open("c", "k", now=2.0) is None
+    sessions = new_sessions(SessionLimits(max_rollouts=2, idle_s=10.0))
+    idle = sessions.open("a", "k", ROLLOUT, now=0.0)
+    sessions.open("b", "k", ROLLOUT, now=1.0)
+    assert sessions.open("c", "k", ROLLOUT, now=2.0) is None
     assert sessions.find("a", now=9.0) is idle
     assert sessions.find("b", now=11.0) is None  # idle since 1.0
     assert sessions.find("a", now=11.0) is not None
-    assert sessions.open("c", "k", now=11.0) is not None
+    assert sessions.open("c", "k", ROLLOUT, now=11.0) is not None
     assert sessions.expire(now=21.0) == ("b", "a", "c")
     assert sessions.expire(now=22.0) == ()
     assert len(sessions) == 0
@@ -60,9 +62,43 @@ def test_sessions_are_bounded_in_number_and_idle_ones_make_room() -> None:
     assert idle.closed
 
 
+def test_products_and_rollouts_leave_each_other_their_sessions() -> None:
+    sessions = new_sessions(SessionLimits(max_rollouts=1, max_production=2))
+    for number in range(20):
+        assert sessions.find_or_open(f"chat-{number}", "k", now=number) is not None
+    assert len(sessions) == 2
+    assert sessions.open("a", "run", ROLLOUT, now=20.0) is not None
+    assert sessions.open("b", "run", ROLLOUT, now=20.0) is None
+    assert sessions.find_or_open("chat-20", "k", now=21.0) is not None
+    assert sessions.find("a", now=21.0) is not None
+
+
+def test_of_products_sessions_the_longest_idle_of_whoever_has_most_gives_way() -> None:
+    sessions = new_sessions(SessionLimits(max_production=3))
+    for number, (name, owner) in enumerate([("few", "k1"), ("old", "k2"), ("new", "k2")]):
+        sessions.find_or_open(name, owner, now=number)
+    old = sessions.find("k2.old", now=3.0)
+    with sessions.waits("k2.old").call():
+        sessions.find("k2.new", now=4.0)
+        assert sessions.open("more", "k3", PRODUCTION, now=5.0) is not None  # "old" is longer idle, but is answered now
+    assert sessions.expire(now=5.0) == ("k2.new",)
+    assert sessions.find("k2.old", now=6.0) is old
+    assert sessions.find("k1.few", now=6.0) is not None
+
+
+def test_a_session_is_not_ended_in_the_middle_of_a_call() -> None:
+    sessions = new_sessions(SessionLimits(max_production=1))
+    sessions.find_or_open("chat", "k", now=0.0)
+    with sessions.waits("k.chat").call():
+        assert sessions.find_or_open("another", "k", now=1.0) is None
+    assert sessions.find_or_open("another", "k", now=2.0) is not None
+    with sessions.waits("nothing").call():
+        assert sessions.find("k.chat", now=3.0) is None
+
+
 def test_what_a_killed_rollouts_process_left_goes_but_no_rollout_is_that_slow() -> None:
     sessions = new_sessions()
-    sessions.open("a", "k", now=0.0)
+    sessions.open("a", "k", ROLLOUT, now=0.0)
     assert sessions.expire(now=ANSWER_TIMEOUT_S + 60.0) == ()
     assert sessions.expire(now=15 * 60.0) == ("a",)
 

@@ -1,15 +1,16 @@
 """Whole sessions of the coding agent: a scripted model behind real HTTP, real tools in a real sandbox."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import aiohttp
 import pytest
 
 from etude.config.rollouts import HarnessConfig
-from etude.errors import EngineUnavailable, SandboxError, SessionLost
+from etude.errors import EngineUnavailable, OutOfTime, SandboxError, SessionLost
 from etude.harnesses.coding import CodingHarness, observe
-from etude.protocols import Session
+from etude.protocols import ExecResult, Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes import tools
 from etude.sandboxes.local import LocalSandboxes
@@ -164,6 +165,28 @@ def test_a_dead_sandbox_fails_the_rollout_not_the_agent(house: Playhouse) -> Non
         house.play([says("test")], close_sandbox=True)
 
 
+class HangingSandbox(FakeSandbox):
+    """A sandbox in the hands of an agent whose commands take all the time that it has."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        raise OutOfTime
+
+
+def test_an_agent_whose_time_is_up_has_made_its_calls_all_the_same(house: Playhouse) -> None:
+    calls = ["read util.py", "todo rest", "please", "test"]
+    result = house.play([says(call) for call in calls], sandbox=HangingSandbox(FILES, lambda sandbox: None))
+    assert result.reason == "time"
+    assert result.counts == {"read": 1, "todo": 1, "malformed": 1, "test": 1}
+    assert result.measures["todo_open"] == 1
+
+
 def test_a_deleted_file_is_the_agents_doing(house: Playhouse) -> None:
     house.play([says("test"), says("submit")], files={})
     assert house.observations == ["FAIL add(1, 0) = FileNotFoundError want 1"]
@@ -180,6 +203,13 @@ def test_a_file_made_read_only_is_the_agents_doing() -> None:
     sandbox = ReadOnlySandbox(FILES, lambda sandbox: None)
     assert asyncio.run(observe(tools.EditFile("util.py", 2, "    return a + b"), TASK.checks, sandbox)) == "bad edit"
     assert asyncio.run(sandbox.read_file("util.py")) == FILES["util.py"]
+
+
+@pytest.mark.parametrize("text", ["caf\N{REPLACEMENT CHARACTER}\nx\n", "x\n" * (4 << 20)])
+def test_a_file_that_was_not_read_as_it_is_takes_no_edit(text: str) -> None:
+    sandbox = FakeSandbox({"a.py": text}, lambda sandbox: None)
+    assert asyncio.run(observe(tools.EditFile("a.py", 2, "y"), TASK.checks, sandbox)) == "bad edit"
+    assert asyncio.run(sandbox.read_file("a.py")) == text
 
 
 def test_an_error_that_is_no_text_is_shown_all_the_same(house: Playhouse) -> None:

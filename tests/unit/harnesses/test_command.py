@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import aiohttp
@@ -11,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
-from etude.errors import ConfigError, EngineUnavailable, SandboxError, SessionLost
+from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.harnesses.command import CommandHarness, client_variables, fill_in, judge_end
 from etude.protocols import ExecResult, HarnessResult, Session
 from etude.rollouts.fake import FakeSandbox
-from etude.types import Case, FunctionChecks, Split, Task
+from etude.types import Case, FunctionChecks, Json, Split, Task
 
 T = TypeVar("T")
 
@@ -64,16 +65,23 @@ class ScriptedSandbox(FakeSandbox):
         raise AssertionError("a harness has no business in the sandbox's files")
 
 
-def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]]) -> T:
-    """Act beside a gateway that answers ``/v1/models`` with ``status``, if the key is right."""
+SERVED: dict[str, Json] = {"calls": 0, "waited_s": 0.0, "unserved": False}
 
-    async def models(request: web.Request) -> web.Response:
+
+def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]], *told: dict[str, Json]) -> T:
+    """Act beside a gateway that tells with ``status`` how the calls of the session fared, if the key is right: one
+    after the other, and the last for ever.
+    """
+    answers = iter(told)
+    last = told[-1] if told else SERVED
+
+    async def waits(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer key"
-        return web.json_response({}, status=status)
+        return web.json_response(next(answers, last), status=status)
 
     async def main() -> T:
         app = web.Application()
-        app.router.add_get("/s/s1/v1/models", models)
+        app.router.add_get("/s/s1/v1/waits", waits)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -86,20 +94,21 @@ def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaita
     return asyncio.run(main())
 
 
-def run(ending: ExecResult, *, status: int = 200, url: str | None = None) -> tuple[HarnessResult, ScriptedSandbox]:
+def run(
+    ending: ExecResult, *told: dict[str, Json], status: int = 200, url: str | None = None, task: Task = TASK
+) -> tuple[HarnessResult, ScriptedSandbox]:
     sandbox = ScriptedSandbox(ending)
 
     async def act(http: aiohttp.ClientSession, base_url: str) -> HarnessResult:
         harness = CommandHarness(CONFIG, http, workdir="/sandbox")
         session = Session(session_id="s1", base_url=url or base_url, api_key="key")
-        return await harness.run(TASK, session, sandbox, temperature=0.5)
+        return await harness.run(task, session, sandbox, temperature=0.5)
 
-    return with_gateway(status, act), sandbox
+    return with_gateway(status, act, *told), sandbox
 
 
 def test_the_command_gets_its_task_and_the_way_to_the_model() -> None:
-    inside = "http://gateway:8400/s/s1"
-    result, sandbox = run(ended(0), url=f"{inside}/v1")
+    result, sandbox = run(ended(0))
     assert result == HarnessResult(reason="submit", counts={})
     ((argv, timeout_s),) = sandbox.seen
     assert timeout_s == 7.0
@@ -107,6 +116,8 @@ def test_the_command_gets_its_task_and_the_way_to_the_model() -> None:
     command = argv.index("agent")
     assert argv[command:] == ["agent", "--model=policy", "-t", TASK.prompt, "-T0.5"]
     variables = dict(pair.split("=", 1) for pair in argv[1:command])
+    inside = variables["ANTHROPIC_BASE_URL"]
+    assert inside.endswith("/s/s1")
     assert variables == {
         "OPENAI_BASE_URL": f"{inside}/v1",
         "OPENAI_API_BASE": f"{inside}/v1",
@@ -121,16 +132,31 @@ def test_the_command_gets_its_task_and_the_way_to_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("ending", "reason"),
-    [(ended(0), "submit"), (ended(3), "submit"), (ended(1), "exit 1"), (ended(137, timed_out=True), "timeout")],
+    [
+        (ended(0), "submit"),
+        (ended(3), "submit"),
+        (ended(1), "exit 1"),
+        (ended(126), "exit 126"),
+        (ended(127), "exit 127"),
+        (ended(137, timed_out=True), "timeout"),
+    ],
 )
 def test_every_end_of_a_program_that_ran_is_graded(ending: ExecResult, reason: str) -> None:
     assert run(ending)[0].reason == reason
 
 
-@pytest.mark.parametrize("exit_code", [126, 127])
-def test_a_program_that_did_not_start_is_nobodys_bad_work(exit_code: int) -> None:
-    with pytest.raises(SandboxError, match=str(exit_code)):
-        run(ended(exit_code))
+def test_a_prompt_that_no_command_line_takes_is_named() -> None:
+    task = replace(TASK, prompt="é" * (60 << 10))
+    with pytest.raises(ConfigError, match=r"prompt of task t \(add\) filled in, at most 122880: leave the task out"):
+        run(ended(0), task=task)
+
+
+def test_what_a_program_printed_last_is_a_line_that_does_nothing_to_a_terminal() -> None:
+    failed = replace(ended(1), stdout="b" * 600 + "\x1b[2J\n", stderr="Traceback:\n  no\u202e key\x00\n")
+    printed = run(failed)[0].printed
+    assert printed.endswith("b [2J Traceback: no key")
+    assert len(printed) == 500
+    assert run(ended(0))[0].printed == ""
 
 
 def test_a_success_code_means_what_the_recipe_says() -> None:
@@ -142,19 +168,29 @@ def test_a_success_code_means_what_the_recipe_says() -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(401, SessionLost), (404, SessionLost), (503, EngineUnavailable), (500, EngineUnavailable)]
 )
-@pytest.mark.parametrize("ending", [ended(1), ended(137, timed_out=True)])
-def test_a_failure_without_a_gateway_is_the_machines(status: int, error: type[Exception], ending: ExecResult) -> None:
-    with pytest.raises(error, match="harness failed"):
+@pytest.mark.parametrize("ending", [ended(0), ended(1), ended(137, timed_out=True)])
+def test_an_end_without_a_gateway_is_the_machines(status: int, error: type[Exception], ending: ExecResult) -> None:
+    with pytest.raises(error, match="harness ended"):
         run(ending, status=status)
 
 
-def test_a_failure_with_a_dead_gateway_is_the_machines() -> None:
-    with pytest.raises(EngineUnavailable, match="harness failed"):
+def test_an_end_with_a_dead_gateway_is_the_machines() -> None:
+    with pytest.raises(EngineUnavailable, match="harness ended"):
         run(ended(1), url="http://127.0.0.1:1/v1")
 
 
-def test_success_asks_nobody() -> None:
-    assert run(ended(0), status=500)[0].reason == "submit"
+@pytest.mark.parametrize("ending", [ended(0), ended(1), ended(137, timed_out=True)])
+def test_an_end_after_a_call_without_an_engine_is_the_machines(ending: ExecResult) -> None:
+    with pytest.raises(EngineUnavailable, match="a call for which there was no engine"):
+        run(ending, SERVED | {"unserved": True})
+
+
+def test_time_that_was_waited_away_is_the_machines() -> None:
+    timed_out, waited = ended(137, timed_out=True), SERVED | {"waited_s": 0.8}
+    with pytest.raises(EngineUnavailable, match=r"ran out of its 7 s, of which .* for 0\.8 s"):
+        run(timed_out, SERVED | {"calls": 1}, waited)  # of the killed program's last call more is known in a moment
+    assert run(timed_out, SERVED | {"waited_s": 0.6})[0].reason == "timeout"
+    assert run(ended(1), waited)[0].reason == "exit 1"
 
 
 def test_anthropics_clients_add_the_version_themselves() -> None:

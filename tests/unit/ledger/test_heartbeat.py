@@ -10,7 +10,7 @@ from etude.errors import FencedError, RunFolderError
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 
-QUICK = LedgerConfig(lease_s=0.4)
+QUICK = LedgerConfig(lease_s=1.0)
 
 
 def test_a_lease_lives_as_long_as_its_context_and_no_longer(tmp_path: Path) -> None:

@@ -91,12 +91,24 @@ def test_a_run_of_version_2_goes_on_where_it_was(old: Path) -> None:
 
 
 def test_rollouts_of_an_older_etude_are_catalogued_by_how_they_ended(old: Path) -> None:
+    Ledger.open(old).close()
     with Archive.open(old) as archive:
         found = archive.find(Search(reward=(">=", 1.0), limit=2))
         assert [(rollout.group, rollout.slot, rollout.traits) for rollout in found] == [(2, 0, None), (1, 1, None)]
         assert [census.unlisted for census in archive.census()] == [5]
         assert archive.find(Search(has_summary=True)) == []
         assert len(archive.rollout(found[0].rollout_id)[1].turns) == 1
+
+
+def test_who_only_reads_leaves_an_older_ledger_as_it_is_and_makes_none(old: Path) -> None:
+    before = old.read_bytes()
+    with pytest.raises(RunFolderError, match=r"ledger of version 2, which an older étude wrote.*etude run --resume"):
+        Archive.open(old)
+    assert old.read_bytes() == before
+    missing = old.with_name("missing.db")
+    with pytest.raises(RunFolderError, match=r"no ledger at .*missing\.db', nothing has been recorded"):
+        Archive.open(missing)
+    assert not missing.exists()
 
 
 def test_processes_may_migrate_one_ledger_at_the_same_time(old: Path) -> None:

@@ -1,5 +1,6 @@
 """Routes and kept sets on disk: what goes in comes out, damage is named, and files go when they are done with."""
 
+import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,21 @@ def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) 
     ref = ref_of(Payloads(tmp_path).stow(make_turn(), "s"))
     assert files(tmp_path) == [tmp_path / ref.digest[:2] / f"{ref.digest}.safetensors"]
     assert files(tmp_path)[0].stat().st_size == ref.size_bytes
+
+
+def test_a_sweep_takes_what_is_old_and_not_in_use(tmp_path: Path) -> None:
+    payloads = Payloads(tmp_path)
+    old, needed, new = (payloads.stow(make_turn(seed), "s") for seed in range(3))
+    assert payloads.sweep(lambda: pytest.fail("nothing is old enough to ask"), older_than_s=60) == 0
+    for turn in (old, needed):
+        digest = ref_of(turn).digest
+        os.utime(tmp_path / digest[:2] / f"{digest}.safetensors", (0, 0))
+    half = tmp_path / "ab" / ".ab12.0f"
+    half.parent.mkdir(exist_ok=True)
+    half.write_bytes(b"of a process that was killed")
+    os.utime(half, (0, 0))
+    assert payloads.sweep(lambda: [ref_of(needed)], older_than_s=60) == 2
+    assert {file.stem for file in files(tmp_path)} == {ref_of(needed).digest, ref_of(new).digest}
 
 
 def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.config.reward import OF_HARNESS
 from etude.rewards.behaviour import MIN_CALLS, TERMS, THINKING, Conduct, measure, observe
 from etude.rewards.transcript import SpokenTurn
 from etude.types import TurnKind
@@ -219,6 +220,10 @@ def test_every_term_stays_in_its_range(turns: Sequence[tuple[str, str, TurnKind]
     found = conduct(*(spoken(said, heard, kind) for said, heard, kind in turns), counts={"read": 1})
     for name, value in measure(found).items():
         assert TERMS[name].low <= value <= TERMS[name].high
+
+
+def test_terms_that_may_be_missing_are_those_that_take_the_built_in_harness() -> None:
+    assert tuple(sorted(name for name, term in TERMS.items() if term.optional)) == OF_HARNESS
 
 
 def test_every_term_defines_itself() -> None:

@@ -15,9 +15,11 @@ THOUGHT = 99
 """Ends thinking."""
 
 
-def turn(prompt: int, completion: list[int]) -> Turn:
+def turn(prompt: int, completion: list[int], after: Turn | None = None) -> Turn:
+    """A turn whose context has ``prompt`` tokens, that of ``after`` and its reply among them."""
+    kept = [] if after is None else [*after.prompt_ids, *after.completion_ids]
     return Turn(
-        prompt_ids=np.zeros(prompt, np.int32),
+        prompt_ids=np.array([*kept, *[0] * (prompt - len(kept))], np.int32),
         completion_ids=np.array(completion, np.int32),
         logprobs=np.zeros(len(completion), np.float32),
         versions=np.zeros(len(completion), np.int32),
@@ -25,6 +27,7 @@ def turn(prompt: int, completion: list[int]) -> Turn:
     )
 
 
+FIRST = turn(10, [1, 2, THOUGHT, 3])
 ROLLOUT = Rollout(
     rollout_id="r",
     group_index=0,
@@ -33,7 +36,7 @@ ROLLOUT = Rollout(
     status=RolloutStatus.GRADED,
     reward=1.0,
     counts={"read": 2, "malformed": 1},
-    turns=(turn(10, [1, 2, THOUGHT, 3]), turn(20, [4, 5]), turn(5, [THOUGHT, 6, 7])),
+    turns=(FIRST, turn(20, [4, 5], FIRST), turn(5, [THOUGHT, 6, 7])),
 )
 """The second turn has read 6 tokens more than the first left; the third goes on from an edited history."""
 SPENT = Effort(thinking_tokens=4, call_tokens=3, output_tokens=6, final_tokens=2, calls=3, turns=3)
@@ -61,6 +64,15 @@ def test_each_factor_prices_its_own_kind(factor: str, count: int) -> None:
     thinking = {"thinking_end_id": THOUGHT} if "token" in factor and factor != "output_token" else {}
     config = EffortConfig.model_validate({"weight": 0.5, "curvature": 0.0, factor: 2.0, **thinking})
     assert effort_penalty(ROLLOUT, config) == pytest.approx(0.5 * 2.0 * count)
+
+
+def test_what_a_sub_agent_reads_between_two_turns_is_not_charged_to_either() -> None:
+    main = turn(5000, [1])
+    agent = turn(200, [2])
+    more = turn(300, [3], agent)
+    back = turn(5007, [4], main)
+    turns = (main, agent, more, back, turn(5020, [5], back))
+    assert effort_of(turns, {}, THOUGHT).output_tokens == 99 + 6 + 12
 
 
 def test_effort_is_free_unless_the_recipe_prices_it() -> None:

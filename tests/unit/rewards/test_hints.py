@@ -64,8 +64,8 @@ class Scripted:
 
 
 def find(turns: Sequence[Turn], *rules: Rule, most: int = 9, adviser: Scripted | None = None) -> tuple[Hint, ...]:
-    finder = HintFinder(rules, most=most, decode=decode, fits=lambda ids: len(ids) < 200, adviser=adviser)
-    return asyncio.run(finder.find(TASK, turns))
+    finder = HintFinder(rules, most=most, fits=lambda ids: len(ids) < 200, adviser=adviser)
+    return asyncio.run(finder.find(TASK, turns, read_turns(turns, decode)))
 
 
 def test_the_turn_that_made_the_mistake_is_hinted_at_not_the_one_that_read_of_it() -> None:

@@ -42,6 +42,7 @@ def test_what_is_no_finite_number_is_missing(found: dict[str, float]) -> None:
         combine(reward(TESTS), found)
     with pytest.raises(InfrastructureError, match="'tests' is missing"):
         combine(reward(TESTS | {"missing": "wait"}), found)
+    assert combine(reward(STYLE), {}).masked == "reward part 'style' is missing"  # asked, and without a verdict
     masked = combine(reward(TESTS | {"missing": "mask"}, SHARE), found | {"grader.hidden_passed": 1.0})
     assert (masked.masked, masked.parts) == ("reward part 'tests' is missing", {"share": 1.0})
     assumed = combine(reward(TESTS | {"missing": 0.25}), found)
@@ -63,7 +64,7 @@ def test_behaviours_are_checked_by_name_version_and_range() -> None:
         ({"source": "behaviour.rudeness"}, "there is no 'behaviour.rudeness': expected one of asking, "),
         ({"version": 2}, "was written for version 2 of 'behaviour.asking', which is 1 here"),
         ({"range": (0.0, 2.0)}, "promises what never happens"),
-        ({"source": "behaviour.open_todos"}, "is missing when an agent's time was up"),
+        ({"source": "behaviour.open_todos"}, "is missing where a harness has no word on it"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_behaviours(reward(ASKING | change))

@@ -16,7 +16,7 @@ from etude.environments.migrations_keys import foreign_key, unique
 from etude.environments.migrations_problems import Problem, literal
 from etude.errors import SandboxError
 from etude.protocols import HarnessResult, Reward
-from etude.rewards.queries import QueryGrader, Verdict, check_ours, is_right, judge, migration_steps
+from etude.rewards.queries import QueryGrader, Verdict, check_ours, is_right, judge, migration_steps, read_answers
 from etude.rewards.query_client import LATE, LOST
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns import NamespaceSandboxes
@@ -233,6 +233,12 @@ def test_a_server_that_dies_under_a_migration_is_neither_applied_nor_ours(state:
 
 def test_no_answer_at_all_is_a_server_that_died() -> None:
     assert judge(CHECKS, None) == judge(CHECKS, []) == Verdict(False, 0, True)
+
+
+def test_answers_that_cannot_be_read_are_none() -> None:
+    assert read_answers('[{"state": ""}]') == [{"state": ""}]
+    nested = f'[{{"rows": {"[" * 5000}{"]" * 5000}}}]'
+    assert read_answers(None) is read_answers('[{"state"') is read_answers(nested) is None
 
 
 def test_a_migration_that_fails_or_is_unfinished_is_not_applied() -> None:

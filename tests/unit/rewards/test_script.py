@@ -1,7 +1,7 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, SandboxError
-from etude.protocols import HarnessResult, Reward, Sandbox
-from etude.rewards.script import REWARD_LIMIT_CHARACTERS, ScriptGrader, Verdict, read_reward
+from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox
+from etude.rewards.script import REWARD_LIMIT_CHARACTERS, REWARD_TEXT, ScriptGrader, Verdict, read_reward
+from etude.rollouts.fake import FakeSandbox, FakeSandboxes
+from etude.sandboxes.archives import write_archive
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.services import world_spec
 from etude.types import Case, FunctionChecks, Json, ScriptChecks, Split, Task
-from etude.worlds import Capability, World
+from etude.worlds import Capability, SandboxSpec, World
 
 DONE = HarnessResult(reason="submit", counts={})
 WRITE = "echo {} > /logs/verifier/reward.txt\n"
@@ -79,6 +81,71 @@ def test_whatever_is_read_is_between_0_and_1(value: Json) -> None:
     assert 0 <= verdict.value <= 1
 
 
+# --- How long a grading takes ---------------------------------------------------------------------------------------
+
+
+class Stage(FakeSandboxes):
+    """Sandboxes in which verifiers write what is given, one after another; ``""``: nothing, and they hang."""
+
+    def __init__(self, *written: str) -> None:
+        super().__init__()
+        self._written = iter(written)
+        self.seconds = 0.0
+        """All that verifiers were given."""
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        return StagedSandbox(self, files)
+
+    def verify(self, timeout_s: float) -> str:
+        self.seconds += timeout_s
+        return next(self._written)
+
+
+class StagedSandbox(FakeSandbox):
+    """One of them."""
+
+    def __init__(self, stage: Stage, files: Mapping[str, str]) -> None:
+        super().__init__(files, lambda sandbox: None)
+        self._stage = stage
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        done = await super().exec(argv)
+        if tuple(argv) != ScriptChecks(files={}).command:
+            return done
+        await self.write_file(REWARD_TEXT, self._stage.verify(timeout_s))
+        return replace(done, timed_out=not await self.read_file(REWARD_TEXT))
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
+        return write_archive([], limit_bytes)
+
+    async def load(self, tar: bytes) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("canary", "written", "value"),
+    [("", ("", "0", ""), 0.0), ("", ("", "0", "1"), 1.0), ("a", ("", "0", "1", "0"), 1.0)],
+)
+def test_no_grading_takes_longer_than_its_task_says(canary: str, written: Sequence[str], value: float) -> None:
+    async def act() -> None:
+        stage = Stage(*written)
+        checks = ScriptChecks(files={"a": "def test_a():\n    assert f(1) == 2\n"}, canary=canary)
+        task = replace(task_of(""), checks=checks)
+        with tempfile.TemporaryDirectory() as folder:
+            grader = ScriptGrader(stage, ImageStore(Path(folder)))
+            reward = await grader.grade(task, await stage.create({}), DONE)
+        assert (reward.value, stage.seconds) == (value, task.grading_s)
+
+    asyncio.run(act())
+
+
 # --- Verifiers in sandboxes -----------------------------------------------------------------------------------------
 
 
@@ -122,7 +189,7 @@ def court() -> Iterator[Court]:
             if Capability.CONFINED not in runner.run(sandboxes.capabilities()):
                 pytest.skip("no sandbox with namespaces can be made here")
             store = ImageStore(Path(folder))
-            yield Court(runner, sandboxes, store, ScriptGrader(sandboxes, store, artefact_limit_bytes=1 << 20))
+            yield Court(runner, sandboxes, store, ScriptGrader(sandboxes, store))
         finally:
             runner.run(sandboxes.close())
 
@@ -253,7 +320,7 @@ RUNS_WORK = f"timeout 5 bash ./work.sh\n{ANSWERED}"
 @pytest.mark.parametrize(
     "work",
     [
-        "kill -9 $PPID; kill -9 -1",
+        "kill -9 -1",
         "rm -rf /logs",
         "mkdir -p /logs/verifier/reward.json",
         "ln -s /etc/passwd /logs/verifier/reward.json",
@@ -272,7 +339,7 @@ def test_work_that_makes_the_verifier_hang_is_worth_nothing(court: Court) -> Non
 
 
 def test_more_than_can_be_carried_is_worth_nothing(court: Court) -> None:
-    reward = court.judge(task_of(ANSWERED), "echo yes > answer.txt; head -c 3000000 /dev/zero > big")
+    reward = court.judge(task_of(ANSWERED), "echo yes > answer.txt; truncate -s 300M big")
     assert (reward.value, reward.parts["verified"]) == (0.0, 0.0)
 
 

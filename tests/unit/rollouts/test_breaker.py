@@ -101,6 +101,14 @@ def test_it_gives_up_after_the_outage_that_a_recipe_allows() -> None:
     assert 300.0 <= gave_up_s <= 300.0 + 2 * MAX_PAUSE_S
 
 
+def test_whoever_went_on_after_it_gave_up_may_hope_again() -> None:
+    breaker = tripped(300.0)
+    give_up_time(breaker)
+    breaker.ask(breaker.until_s)
+    breaker.succeeded()
+    assert not breaker.gave_up
+
+
 def test_it_gives_up_sooner_where_nothing_ever_worked() -> None:
     gave_up_s, _ = give_up_time(tripped(300.0, worked=False))
     assert FIRST_OUTAGE_S <= gave_up_s <= FIRST_OUTAGE_S + 2 * MAX_PAUSE_S

@@ -109,6 +109,9 @@ class Doors:
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         return await self.misery.sessions.close(session_id)
 
+    async def discard(self, session_id: str) -> None:
+        await self.misery.sessions.discard(session_id)
+
 
 @dataclass
 class Grounds:

@@ -5,9 +5,9 @@ from typing import TypeAlias, TypeVar
 
 import pytest
 
-from etude.errors import InfrastructureError, Unsupported
+from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult
-from etude.rollouts.bounds import AgentTime, BoundedSandbox, Limits, OutOfTime
+from etude.rollouts.bounds import AgentTime, BoundedSandbox, Limits
 from etude.rollouts.fake import FakeSandbox, run_virtually
 from etude.rollouts.replays import Note, NotedSandbox
 

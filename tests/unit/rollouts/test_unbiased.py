@@ -29,8 +29,9 @@ from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trajectories.advantage import around_mean, survivor_weight
+from etude.trajectories.batch import build_batch
 from etude.types import Finish, Group, Rollout, Split, Task, Turn
-from records import CHECKS
+from records import CHECKS, TASK, make_rollout
 
 P_LONG = 0.1
 SUCCESS = {True: 0.8, False: 0.2}
@@ -214,7 +215,9 @@ def test_deaths_that_hit_long_rollouts_bias_who_survives_and_known_weights_undo_
 
 
 def test_a_group_that_lost_rollouts_weighs_as_much_as_a_whole_one_exactly() -> None:
-    """E[Σ A·s] over every outcome of K rollouts, times the weight, is (G − 1)·g for every K."""
+    """E[Σ A·s] over every outcome of K rollouts, times the weight, is (G − 1)·g for every K, and divided by the batch's
+    normaliser, (G − 1)/G · g: every rollout has one token.
+    """
     outcomes = [
         (is_long, reward, (P_LONG if is_long else 1 - P_LONG) * (SUCCESS[is_long] if reward else 1 - SUCCESS[is_long]))
         for is_long in (True, False)
@@ -229,3 +232,8 @@ def test_a_group_that_lost_rollouts_weighs_as_much_as_a_whole_one_exactly() -> N
             total += likelihood * sum((reward - mean) * (is_long - P_LONG) for is_long, reward, _ in drawn)
         weight = survivor_weight("mean", present=present, lost=planned - present)
         assert weight * total == pytest.approx((planned - 1) * GRADIENT, rel=1e-12)
+        graded = tuple(make_rollout(str(slot), TURN, slot=slot, reward=float(slot)) for slot in range(present))
+        group = Group(index=0, task=TASK, admitted_version=0, rollouts=graded, lost=planned - present)
+        batch = build_batch(1, [group])
+        normaliser = batch.num_loss_tokens + batch.num_lost_tokens
+        assert weight * total / normaliser == pytest.approx((planned - 1) / planned * GRADIENT, rel=1e-12)

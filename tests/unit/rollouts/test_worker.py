@@ -14,7 +14,7 @@ from etude.protocols import Appraisal, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.worker import GRADINGS, run_rollout
-from etude.types import Disposition, Finish, Rollout, RolloutStatus, Split, Task, Turn, Verdict
+from etude.types import Disposition, Finish, Rollout, RolloutStatus, ScriptChecks, Split, Task, Turn, Verdict
 from records import CHECKS
 
 ONE = np.ones(1, np.int32)
@@ -134,6 +134,28 @@ def test_work_whose_grading_failed_once_is_graded_again_not_done_again() -> None
     assert (rollout.status, rollout.reward, len(plays)) == (RolloutStatus.GRADED, 1.0, 1)
 
 
+class SlowGrader:
+    """A grader whose runs take all the time that the task's checks give them."""
+
+    def __init__(self, runs: int) -> None:
+        self._runs = runs
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        assert isinstance(task.checks, ScriptChecks)
+        await asyncio.sleep(self._runs * task.checks.timeout_s)
+        return Reward(value=0.0, parts={})
+
+
+@pytest.mark.parametrize(("runs", "status"), [(3, RolloutStatus.GRADED), (5, RolloutStatus.FAILED_INFRA)])
+def test_every_run_of_a_verifier_has_its_whole_time(runs: int, status: RolloutStatus) -> None:
+    slot = replace(SLOT, task=replace(TASK, checks=ScriptChecks(files={})))
+    rig = replace(World(submit).rig, grader=SlowGrader(runs))
+    rollout = run_virtually(run_rollout(slot, rig, LIMITS, rollout_id="r", temperature=1.0))
+    assert rollout.status is status
+    if status is RolloutStatus.FAILED_INFRA:
+        assert rollout.reason == "InfrastructureError: grading: no end within 2700 s"
+
+
 def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
     async def restart(world: World) -> str:
         world.sessions.forget()
@@ -169,7 +191,9 @@ def test_a_session_without_a_turn_is_infrastructure() -> None:
     world = FakeWorld(play, lambda task: 1.0)
     rollout = run_virtually(run_rollout(SLOT, world.rig, LIMITS, rollout_id="r", temperature=1.0))
     assert rollout.status is RolloutStatus.FAILED_INFRA
-    assert "no turn" in rollout.reason
+    assert rollout.reason.endswith(
+        "no turn: the harness never reached the gateway (submit); it printed: the end is submit"
+    )
     assert world.is_tidy
 
 
@@ -282,6 +306,17 @@ def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
     rig = replace(World(submit).rig, appraiser=Valued(1.0, masked="no judge")).for_measuring()
     rollout = run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "InfrastructureError: no judge")
+
+
+def test_an_appraisal_may_take_longer_than_a_grading() -> None:
+    """Its judge has deadlines of its own, one for each aspect."""
+
+    class Slow(Valued):
+        async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+            await asyncio.sleep(1.5 * LIMITS.grading_s)
+            return await super().appraise(task, result, reward, turns)
+
+    assert appraised(Slow(0.5)).reward == 0.5
 
 
 def test_an_appraiser_that_cannot_is_infrastructure() -> None:

@@ -1,7 +1,8 @@
 """What a rollout is worth, all considered."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,26 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from etude.clock import VirtualClock
 from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
-from etude.errors import ConfigError, JudgeUnavailable
+from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
 from etude.protocols import Appraisal, HarnessResult, Reward
 from etude.rewards.parts import make_up
+from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.rollouts.breaker import MAX_PAUSE_S
 from etude.run.appraisal import RolloutAppraiser, hold_reward, open_appraiser
-from etude.run.folder import RunFolder
-from etude.types import Finish, Split, Task, Turn
+from etude.tokens.chat import ChatTemplate
+from etude.types import AnswerChecks, Finish, Split, Task, Turn, TurnKind
 from records import CHECKS
 
 TASK = Task(task_id="t", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 RESULT = HarnessResult(reason="submit", counts={"read": 1, "malformed": 1}, measures={"todo_opened": 2, "todo_open": 1})
 GRADED = Reward(value=1.0, parts={"hidden_passed": 1.0, "cheat_canary": 0.0})
-WORDS = ["fix f in a.py", "reda a.py", "bad call", "read a.py", "which line do you mean?"]
+WORDS = ["fix f in a.py", "reda a.py", "bad call", "read a.py", "which line do you mean?", "<think>hm</think>"]
 """What a token is, by its id."""
+LAST, THOUGHT = "which line do you mean?", 5
 TESTS: dict[str, Any] = {"name": "tests", "source": "grader", "version": 1, "weight": 1.0, "range": (0.0, 1.0)}
 MALFORMED = {**TESTS, "name": "malformed", "source": "behaviour.malformed_calls", "weight": -0.5, "missing": 0.0}
 STYLE = {**TESTS, "name": "style", "source": "judge.style", "weight": 0.25, "missing": "wait"}
@@ -45,16 +50,22 @@ TURNS = (turn([0], 1), turn([0, 1, 2], 3), turn([0, 1, 2, 3, 2], 4))
 
 
 class Judge:
-    """Says what the test wants, or that it is down; remembers what it was shown."""
+    """Says what the test wants, or for so many times that it is not there; remembers what it was shown."""
 
-    def __init__(self, values: Mapping[str, float] | None) -> None:
+    def __init__(
+        self, values: Mapping[str, float], *, away: int = 0, error: type[JudgeUnavailable] = JudgeUnavailable
+    ) -> None:
         self.values = values
+        self.away = away
+        self.error = error
         self.shown: list[str] = []
+        self.answers: list[str] = []
 
     async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
         self.shown.append(transcript)
-        if self.values is None:
-            raise JudgeUnavailable("down")
+        self.answers.append(result.answer)
+        if len(self.shown) <= self.away:
+            raise self.error("down")
         return self.values
 
 
@@ -62,14 +73,18 @@ def reward(*parts: dict[str, Any]) -> RewardConfig:
     return RewardConfig.model_validate({"parts": parts})
 
 
+def read(turns: Sequence[Turn]) -> Sequence[SpokenTurn]:
+    return read_turns(turns, lambda ids: " ".join(WORDS[i] for i in ids))
+
+
 def appraise(config: RewardConfig, judge: Judge | None = None, graded: Reward = GRADED) -> Appraisal:
-    appraiser = RolloutAppraiser(reward=config, decode=lambda ids: " ".join(WORDS[i] for i in ids), judge=judge)
+    appraiser = RolloutAppraiser(reward=config, read=read, judge=judge, clock=VirtualClock())
     return asyncio.run(appraiser.appraise(TASK, RESULT, graded, TURNS))
 
 
-def test_without_parts_the_graders_word_stands_untouched(tmp_path: Path) -> None:
+def test_without_parts_the_graders_word_stands_untouched() -> None:
     assert appraise(RewardConfig()) == Appraisal(reward=GRADED)
-    assert open_appraiser(RunConfig(), RunFolder(tmp_path), lambda ids: "", None) is None
+    assert open_appraiser(RunConfig(), ChatTemplate.train(["a"], 300), None) is None
 
 
 def test_the_parts_are_added_up_and_all_that_is_known_is_recorded() -> None:
@@ -105,19 +120,58 @@ def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     assert found.value == 1.125
     assert (found.parts["style"], found.parts["judge.tone"]) == (0.5, 0.25)
     (shown,) = judge.shown
-    assert all(shown.count(word) >= 1 for word in WORDS)
+    assert all(shown.count(word) >= 1 for word in WORDS[:THOUGHT])
     assert shown.count(WORDS[0]) == 1
     appraise(reward(TESTS), judge)
     assert len(judge.shown) == 1
 
 
+ASKED = replace(TASK, checks=AnswerChecks(answer="42"))
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "turns", "shown"),
+    [
+        (TASK, "", TURNS, LAST),  # a harness that hands nothing over
+        (TASK, "done", TURNS, "done"),
+        (TASK, "", (*TURNS, turn([0], THOUGHT)), LAST),  # the last turn only thought
+        (TASK, "", (*TURNS, replace(turn([0], 3), kind=TurnKind.SUMMARY)), LAST),
+        (TASK, "", (turn([0], THOUGHT),), ""),
+        (ASKED, "", TURNS, ""),  # was asked for an answer, and never gave one
+    ],
+)
+def test_a_judge_of_the_answer_reads_the_last_words(
+    task: Task, answer: str, turns: tuple[Turn, ...], shown: str
+) -> None:
+    judge = Judge({"style": 0.5})
+    appraiser = RolloutAppraiser(reward=reward(TESTS, STYLE), read=read, judge=judge)
+    asyncio.run(appraiser.appraise(task, replace(RESULT, answer=answer), GRADED, turns))
+    assert judge.answers == [shown]
+
+
 def test_a_judge_that_is_down_is_waited_for_or_masked_but_never_a_zero() -> None:
+    back = Judge({"style": 0.5}, away=9)
+    assert appraise(reward(TESTS, STYLE), back).reward.value == 1.125
+    assert len(back.shown) == 10
+    gone = Judge({}, away=1_000)
     with pytest.raises(JudgeUnavailable):
-        appraise(reward(TESTS, STYLE), Judge(None))
-    masked = appraise(reward(TESTS, STYLE | {"missing": "mask"}), Judge(None))
-    assert masked.masked == "reward part 'style' is missing"
+        appraise(reward(TESTS, STYLE), gone)
+    assert 300 / MAX_PAUSE_S < len(gone.shown) < 30
+    down = Judge({}, away=1_000)
+    masked = appraise(reward(TESTS, STYLE | {"missing": "mask"}), down)
+    assert (masked.masked, len(down.shown)) == ("reward part 'style' is missing", 1)
     with pytest.raises(ValidationError, match="set missing = 'wait' or 'mask'"):
         reward(TESTS, STYLE | {"missing": 0.0})
+
+
+def test_nobody_waits_for_what_patience_does_not_bring() -> None:
+    spent = Judge({}, away=1_000, error=JudgeLost)
+    with pytest.raises(JudgeLost):
+        appraise(reward(TESTS, STYLE), spent)
+    declined, undecided = Judge({}, away=1_000, error=JudgeDeclined), Judge({"unreadable_votes": 1.0})
+    for judge in (declined, undecided):
+        assert appraise(reward(TESTS, STYLE), judge).masked == "reward part 'style' is missing"
+    assert [len(judge.shown) for judge in (spent, declined, undecided)] == [1, 1, 1]
 
 
 def test_a_name_stands_for_one_thing() -> None:

@@ -111,16 +111,15 @@ def test_routes_of_the_context_before_the_hint_are_kept_and_no_others() -> None:
 
 def test_every_hint_of_trusted_rollouts_is_one_lesson() -> None:
     group = make_group(make_rollout("a", 0, 1), make_rollout("b"), make_rollout("c", 0, verdict=SUSPECT))
-    course = plan().course([group, make_group(make_rollout("d", 1))], shares=1, sampled_tokens=99)
+    course = plan().course([group, make_group(make_rollout("d", 1))], shares=1)
     assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "a", "d"]
-    assert course.sampled_tokens == 99
     assert sorted(index for piece in course.shares[0] for index in piece) == [0, 1, 2]
 
 
 def test_a_turn_that_rollouts_share_is_taught_once() -> None:
     trunk = make_rollout("a", 0)
     forked = make_rollout("b", 0, 1, branch=Branch(rollout_id="a", turns=1))
-    course = plan().course([make_group(trunk, forked)], shares=1, sampled_tokens=9)
+    course = plan().course([make_group(trunk, forked)], shares=1)
     assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "b"]
     assert len(course.lessons[1].student.token_ids) > len(course.lessons[0].student.token_ids)
 
@@ -131,12 +130,12 @@ def test_summaries_that_are_not_trained_are_not_taught() -> None:
     summaries = ("harness.context=summary", "harness.summary_at_tokens=100", "engine.max_length=400")
     for choice, lessons in (("train", 2), ("mask", 1)):
         chosen = plan(*summaries, f"credit.summaries={choice}")
-        assert len(chosen.course([group], shares=1, sampled_tokens=9).lessons) == lessons
+        assert len(chosen.course([group], shares=1).lessons) == lessons
 
 
 def test_lessons_are_dealt_out_evenly_in_pieces_that_fit() -> None:
     group = make_group(*(make_rollout(f"r{n}", 0, 1) for n in range(5)))
-    course = plan("trainer.microbatch_tokens=64").course([group], shares=2, sampled_tokens=9)
+    course = plan("trainer.microbatch_tokens=64").course([group], shares=2)
     lengths = [len(lesson.teacher.token_ids) for lesson in course.lessons]
     assert len({len(share) for share in course.shares}) == 1
     assert len(course.shares) == 2
@@ -145,7 +144,7 @@ def test_lessons_are_dealt_out_evenly_in_pieces_that_fit() -> None:
 
 
 def test_a_batch_without_hints_has_no_course() -> None:
-    course = plan().course([make_group(make_rollout("a"))], shares=4, sampled_tokens=9)
+    course = plan().course([make_group(make_rollout("a"))], shares=4)
     assert (course.lessons, course.shares) == ((), ())
 
 

@@ -1,6 +1,7 @@
 """Ports are decided once and told to everybody."""
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_reserved_port_can_be_listened_on(tmp_path: Path) -> None:
         server.bind((HOST, endpoints.port("engine")))
 
 
-def test_a_taken_port_is_refused_by_number(tmp_path: Path) -> None:
+def test_a_taken_port_is_refused_by_number_unless_it_is_waited_for(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         taken.listen()
@@ -33,6 +34,10 @@ def test_a_taken_port_is_refused_by_number(tmp_path: Path) -> None:
         config = parse_config({"gateway": {"port": port}}, source="test")
         with pytest.raises(PortInUseError, match=str(port)):
             Endpoints(tmp_path / "endpoints.json").reserve(config)
+        freed = threading.Timer(0.1, taken.close)
+        freed.start()
+        Endpoints(tmp_path / "endpoints.json").reserve(config, wait_s=10)
+        freed.join()
 
 
 def test_a_gateway_for_others_has_a_door_of_its_own(tmp_path: Path) -> None:

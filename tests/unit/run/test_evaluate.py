@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import Ledger
 from etude.run.evaluate import Wanted, missing, one_pass, rounds, tries
-from etude.types import Split, Task
+from etude.types import Disposition, Split, Task, Verdict
 from ledgers import rollout, task
 
 
@@ -64,6 +66,31 @@ def test_a_missing_task_gets_one_more_round_with_every_call(tmp_path: Path) -> N
             ] == expected
 
 
+SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+
+
+@pytest.mark.parametrize(
+    ("told", "graded"),
+    [
+        ({"reward": 0.2, "reward_parts": {"grader": 0.0, "style": 1.0}}, 0.0),
+        ({"reward": 1.2, "reward_parts": {"grader": 1.0, "style": 1.0}}, 1.0),
+        ({"reward": 0.2, "verdict": replace(SEEN_THROUGH, disposition=Disposition.KEEP, reward=0.2, graded=0.0)}, 0.0),
+        ({"reward": 0.0, "reward_parts": {"grader": 1.0, "style": 1.0}, "verdict": SEEN_THROUGH}, 0.0),
+        ({"reward": 0.5, "reward_parts": {"hidden_passed": 0.5}}, 0.5),  # of a recipe without parts
+    ],
+)
+def test_a_try_is_graded_by_its_grader(tmp_path: Path, told: dict[str, Any], graded: float) -> None:
+    place = tmp_path / "ledger.db"
+    with Ledger.open(place) as ledger, Archive.open(place) as archive:
+        group = ledger.admit_group(task(0, Split.HELDOUT), "greedy", 1, 0)
+        assert group is not None
+        ledger.record(replace(rollout(group, 0), **told), "greedy")
+        (attempt,) = tries(archive, "greedy", 1)
+        assert attempt is not None
+        assert (attempt.graded, attempt.reward) == (graded, told["reward"])
+        assert attempt.parts == told.get("reward_parts", {})
+
+
 def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
     async def nothing(name: str, tasks: Sequence[Task]) -> None: ...
 
@@ -78,5 +105,5 @@ def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
 def test_what_is_wanted_is_checked() -> None:
     assert Wanted(passes=2).labels() == {"sampled": ["sampled-0", "sampled-1"], "greedy": ["greedy"]}
     assert Wanted(greedy=False).labels() == {"sampled": ["sampled-0"]}
-    with pytest.raises(ConfigError, match="passes = 0"):
+    with pytest.raises(ConfigError, match="--passes 0"):
         Wanted(passes=0)

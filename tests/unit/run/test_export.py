@@ -11,11 +11,11 @@ from etude.config.recipe import parse_config
 from etude.config.training import ModelConfig
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
+from etude.run.export import export_run
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
-from etude.run.weights import export_run
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 

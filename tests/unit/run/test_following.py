@@ -1,6 +1,8 @@
 """An engine that follows a log holds every version bit for bit, however little or much changed."""
 
 import asyncio
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -9,20 +11,25 @@ import torch
 
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native import NativeEngine
-from etude.errors import InfrastructureError
+from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.following import Serving, WeightFollower
+from etude.run.engine import follow
+from etude.run.following import ResidentModel, Serving, WeightFollower
 from etude.run.numerics import published_state, training_model
 from etude.run.states import to_stored
+from etude.telemetry.log import EventLog
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
-from etude.weights.records import pack_key
+from etude.weights.pull import pull
+from etude.weights.records import commit_key, pack_key
 from etude.weights.store import ObjectStore
 
 SPARSE, DENSE = 0.01, 0.9
+ALONE = PublishOptions(compact=False, anchor_every=0)
+"""A chain in which no other way leads around a link."""
 ExpertsFormat = Literal["fp8", "mxfp8", "nvfp4"]
 
 
@@ -56,7 +63,7 @@ def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype) ->
             stored = to_stored(state_of(trained))
             publication = publisher.publish(stored, version=version, step=version)
             publication.result()
-            weights, scatters = follower.stage()
+            weights, scatters = follower.stage(asyncio.run(follower.next_arrival(version - 1)))
             assert bool(scatters) is not spare, "with a spare there is nothing to write in the pause"
             assert asyncio.run(follower.swap_into(engine, weights, scatters)) >= 0
             if version % 2:
@@ -80,18 +87,27 @@ def test_versions_that_were_skipped_are_caught_up_with() -> None:
             stored = to_stored(state_of(trained))
             publisher.publish(stored, version=version, step=version).result()
             if version % 3 == 0:
-                asyncio.run(follower.swap_into(engine, *follower.stage()))
+                asyncio.run(follower.update(engine))
                 assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
         follower.close()
 
 
+async def until(met: Callable[[], bool]) -> None:
+    """Wait for something that another task does."""
+    async with asyncio.timeout(30):
+        while not met():
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("spare", [True, False])
-def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(tmp_path: Path, spare: bool) -> None:
+def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
+    tmp_path: Path, spare: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     trained = Decoder(TINY)
     trained.initialise(0)
     log = WeightLog(ObjectStore(str(tmp_path)))
-    with Publisher(log, PublishOptions(compact=False, anchor_every=0)) as publisher:
-        publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
+
+    async def play() -> None:
         follower = WeightFollower(log, serving(torch.float32, spare=spare))
         engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
         for version in (1, 2):
@@ -101,15 +117,83 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(tmp_
         data = place.read_bytes()
         place.unlink()
         place.symlink_to(place)  # cannot be read, and is not missing
-        with pytest.raises(InfrastructureError):
-            follower.stage()
+        moving = asyncio.create_task(follower.update(engine))
+        await until(lambda: "served on" in caplog.text)
         assert engine.weights.version == 0
         place.unlink()
         place.write_bytes(data)
-        asyncio.run(follower.swap_into(engine, *follower.stage()))
+        await moving
         assert engine.weights.version == 2
         assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(to_stored(state_of(trained)))
         follower.close()
+
+    with Publisher(log, ALONE) as publisher:
+        publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
+        asyncio.run(play())
+
+
+@pytest.mark.parametrize("broken", ["pack", "record"])
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_broken_chain_is_pleaded_about_and_followed_again_once_that_is_answered(
+    tmp_path: Path, spare: bool, broken: str
+) -> None:
+    trained = Decoder(TINY)
+    trained.initialise(0)
+    log = WeightLog(ObjectStore(str(tmp_path / "store")))
+
+    async def play() -> None:
+        follower = WeightFollower(log, serving(torch.float32, spare=spare))
+        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        train(trained, SPARSE, 1)
+        record = publisher.publish(to_stored(state_of(trained)), version=1, step=1).result()
+        key = pack_key(record.packs[0].digest) if broken == "pack" else commit_key(1)
+        (tmp_path / "store" / key).write_bytes(b"not what was written")
+        with EventLog(tmp_path / "events", "engine") as events:
+            following = asyncio.create_task(follow(follower, engine, events))
+            await until(lambda: following.done() or bool(log.store.list("pleas")))
+            assert not following.done(), following.exception()
+            assert engine.weights.version == 0
+            train(trained, SPARSE, 2)
+            stored = to_stored(state_of(trained))
+            assert publisher.publish(stored, version=2, step=2).result().base is None, "a plea is answered whole"
+            await until(lambda: following.done() or engine.weights.version == 2)
+            assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+            following.cancel()
+            await asyncio.wait([following])
+        follower.close()
+
+    with Publisher(log, ALONE) as publisher:
+        publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
+        asyncio.run(play())
+
+
+def test_an_engine_does_not_start_on_a_broken_chain(tmp_path: Path) -> None:
+    """What it could serve may be older than admission allows: then nobody would train, and nobody answer its plea."""
+    trained = Decoder(TINY)
+    trained.initialise(0)
+    log = WeightLog(ObjectStore(str(tmp_path)))
+    with Publisher(log, ALONE) as publisher:
+        for version in range(4):
+            train(trained, SPARSE, version)
+            record = publisher.publish(to_stored(state_of(trained)), version=version, step=version).result()
+            if version == 2:
+                (tmp_path / pack_key(record.packs[0].digest)).unlink()
+    refused = pytest.raises(DamagedError, match=r"version 3 cannot be reached.*run `etude weights verify`")
+    with closing(WeightFollower(log, serving(torch.float32, spare=False))) as follower, refused:
+        follower.start()
+
+
+def test_resident_weights_that_are_not_those_of_their_version_end_the_process_to_be_started_again() -> None:
+    trained = Decoder(TINY)
+    trained.initialise(0)
+    log = WeightLog(ObjectStore("memory://"))
+    with Publisher(log) as publisher:
+        publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
+    resident = ResidentModel(pull(log), serving(torch.float32, spare=False))
+    with torch.no_grad():
+        next(resident.model.parameters()).add_(1)
+    with pytest.raises(InfrastructureError, match="loads it anew"):
+        resident.prove(0, pull(log).digest)
 
 
 @pytest.mark.parametrize("form", ["fp8", "mxfp8", "nvfp4"])
@@ -127,7 +211,7 @@ def test_quantised_experts_are_served_as_the_trainer_rounds_them(spare: bool, fo
             train(trained, share, version)
             stored = to_stored(published_state(trained, numerics))
             publisher.publish(stored, version=version, step=version).result()
-            asyncio.run(follower.swap_into(engine, *follower.stage()))
+            asyncio.run(follower.update(engine))
             ids = torch.arange(40)
             with torch.no_grad():
                 ours, theirs = (m.logits(m.forward_packed(ids)) for m in (trained, engine.weights.model))

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -9,16 +10,19 @@ import orjson
 import pytest
 
 from etude.cli.main import main
-from etude.config.recipe import RunConfig, load_recipe
+from etude.config.recipe import RunConfig, default_recipe, load_recipe
 from etude.config.reward import RewardConfig
-from etude.errors import ConfigError, DamagedError, JudgeUnavailable
+from etude.errors import ConfigError, DamagedError, JudgeLost, JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judging.budget import Spend
 from etude.rewards.judging.calibration import parse_calibration
 from etude.rewards.judging.spending import SpendFile
+from etude.run.judgements import Check, calibrate_beside, check
 from etude.run.judging import Memory, check_judge, open_judge, pins_of, rubrics_of
 from etude.telemetry.events import JudgeAlarm
 from etude.types import AnswerChecks, Split, Task
+from judges import NONCE
+from scripted_model import ScriptedModel, serving
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "summaries"
 UNTRUSTED = "judge.calibrations={}"
@@ -56,6 +60,20 @@ def test_a_judge_that_nobody_vouches_for_is_refused_unless_the_recipe_says_so(ov
     with pytest.raises(ConfigError, match=reason):
         check_judge(recipe(override))
     check_judge(recipe(override, "judge.allow_uncalibrated=true"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["judge.calls_per_rollout=1"], r"calls_per_rollout = 1, .* judged in 2 calls \(judge\.votes = 1 on each of 2"),
+        (["judge.tokens_per_rollout=40000"], r"judge\.tokens_per_rollout = 40000: .*judge\.text_characters = 20000"),
+        (["judge.calls_per_run=1"], "judge.calls_per_run = 1"),
+        (["judge.cost_per_run=0.01", "judge.prompt_price=1.0"], r"judge\.cost_per_run = 0\.01: a rollout"),
+    ],
+)
+def test_a_budget_that_cannot_hold_one_judgement_is_refused(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_judge(recipe(*overrides))
 
 
 def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_about(tmp_path: Path) -> None:
@@ -124,7 +142,7 @@ def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
             return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
 
     assert len(asyncio.run(play(0, "area returns w * h"))) == 4
-    with pytest.raises(JudgeUnavailable, match="the budget of judging is spent: 1 calls"):
+    with pytest.raises(JudgeUnavailable, match=r"judge\.calls_per_run = 3, .*; 3 calls and"):
         asyncio.run(play(1, "area returns w + h"))
     assert (SpendFile(tmp_path).load().calls, SpendFile(tmp_path, 1).load().calls) == (2, 1)
 
@@ -147,21 +165,28 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
         aspect: text.replace('"identity": "etude-rules-1"', '"identity": "etude-rules-0"')
         for aspect, text in config.judge.calibrations.items()
     }
-    changed = config.model_copy(update={"judge": config.judge.model_copy(update={"calibrations": older})})
     alarms: list[JudgeAlarm] = []
 
-    async def scenario() -> None:
+    async def scenario(on_alarm: str) -> None:
+        judge = config.judge.model_copy(update={"calibrations": older, "on_alarm": on_alarm})
         async with (
             aiohttp.ClientSession() as http,
-            open_judge(changed, http, memory=Memory(tmp_path), alarm=alarms.append) as opened,
+            open_judge(
+                config.model_copy(update={"judge": judge}), http, memory=Memory(tmp_path), alarm=alarms.append
+            ) as opened,
         ):
             assert opened is not None
             await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
 
     with caplog.at_level(logging.WARNING):
-        asyncio.run(scenario())
+        asyncio.run(scenario("warn"))
     assert [alarm.kind for alarm in alarms] == ["model"]
     assert "etude-rules-1" in caplog.text
+    for _ in range(2):
+        with pytest.raises(JudgeLost, match=r"'etude-rules-1' now; .* remove .*judge-held\.txt"):
+            asyncio.run(scenario("hold"))
+    assert SpendFile(tmp_path).load().calls == 3
+    asyncio.run(scenario("warn"))
 
 
 def test_spending_is_remembered_and_a_damaged_record_is_not_a_fresh_start(tmp_path: Path) -> None:
@@ -187,14 +212,55 @@ def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: p
             *(shipped.pin, shipped.agreement, shipped.bias, shipped.items),
         )
     assert main(["judge", "check", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.count("; trusted;") == 2
+    shown = capsys.readouterr().out
+    assert shown.count("; trusted;") == 2
+    assert "asked in 2 calls: " in shown
     assert main(["judge", "check", str(tmp_path), "--set", "judge.max_tokens=99"]) == 2
     assert "not trusted" in capsys.readouterr().out
+    assert main(["judge", "check", str(tmp_path), "--set", "judge.calls_per_rollout=1"]) == 2
+    assert "judge.calls_per_rollout = 1" in capsys.readouterr().err
     (tmp_path / "task").write_text("def area(w, h):\n    return w * h", encoding="utf-8")
     (tmp_path / "work").write_text("I think area returns w * h!", encoding="utf-8")
     arguments = ["--aspect", "style", "--task", str(tmp_path / "task"), "--work", str(tmp_path / "work")]
     assert main(["judge", "score", str(tmp_path), *arguments]) == 0
     assert orjson.loads(capsys.readouterr().out)["score"] == 2
+
+
+def checked(say: Callable[[str], str], *overrides: str) -> tuple[Check, int]:
+    """What is found out about a judge of hints alone, and in how many calls."""
+    model = ScriptedModel(lambda messages: say(str(messages[-1]["content"])))
+
+    async def scenario() -> Check:
+        async with serving(model) as session:
+            recipe = [f"judge.url={session.base_url}", "judge.model=m", "hints.weight=1.0", "hints.judge=true"]
+            return await asyncio.to_thread(check, default_recipe([*recipe, *overrides]))
+
+    return asyncio.run(scenario()), len(model.requests)
+
+
+def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> None:
+    def none(question: str) -> str:
+        return orjson.dumps({"hints": [], "nonce": NONCE.findall(question)[-1]}).decode()
+
+    found, calls = checked(none, "judge.prompt_price=2.0", "judge.completion_price=8.0")
+    assert (found.passed, calls) == (True, 1)
+    assert found.lines == [
+        "hints: readable",
+        "asked in 1 calls: 1 tokens read, 1 written; 1e-05 at the recipe's prices",
+    ]
+    found, calls = checked(lambda _question: "what?")
+    assert (found.passed, calls) == (False, 2)
+    assert "hints: its reply could not be read: it was not one JSON object and nothing else" in found.lines
+
+
+def test_a_check_that_would_ask_nothing_or_gets_no_answer_does_not_pass() -> None:
+    nobody = ["judge.url=http://127.0.0.1:9/v1", "judge.model=m", "judge.timeout_s=0.3"]
+    with pytest.raises(ConfigError, match="nothing that the judge is asked: write judge"):
+        check(default_recipe(nobody))
+    with pytest.raises(ConfigError, match="nothing to calibrate"):
+        calibrate_beside(default_recipe(nobody), RECIPE, [])
+    with pytest.raises(JudgeUnavailable, match=r"'hints' within 0\.3 s"):
+        check(default_recipe([*nobody, "hints.weight=1.0", "hints.judge=true"]))
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def reader_of(
     rollouts: Sequence[Rollout],
     *settings: str,
     size: int | None = None,
+    lose: int | None = None,
     purpose: str = TRAIN,
 ) -> Iterator[RolloutReader]:
     folder = RunFolder.create(path, default_recipe(settings))
@@ -103,7 +104,8 @@ def reader_of(
         ledger.admit_group(task, purpose, size or len(rollouts), 3)
         for rollout in rollouts:
             ledger.record(rollout, purpose)
-        for slot in range(len(rollouts), size or 0):
+        slots = range(len(rollouts), size or 0)
+        for slot in slots if lose is None else slots[:lose]:
             ledger.lose_slot(purpose, 0, slot, "infra")
     with Archive.open(folder.ledger) as archive:
         yield RolloutReader(folder, archive)
@@ -200,8 +202,40 @@ def test_an_evaluation_has_no_advantages(tmp_path: Path, chat: ChatTemplate, scr
 def test_what_cannot_be_told_without_a_model_is_said(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
     rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in (0, 1)]
     for reader in reader_of(tmp_path / "run", chat, rollouts, "loss.reference_beta=0.1"):
-        (note,) = reader.rollout("r0").notes
-        assert "without loss.reference_beta = 0.1" in note
+        beta, weights = reader.rollout("r0").notes
+        assert "without loss.reference_beta = 0.1" in beta
+        assert "counted, not weighed: what [loss] correction = 'tis' makes of each" in weights
+    for reader in reader_of(tmp_path / "clip", chat, rollouts, "loss.kind=grpo", "loss.sequence_mask=ratio"):
+        (weights,) = reader.rollout("r0").notes
+        assert "[loss] kind = 'grpo', sequence_mask = 'ratio' makes" in weights
+    for reader in reader_of(tmp_path / "plain", chat, rollouts, "loss.correction=none"):
+        assert reader.rollout("r0").notes == ()
+
+
+def test_an_open_group_is_told_as_if_it_ended_now(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
+    rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in (0, 1)]
+    for reader in reader_of(tmp_path / "run", chat, rollouts, size=8, lose=0):
+        read = reader.rollout("r1")
+        assert (read.group_state, read.turns[0].advantage) == ("open", 0.5)
+        assert "if it ended now, with 2 compared" in read.notes[0]
+
+
+def test_a_dropped_group_is_told_without_advantages(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
+    rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in (0, 1)]
+    for reader in reader_of(tmp_path / "run", chat, rollouts, size=8, lose=5):
+        read = reader.rollout("r1")
+        assert (read.group_state, read.comparison) == ("dropped", None)
+        assert {(turn.advantage, turn.loss_tokens) for turn in read.turns} == {(None, None)}
+        assert read.notes == ("not trained on: its group was dropped",)
+
+
+def test_the_loss_of_a_hinted_turn_is_told_to_come_on_top(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
+    hint = Hint(turn=1, text="mind the fee", source="rule")
+    rollouts = [ended(0, 1.0, *scribe.summarised(), hints=(hint,)), ended(1, 1.0, *scribe.summarised())]
+    settings = ("hints.weight=0.1", "loss.correction=none")
+    for reader in reader_of(tmp_path / "run", chat, rollouts, *settings):
+        assert reader.rollout("r0").notes == ("the loss of hinted turns, by hints.weight = 0.1, comes on top",)
+        assert reader.rollout("r1").notes == ()
 
 
 def test_every_attempt_of_a_group_is_told(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:

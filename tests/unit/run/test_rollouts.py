@@ -1,16 +1,20 @@
 """What a run counts on before its rollouts start, and what it shows to an external harness."""
 
 import asyncio
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from etude.config.recipe import EvalConfig, default_recipe
 from etude.errors import ConfigError
+from etude.ledger.ledger import Ledger
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.folder import RunFolder
-from etude.run.rollouts import check_sandboxes, evaluations_due, harness_mounts, write_harness
+from etude.run.rollouts import check_sandboxes, evaluations_due, harness_mounts, heldout_tasks, lost_all, write_harness
+from etude.types import AnswerChecks, Split, Task
 from etude.worlds import Capability
+from ledgers import rollout, task
 
 
 def test_a_harness_gets_its_files_and_nothing_else_of_the_run(tmp_path: Path) -> None:
@@ -26,6 +30,41 @@ def test_mounts_are_folders_of_this_machine(tmp_path: Path) -> None:
     assert harness_mounts([str(tmp_path)]) == {str(tmp_path): tmp_path}
     with pytest.raises(ConfigError, match="no-such-folder"):
         harness_mounts([str(tmp_path / "no-such-folder")])
+
+
+@dataclass(frozen=True)
+class Few:
+    """A family that has some tasks, over and over."""
+
+    tasks: int
+
+    def task(self, split: Split, index: int) -> Task:
+        name = f"{split.value}-{index % self.tasks}"
+        return Task(
+            task_id=name,
+            family="few",
+            template=name,
+            split=split,
+            prompt="?",
+            files={},
+            checks=AnswerChecks(answer="!"),
+        )
+
+
+def test_no_heldout_task_is_counted_twice() -> None:
+    assert [task.task_id for task in heldout_tasks(Few(3), 8)] == ["heldout-0", "heldout-1", "heldout-2"]
+    assert len(heldout_tasks(Few(100), 8)) == 8
+
+
+def test_an_evaluation_of_failures_alone_says_why_the_last_one_failed(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.admit_group(task(0), "before-greedy", 1, 0)
+        for attempt, reason in enumerate(("no engine", "(exit 1); it printed: no key")):
+            ledger.record(replace(rollout(0, 0, attempt, reward=None), reason=reason), "before-greedy")
+    said = str(lost_all(folder, "before-greedy"))
+    assert said.startswith("evaluation 'before-greedy': every rollout used up its attempts")
+    assert "the last failed because of (exit 1); it printed: no key; repair that" in said
 
 
 def test_rl_is_measured_on_the_way_between_its_ends() -> None:

@@ -1,6 +1,9 @@
 """`etude show`: the right view for what was asked, mistakes named, JSON for programs."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,16 @@ def test_nothing_asked_is_an_overview(run: Path, capsys: pytest.CaptureFixture[s
     assert told["purposes"][0]["outcomes"] == {"graded": 4, "failed": 0, "dropped": 0, "quarantined": 0}
 
 
+def test_before_training_there_is_something_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.admit_group(task(0), "before-greedy", 1, 0)
+        ledger.record(rollout(0, 0, reward=None), "before-greedy")
+    text = shown(folder.path, capsys)
+    assert "--limit 20 --purpose before-greedy" in text
+    assert "--group 0 --purpose before-greedy" in text
+
+
 def test_filters_make_a_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 of 4" in shown(run, capsys, "--limit", 2)
     found = lines(run, capsys, "--reward", ">0.5", "--sort", "tokens")
@@ -77,9 +90,10 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
         (["--tokens"], "--tokens needs --group N or --rollout ID"),
         (["--slot", "1"], "--slot needs --group N"),
         (["--limit", "0"], "--limit 0: expected 1 or more"),
-        (["--purpose", "tarin"], "--purpose 'tarin': the run has train"),
+        (["--purpose", "tarin"], "no rollouts of --purpose 'tarin'; choose another --purpose: train"),
+        (["--version", "99"], "--version 99: tokens of its rollouts are of versions 1 to 1"),
         (["--group", "9"], "no group 9"),
-        (["--group", "0", "--purpose", "x"], "its purposes are train"),
+        (["--group", "0", "--purpose", "x"], "its purposes are train, choose with --purpose"),
         (["--group", "0", "--slot", "9"], "slot 9 has ended"),
         (["--rollout", "zz"], "has no rollout 'zz'"),
         (["--rollout", "0"], "begins several ids"),
@@ -92,6 +106,26 @@ def test_a_mistake_is_one_line_with_the_value(
     said = capsys.readouterr().err
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_run_that_may_only_be_read_is_read(run: Path) -> None:
+    within = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []  # root may write anywhere
+    log, places = run / "ledger.db-wal", run / "ledger.db-shm"
+    for file in (log, places):
+        file.unlink(missing_ok=True)  # readers that may write leave them behind
+
+    def asked() -> subprocess.CompletedProcess[str]:
+        command = [*within, sys.executable, "-m", "etude", "show", str(run)]
+        run.chmod(0o500)
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+        finally:
+            run.chmod(0o700)
+
+    assert "of 100 steps committed" in asked().stdout
+    log.write_bytes(b"what was written last")
+    assert "look into a copy of the folder" in asked().stderr
+    log.unlink()
 
 
 def test_comparisons_are_read_as_they_are_meant() -> None:

@@ -1,14 +1,29 @@
-"""What the trainer makes of payloads before it trusts them."""
+"""What the trainer makes of payloads before it trusts them, and of steps in which no rollout can be trusted."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from etude.errors import DamagedError
+from etude.config.recipe import default_recipe
+from etude.errors import DamagedError, UserError
+from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.payloads import Payloads
-from etude.run.trainer import fetch_payloads, payload_refs
+from etude.models.checkpoint import save_checkpoint, state_of
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
+from etude.run.folder import RunFolder
+from etude.run.numerics import published_state
+from etude.run.publishing import WeightPublishing
+from etude.run.trainer import MOST_IN_VAIN, fetch_payloads, payload_refs, run_trainer
+from etude.run.weight_log import open_log
+from etude.telemetry.events import StepDone
+from etude.telemetry.log import EventLog, EventReader
 from etude.types import (
+    Disposition,
     Finish,
     Group,
     Rollout,
@@ -16,8 +31,15 @@ from etude.types import (
     Routes,
     RouteSpace,
     Turn,
+    Verdict,
 )
-from records import TASK
+from etude.weights.pleas import plead
+from etude.weights.records import commit_key, pack_key
+from etude.weights.retention import collect
+from records import TASK, make_rollout
+from records import make_turn as turn_of
+
+torch.set_num_threads(1)
 
 SPACE = RouteSpace(layers=1, slots=2, experts=4)
 GOOD = np.tile(np.array([[1, 3]], np.uint16), (3, 1, 1))
@@ -66,3 +88,116 @@ def test_routes_that_do_not_fit_the_model_are_refused_once_more(tmp_path: Path) 
         fetch_payloads([make_group(fine, wrong)], payloads, SPACE)
     with pytest.raises(DamagedError, match="rollout r7, turn 1 has no routes to replay"):
         fetch_payloads([make_group(make_turn(None))], payloads, SPACE)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run of batches of one group, two rollouts each, that has published version 0."""
+    batches = ("rollouts.groups_per_step=1", "rollouts.group_size=2", "rollouts.concurrency=4")
+    trainer = ("trainer.device=cpu", "trainer.mismatch_share=0", f"trainer.steps={MOST_IN_VAIN + 2}")
+    config = default_recipe([*batches, *trainer, "engine.device=cpu", "numerics.replay=off"])
+    folder = RunFolder.create(tmp_path / "run", config)
+    model = Decoder(TINY)
+    model.initialise(0, std=0.2)
+    save_checkpoint(folder.model, TINY, state_of(model), end_id=1, pad_id=0)
+    log = open_log(folder)
+    with EventLog(folder.events, "test") as events, WeightPublishing(log, config.name, events) as publishing:
+        publishing.start(published_state(model, config.numerics), 0)
+        publishing.land()
+    return folder
+
+
+def admit(folder: RunFolder, number: int, verdict: Verdict | None = None) -> None:
+    """A group of two rollouts, one of which got it right."""
+    with Ledger.open(folder.ledger) as ledger:
+        index = ledger.admit_group(replace(TASK, task_id=f"t{number}"), TRAIN, 2, 0)
+        assert index is not None
+        for slot, reward in enumerate((0.0, 1.0)):
+            turns = turn_of([1, 2], [3, 4 + slot])
+            name = f"{number}.{slot}"
+            ledger.record(
+                make_rollout(name, turns, group=index, slot=slot, reward=0.0 if verdict else reward, verdict=verdict),
+                TRAIN,
+            )
+
+
+def test_steps_without_a_rollout_to_trust_are_done_and_then_training_stops_and_can_go_on(run: RunFolder) -> None:
+    masked = Verdict(
+        disposition=Disposition.QUARANTINE, reward=0.0, reason="no judge.style", flags=(), hacked=False, graded=0.0
+    )
+    for number in range(MOST_IN_VAIN):
+        admit(run, number, masked)
+    with pytest.raises(UserError, match=f"step {MOST_IN_VAIN}: every rollout was masked or quarantined"):
+        run_trainer(run)
+    for number in range(MOST_IN_VAIN, MOST_IN_VAIN + 2):
+        admit(run, number)
+    run_trainer(run)
+    with Ledger.open(run.ledger) as ledger:
+        assert ledger.progress().steps_done == MOST_IN_VAIN + 2
+    done = [logged.event for logged in EventReader(run.events).new() if isinstance(logged.event, StepDone)]
+    assert [event.step for event in done] == list(range(1, MOST_IN_VAIN + 3))
+    assert [event.loss_tokens for event in done] == [0] * MOST_IN_VAIN + [4, 4]
+    assert [event.reward_mean for event in done] == [0.0] * MOST_IN_VAIN + [0.5, 0.5]
+
+
+def train_until(run: RunFolder, step: int) -> None:
+    """Run the trainer as if ``step`` were the recipe's last one."""
+    recipe = run.config_file.read_text(encoding="utf-8")
+    last = f"steps = {run.config().trainer.steps}\n"
+    assert recipe.count(last) == 1
+    run.config_file.write_text(recipe.replace(last, f"steps = {step}\n"), encoding="utf-8")
+    run_trainer(run)
+    run.config_file.write_text(recipe, encoding="utf-8")
+
+
+def test_a_trainer_goes_on_from_its_checkpoint_when_version_0_is_no_longer_kept(run: RunFolder) -> None:
+    for number in range(5):
+        admit(run, number)
+    log = open_log(run)
+    plead(log)  # so that version 1 is whole, and nothing below it is needed
+    train_until(run, 3)
+    collect(log, keep=0, grace_s=0, lease_s=0)
+    assert log.versions() == [1, 2, 3]
+    run_trainer(run)
+    assert log.versions() == [1, 2, 3, 4, 5]
+
+
+def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
+    run: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        admit(run, number)
+    train_until(run, 3)
+    log = open_log(run)
+    record = log.read(2)
+    assert record is not None
+    (Path(run.store) / pack_key(record.packs[0].digest)).unlink()
+    run_trainer(run)
+    assert "what weight version 2 sampled is not measured: " in caplog.text
+    assert (whole := log.read(4)) is not None
+    assert whole.base is None, "what cannot be read back is published whole"
+
+
+def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: RunFolder) -> None:
+    payloads = Payloads(run.payloads)
+    of_nobody, of_a_group = (payloads.stow(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
+    for number in range(6):
+        admit(run, number)
+    with Ledger.open(run.ledger) as ledger:
+        assert ledger.admit_group(replace(TASK, task_id="open"), TRAIN, 2, 0) == 6
+        ledger.record(make_rollout("open.0", of_a_group, group=6), TRAIN)
+    for file in run.payloads.glob("*/*"):
+        os.utime(file, (0, 0))
+    run_trainer(run)
+    assert of_a_group.payload is not None
+    assert of_nobody.payload is not None
+    assert [file.stem for file in run.payloads.glob("*/*")] == [of_a_group.payload.digest]
+
+
+def test_a_newest_version_that_nobody_will_publish_again_ends_the_run(run: RunFolder) -> None:
+    for number in range(MOST_IN_VAIN + 2):
+        admit(run, number)
+    run_trainer(run)
+    open_log(run).store.delete(commit_key(MOST_IN_VAIN + 2))
+    with pytest.raises(UserError, match=f"weight version {MOST_IN_VAIN + 2} is not published"):
+        run_trainer(run)

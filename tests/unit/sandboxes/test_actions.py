@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.sandboxes.actions import OUTPUT_LETTERS, SHELL, Action, excerpt, read_actions, read_calls
@@ -118,7 +118,17 @@ def test_a_long_output_keeps_both_ends() -> None:
     assert excerpt("short") == "short"
 
 
-@given(st.text(alphabet="<>tool_cal{}\"':fn=prme/`bsh\n \\[]1", max_size=80))
+NESTED = st.builds(
+    lambda opening, depth, closing: opening * depth + closing * depth,
+    st.sampled_from(["[", '{"a":', '{"name":"x","arguments":{"a":', '{"name":"x","arguments":"[']),
+    st.integers(0, 3000),
+    st.sampled_from(["", "]", "}", "}}"]),
+)
+
+
+@given(st.text(alphabet="<>tool_cal{}\"':fn=prme/`bsh\n \\[]1", max_size=80) | NESTED)
+@example('{"name":"x","arguments":{"a":' + "[" * 1000 + "}}")
+@example('{"name":"x","arguments":{"a":' + "[" * 1000 + "]" * 1000 + "}}")
 def test_any_reply_is_read(reply: str) -> None:
     for tool, arguments in read_calls(f"<tool_call>{reply}</tool_call>{reply}"):
         assert isinstance(tool, str)

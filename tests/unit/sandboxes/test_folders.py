@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.sandboxes.archives import Entry, EntryKind, read_archive, write_archive
-from etude.sandboxes.folders import MAX_DEPTH, Folder, tree_bytes
+from etude.sandboxes.folders import MAX_DEPTH, READ_LIMIT_BYTES, Folder, is_whole, tree_bytes
 
 
 def folder(path: Path, *, inside: str | None = "/", workdir: str = "/work") -> Folder:
@@ -99,6 +99,27 @@ def test_an_export_is_by_the_paths_that_were_asked_for(tmp_path: Path) -> None:
     there.write("/home/agent/c", "2")
     names = [entry.name for entry in read_archive(there.pack(["./a", "a/b", "/home/agent/c", "none"], 1 << 20))]
     assert names == ["a", "a/b", "home/agent/c"]
+
+
+@pytest.mark.parametrize(
+    ("data", "whole"),
+    [
+        (b"a\r\nb\n", True),
+        ("naïve ☂".encode(), True),
+        ("naïve".encode("latin-1"), False),
+        (b"x" * READ_LIMIT_BYTES, False),
+        (b"x" * (READ_LIMIT_BYTES - 1), True),
+    ],
+)
+def test_what_cannot_be_written_back_is_known(tmp_path: Path, data: bytes, whole: bool) -> None:
+    files = folder(tmp_path)
+    (files.work / "a").write_bytes(data)
+    text = files.read("a")
+    assert text is not None
+    assert is_whole(text) is whole
+    if whole:
+        files.write("a", text)
+        assert (files.work / "a").read_bytes() == data
 
 
 def test_size_is_counted_without_following_links(tmp_path: Path) -> None:

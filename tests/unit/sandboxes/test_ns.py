@@ -4,11 +4,11 @@ However they end: a provider, launcher or first process that is killed, daemons,
 """
 
 import asyncio
+import fnmatch
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.ns_base import environment_mounts
 from etude.sandboxes.ns_sandbox import NamespaceSandbox
 from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
+from process_table import children, opened, outlives, owner, seen, settled, state, survivors, until_running
 
 T = TypeVar("T")
 Scenario = Callable[[NamespaceSandboxes], Awaitable[T]]
@@ -86,7 +87,7 @@ def test_the_first_process_shows_nothing_of_the_machine() -> None:
 def test_the_first_process_has_nothing_open_but_the_null_device() -> None:
     async def look(provider: NamespaceSandboxes) -> list[list[str]]:
         await provider.create({})
-        return [opened(process) for process in children(provider.launcher_pid) if "init" in command_line(process)]
+        return [opened(process) for process in await until_running(provider.launcher_pid, "init", 1)]
 
     if os.geteuid() != 0:
         pytest.skip("only root sees what another process has open")
@@ -152,15 +153,11 @@ def test_neither_the_agent_nor_the_sandboxes_root_has_power_over_the_machine(spe
 def test_the_agent_is_a_user_whom_nobody_else_on_the_machine_is() -> None:
     async def look(provider: NamespaceSandboxes) -> list[int]:
         sandboxes = [await provider.create({}) for _ in range(2)]
-        running = [asyncio.ensure_future(sandbox.exec(["sleep", "60"], timeout_s=60)) for sandbox in sandboxes]
-        users: set[int] = set()
-        while len(users) < 2:
-            await asyncio.sleep(0.02)
-            found = [process for process in children(provider.launcher_pid) if "sleep" in command_line(process)]
-            users = {owner(process) for process in found}
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
+        sleeps = [asyncio.ensure_future(sandbox.exec(["sleep", "60"], timeout_s=60)) for sandbox in sandboxes]
+        users = {owner(process) for process in await until_running(provider.launcher_pid, "sleep", 2)}
+        for sleep in sleeps:
+            sleep.cancel()
+        await asyncio.wait(sleeps)
         return sorted(users)
 
     if os.geteuid() != 0:
@@ -328,12 +325,10 @@ def test_nothing_is_left_after_many_sandboxes(tmp_path: Path) -> None:
 
     async def many(provider: NamespaceSandboxes) -> tuple[list[int], list[int]]:
         await asyncio.gather(*(cycle(provider, number) for number in range(10)))
-        await asyncio.sleep(0.2)
-        before = remains(provider)
+        before = await settled(lambda: remains(provider))
         for start in range(0, CYCLES, 10):
             await asyncio.gather(*(cycle(provider, start + number) for number in range(10)))
-        await asyncio.sleep(0.5)
-        return before, remains(provider)
+        return before, await seen(lambda: remains(provider), before)
 
     def remains(provider: NamespaceSandboxes) -> list[int]:
         assert provider.launcher_pid is not None
@@ -372,12 +367,11 @@ def test_closing_a_provider_ends_everything(tmp_path: Path) -> None:
 def test_a_first_process_that_is_killed_takes_its_sandbox_with_it_and_no_other() -> None:
     async def kill(provider: NamespaceSandboxes) -> str:
         doomed, other = await provider.create({}), await provider.create({})
-        running = asyncio.ensure_future(doomed.exec(["sleep", "60"], timeout_s=60))
+        asleep = asyncio.ensure_future(doomed.exec(["sleep", "60"], timeout_s=60))
         await asyncio.sleep(0.3)
-        first = min(process for process in children(provider.launcher_pid) if "init" in command_line(process))
-        os.kill(first, signal.SIGKILL)
+        os.kill(min(await until_running(provider.launcher_pid, "init", 2)), signal.SIGKILL)
         with pytest.raises(SandboxError, match="died"):
-            await running
+            await asleep
         with pytest.raises(SandboxError, match="died"):
             await doomed.read_file("x")
         await doomed.close()
@@ -393,7 +387,7 @@ def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
         await asyncio.sleep(0.3)
         launcher = provider.launcher_pid
         assert launcher is not None
-        below = await settled(launcher)
+        below = await settled(lambda: children(launcher))
         os.kill(launcher, signal.SIGKILL)
         with pytest.raises(SandboxError):
             await running
@@ -424,6 +418,24 @@ def test_a_launcher_that_is_killed_while_it_makes_sandboxes_leaves_none() -> Non
         return left
 
     assert act(kill) == []
+
+
+def test_whoever_is_cancelled_as_a_launcher_dies_is_cancelled() -> None:
+    async def kill(provider: NamespaceSandboxes) -> bool:
+        await provider.create({})
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        os.kill(launcher, signal.SIGSTOP)
+        making = asyncio.ensure_future(provider.create({}))
+        await asyncio.sleep(0.01)
+        os.kill(launcher, signal.SIGKILL)
+        while "(zombie)" not in state(launcher):
+            pass  # and hear nothing of it
+        making.cancel()
+        await asyncio.wait([making])
+        return making.cancelled()
+
+    assert act(kill)
 
 
 LAUNCH = """
@@ -477,20 +489,47 @@ def test_groups_of_a_launcher_that_was_killed_are_swept_by_the_next() -> None:
 
 
 def test_a_sandbox_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
-    async def fail(provider: NamespaceSandboxes) -> list[int]:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "agent").symlink_to("/tmp")  # what an image has there is made the agent's, later than the rest
+    mounted, layered = SandboxSpec(mounts={"/tool": tmp_path / "nowhere"}), SandboxSpec(image=Image(layers=(tmp_path,)))
+
+    def remains(provider: NamespaceSandboxes) -> tuple[int, int]:
+        return len(children(provider.launcher_pid)), len(groups(provider.launcher_pid))
+
+    async def fail(provider: NamespaceSandboxes) -> tuple[tuple[int, int], tuple[int, int]]:
         await provider.create({})
-        await asyncio.sleep(0.2)
-        before = [len(children(provider.launcher_pid)), len(groups(provider.launcher_pid))]
+        before = await settled(lambda: remains(provider))
         for files in ({"../out": ""}, {"a": "", "a/b": ""}):
             with pytest.raises(ValueError, match="sandbox"):
                 await provider.create(files)
-        with pytest.raises(SandboxError):
-            await provider.create({}, SandboxSpec(mounts={"/tool": tmp_path / "nowhere"}))
-        await asyncio.sleep(0.3)
-        after = [len(children(provider.launcher_pid)), len(groups(provider.launcher_pid))]
-        return [now - then for then, now in zip(before, after, strict=True)]
+        for spec in (mounted, layered):
+            with pytest.raises(SandboxError):
+                await provider.create({}, spec)
+        return before, await seen(lambda: remains(provider), before)
 
-    assert act(fail) == [0, 0]
+    before, after = act(fail)
+    assert after == before
+
+
+def test_copies_that_nobody_waits_for_leave_nothing() -> None:
+    async def give_up(provider: NamespaceSandboxes) -> None:
+        sandbox = await provider.create({})
+        before = await settled(lambda: len(children(provider.launcher_pid)))
+        while True:  # until a try is given up before all copies are made
+            forking = asyncio.ensure_future(sandbox.fork(12))
+            while len(children(provider.launcher_pid)) < before + 4:
+                await asyncio.sleep(0.001)
+            forking.cancel()
+            await asyncio.wait([forking])
+            if forking.cancelled():
+                break
+            for copy in forking.result():
+                await copy.close()
+        async with asyncio.timeout(30):
+            while len(children(provider.launcher_pid)) != before:
+                await asyncio.sleep(0.01)
+
+    act(give_up)
 
 
 # --- Without root -------------------------------------------------------------------------------------------------
@@ -550,59 +589,7 @@ def interpreter_for_anybody() -> list[str] | None:
     return None
 
 
-def children(process: int | None) -> list[int]:
-    """The processes right below one."""
-    tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text(encoding="utf-8").split()]
-
-
-async def settled(process: int) -> list[int]:
-    """The processes right below one, once it makes no more: one that is just being made is not bound to it yet."""
-    before: list[int] | None = None
-    while before != (now := children(process)):
-        before = now
-        await asyncio.sleep(0.5)
-    return now
-
-
-def opened(process: int) -> list[str]:
-    """What a process has open."""
-    return [str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir()]
-
-
-def owner(process: int) -> int:
-    """The user of a process."""
-    return Path(f"/proc/{process}").stat().st_uid
-
-
-def command_line(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
-
-
 def groups(launcher: int | None) -> list[Path]:
-    """The control groups of a launcher."""
-    return list(Path("/sys/fs/cgroup").rglob(f"etude-*-{launcher}-*"))
-
-
-async def survivors(processes: list[int]) -> list[int]:
-    return [process for process in processes if await outlives(process)]
-
-
-async def outlives(process: int) -> bool:
-    """Whether a process is still there after a while."""
-    deadline_s = time.monotonic() + 10
-    while "(zombie)" not in state(process):
-        if time.monotonic() > deadline_s:
-            return True
-        await asyncio.sleep(0.05)
-    return False
-
-
-def state(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return "(zombie)"
+    """The control groups of a launcher; ``os.walk`` passes over those of others that vanish meanwhile."""
+    walk = os.walk("/sys/fs/cgroup")
+    return [Path(parent) / name for parent, names, _ in walk for name in fnmatch.filter(names, f"etude-*-{launcher}-*")]

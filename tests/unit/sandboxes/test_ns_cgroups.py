@@ -1,10 +1,12 @@
 """Where control groups are, on machines of both versions, and what is written there."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from etude.sandboxes.ns_cgroups import Cgroups, Hierarchy, find_hierarchies, launcher_name, limit_text, writable
+from etude.sandboxes.ns_cgroups import TRIAL, Cgroups, Hierarchy, find_hierarchies, launcher_name, limit_text, writable
 
 HYBRID = """\
 31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
@@ -70,3 +72,34 @@ def test_groups_of_the_living_and_of_strangers_are_not_swept(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == others | {"etude-new"}
     groups.close()
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+@pytest.fixture
+def hierarchy() -> Hierarchy:
+    """A real one, in which groups can be made."""
+    texts = (Path("/proc/self", name).read_text() for name in ("mountinfo", "cgroup"))
+    found = writable(find_hierarchies(*texts), launcher_name(os.getpid()))
+    if not found:
+        pytest.skip("no control groups can be made here")
+    return found[-1]
+
+
+def test_launchers_that_start_at_once_sweep_the_dead_together(hierarchy: Hierarchy) -> None:
+    family, _, _ = launcher_name(1).rsplit("-", 2)
+    dead = [hierarchy.folder / f"{family}-{2**22 + number}-1" for number in range(100)]  # beyond the kernel's numbers
+    for folder in dead:
+        (folder / "000001").mkdir(parents=True)
+    with ThreadPoolExecutor() as threads:
+        for groups in list(threads.map(Cgroups, [[hierarchy]] * 4, [launcher_name(os.getpid())] * 4)):
+            groups.close()
+    assert not any(folder.exists() for folder in dead)
+
+
+def test_the_trial_of_a_living_launcher_is_not_swept(hierarchy: Hierarchy) -> None:
+    trial = hierarchy.folder / f"{launcher_name(os.getpid())}{TRIAL}"
+    trial.mkdir()
+    try:
+        Cgroups([hierarchy], launcher_name(os.getpid())).close()
+        assert trial.exists()
+    finally:
+        trial.rmdir()

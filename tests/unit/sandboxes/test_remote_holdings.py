@@ -24,14 +24,17 @@ class Model(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(helds, max_size=3, unique=True))
     def take(self, wanted: list[Held]) -> None:
-        new = [held for held in wanted if held not in self.born]
-        fits = all(self.count(holder) + sum(held.holder == holder for held in new) <= LIMIT for holder in "ab")
+        if any(held in self.born for held in wanted):
+            with pytest.raises(ValueError, match="is there already"):
+                self.holdings.take(wanted, TTL_S, self.now)
+            return
+        fits = all(self.count(holder) + sum(held.holder == holder for held in wanted) <= LIMIT for holder in "ab")
         if not fits:
             with pytest.raises(SandboxError, match="of 3 sandboxes"):
                 self.holdings.take(wanted, TTL_S, self.now)
             return
         self.holdings.take(wanted, TTL_S, self.now)
-        for held in new:
+        for held in wanted:
             self.born[held] = self.asked[held] = self.now
             self.requests[held] = 0
 

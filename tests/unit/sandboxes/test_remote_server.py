@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -11,6 +11,8 @@ import pytest
 from aiohttp import ClientSession, web
 
 from etude.errors import ConfigError, SandboxError, Unsupported
+from etude.protocols import SandboxProvider
+from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.run.serving import listening
 from etude.sandboxes import remote_wire as wire
 from etude.sandboxes.local import LocalSandboxes
@@ -24,11 +26,15 @@ KEYS = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in (("one",
 SPEC = SandboxSpec()
 
 
-def serve(scenario: Callable[[SandboxServer, str], Awaitable[T]], limits: ServerLimits | None = None) -> T:
-    """Act out a scenario with a server over local sandboxes, and its URL."""
+def serve(
+    scenario: Callable[[SandboxServer, str], Awaitable[T]],
+    limits: ServerLimits | None = None,
+    make: Callable[[], SandboxProvider] = lambda: LocalSandboxes(1),
+) -> T:
+    """Act out a scenario with a server over the sandboxes of a provider, and its URL."""
 
     async def act() -> T:
-        provider = LocalSandboxes(1)
+        provider = make()
         server = SandboxServer(provider, KEYS, limits=limits)
         try:
             async with listening(server.app(), 0) as port:
@@ -109,7 +115,7 @@ def test_a_lost_client_frees_its_sandboxes() -> None:
         path = f"sandboxes/{uuid4().hex}"
         await ask(url, "PUT", path, creation())
         assert len(server) == 1
-        for _ in range(100):
+        for _ in range(400):
             await asyncio.sleep(0.05)
             if not len(server):
                 break
@@ -117,7 +123,7 @@ def test_a_lost_client_frees_its_sandboxes() -> None:
         assert (status, refusal["fault"]) == (503, "sandbox")
         assert "lease" in str(refusal["message"])
 
-    serve(lose, ServerLimits(lease_s=0.3))
+    serve(lose, ServerLimits(lease_s=2.0))
 
 
 def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
@@ -125,12 +131,12 @@ def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
         client = RemoteSandboxes(url, KEY)
         try:
             sandbox = await client.create({"a": "b"})
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(4.0)
             return await sandbox.read_file("a")
         finally:
             await client.close()
 
-    assert serve(keep, ServerLimits(lease_s=0.6)) == "b"
+    assert serve(keep, ServerLimits(lease_s=3.0)) == "b"
 
 
 def test_time_to_live_ends_what_is_renewed_for_ever() -> None:
@@ -169,6 +175,87 @@ def test_limits_are_kept_and_named() -> None:
             await client.close()
 
     serve(exceed, ServerLimits(sandboxes=2, tar_bytes=1 << 20))
+
+
+# --- Forks --------------------------------------------------------------------------------------------------------
+
+
+def naming(names: Iterable[str]) -> bytes:
+    return wire.write_message(wire.Names(names=list(names)))
+
+
+def new_names(count: int) -> list[str]:
+    return [uuid4().hex for _ in range(count)]
+
+
+def test_forks_beyond_the_limit_are_not_made() -> None:
+    provider = FakeSandboxes()
+
+    async def exceed(server: SandboxServer, url: str) -> None:
+        path = f"sandboxes/{uuid4().hex}"
+        await ask(url, "PUT", path, creation())
+        for _ in range(3):
+            status, refusal = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
+            assert (status, refusal["fault"]) == (503, "sandbox")
+        await asyncio.sleep(0)
+        assert len(server) == len(provider) == 1
+
+    serve(exceed, ServerLimits(sandboxes=2), lambda: provider)
+
+
+def test_asking_again_for_forks_gives_the_same_ones() -> None:
+    provider = FakeSandboxes()
+
+    async def twice(server: SandboxServer, url: str) -> None:
+        path, names = f"sandboxes/{uuid4().hex}", new_names(2)
+        await ask(url, "PUT", path, creation())
+        answers = await asyncio.gather(*(ask(url, "POST", f"{path}/fork", naming(names)) for _ in range(3)))
+        assert [status for status, _ in answers] == [200] * 3
+        assert len(server) == len(provider) == 3
+
+    serve(twice, make=lambda: provider)
+
+
+def test_a_fork_never_takes_the_name_of_a_sandbox_that_is_there() -> None:
+    provider = FakeSandboxes()
+
+    async def overwrite(server: SandboxServer, url: str) -> None:
+        origin, other = new_names(2)
+        for name in (origin, other):
+            await ask(url, "PUT", f"sandboxes/{name}", creation({"a": name}))
+        status, refusal = await ask(url, "POST", f"sandboxes/{origin}/fork", naming([other, *new_names(1)]))
+        assert (status, refusal["fault"]) == (400, "value")
+        assert other in str(refusal["message"])
+        body = wire.write_message(wire.PathOnly(path="a"))
+        assert (await ask(url, "POST", f"sandboxes/{other}/read", body))[1]["text"] == other
+        assert len(server) == len(provider) == 2
+
+    serve(overwrite, make=lambda: provider)
+
+
+class Unforkable(FakeSandboxes):
+    """Its sandboxes cannot be copied."""
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        def refuse(copy: FakeSandbox) -> None:
+            raise SandboxError("no room")
+
+        return FakeSandbox(files, lambda sandbox: None, refuse)
+
+
+def test_forks_that_could_not_be_made_are_not_held() -> None:
+    async def fail(server: SandboxServer, url: str) -> None:
+        path = f"sandboxes/{uuid4().hex}"
+        await ask(url, "PUT", path, creation())
+        for _ in range(2):
+            status, refusal = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
+            assert (status, refusal["message"]) == (503, "no room")
+            assert len(server) == 1
+
+    serve(fail, ServerLimits(sandboxes=3), Unforkable)
+
+
+# --- What is said -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
 import pytest
 
-from etude.clock import SystemClock
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
+from etude.rollouts.fake import LoopClock, run_virtually
 from etude.sandboxes.keeper import SandboxesBusy
 from etude.sandboxes.pool import SandboxPool
 from etude.sandboxes.slots import PoolLimits
@@ -112,12 +112,16 @@ class Toy:
         self.workshop.alive.discard(self)
 
 
-def play(story: Callable[[SandboxPool, Workshop], Awaitable[None]], limits: PoolLimits = COLD) -> Workshop:
+def play(
+    story: Callable[[SandboxPool, Workshop], Awaitable[None]],
+    limits: PoolLimits = COLD,
+    run: Callable[[Coroutine[None, None, None]], None] = asyncio.run,
+) -> Workshop:
     """Tell a story, then close the pool: nothing may be left."""
     workshop = Workshop()
 
     async def act() -> None:
-        pool = SandboxPool(workshop, limits, clock=SystemClock(), memory=lambda: PLENTY)
+        pool = SandboxPool(workshop, limits, clock=LoopClock(), memory=lambda: PLENTY)
         try:
             async with asyncio.timeout(20):
                 await story(pool, workshop)
@@ -128,7 +132,7 @@ def play(story: Callable[[SandboxPool, Workshop], Awaitable[None]], limits: Pool
         assert now.starting + now.warm + now.leased + now.draining + now.waiting == 0
         assert len(asyncio.all_tasks()) == 1
 
-    asyncio.run(act())
+    run(act())
     assert workshop.closed
     assert not workshop.alive
     return workshop
@@ -275,7 +279,7 @@ def test_a_silent_holder_loses_its_sandbox_and_is_told() -> None:
         assert await busy.read_file("a") is None
         await silent.close()
 
-    play(story, PoolLimits(warm=0, silence_s=0.2))
+    play(story, PoolLimits(warm=0, silence_s=0.2), run_virtually)  # a pause of the machine is no silence
 
 
 def test_a_lease_ends_with_its_time_to_live() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
+from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.ns_sandbox import NamespaceSandbox
 from etude.sandboxes.services import DATABASE, OWNER, ServicedSandboxes, template_digest, variables, world_spec
-from etude.worlds import Image, SandboxLimits, SandboxSpec, Service, ServiceKind, World
+from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec, Service, ServiceKind, World
 
 ROWS = Service(kind=ServiceKind.POSTGRES, setup="CREATE TABLE t (i integer); INSERT INTO t VALUES (1), (2), (3);")
 KEYS = Service(kind=ServiceKind.REDIS, setup="SET greeting hello\nRPUSH queue a b c\n")
@@ -129,6 +130,54 @@ def test_a_template_that_is_gone_is_made_again(runner: asyncio.Runner, sandboxes
 
     runner.run(act())
     assert len(made) == 3
+
+
+class Unhurried(FakeSandboxes):
+    """Its sandboxes, but for copies, are closed when it may ``go_on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def capabilities(self) -> frozenset[Capability]:
+        return frozenset(Capability)
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        sandbox = UnhurriedSandbox(files, self._open.discard, self._open.add)
+        sandbox.go_on = self.go_on
+        self._open.add(sandbox)
+        return sandbox
+
+
+class UnhurriedSandbox(FakeSandbox):
+    go_on: asyncio.Event
+
+    async def snapshot(self) -> Image:
+        return Image()
+
+    async def close(self) -> None:
+        await self.go_on.wait()
+        await super().close()
+
+
+def test_nobody_waits_for_the_end_of_a_state_that_is_not_kept_but_whoever_closes_all() -> None:
+    async def act() -> tuple[int, bool]:
+        inner = Unhurried()
+        sandboxes = ServicedSandboxes(inner, templates=1)
+        await (await sandboxes.create({}, None, (KEYS,))).close()
+        inner.go_on.clear()
+        async with asyncio.timeout(5):
+            await sandboxes.create({}, None, (replace(KEYS, setup="SET n 1"),))
+        there = len(inner)
+        closing = asyncio.ensure_future(sandboxes.close())
+        await asyncio.wait([closing], timeout=0.01)
+        is_early = closing.done()
+        inner.go_on.set()
+        await closing
+        return there, is_early
+
+    assert asyncio.run(act()) == (3, False)  # both states and the copy; not before the first state is gone
 
 
 def test_without_services_it_is_the_provider_itself() -> None:

@@ -100,6 +100,10 @@ def test_lines_are_numbered_from_one(text: str, shown: str) -> None:
         ("a\nb\nc", 2, "x", "a\nx\nc"),
         ("a\nb\n", 2, "x\ny", "a\nx\ny\n"),
         ("a", 1, "", ""),
+        ("a\r\nb\r\n", 2, "x\ny", "a\r\nx\r\ny\r\n"),
+        ("a\r\nb\r\n", 1, "x\r", "x\r\nb\r\n"),
+        ("a\r\nb\r\n", 1, "", "\r\nb\r\n"),
+        ("a\r\nb", 2, "x", "a\r\nx"),
         ("a\nb", 3, "x", None),
         ("a\nb", 0, "x", None),
         ("", 1, "x", None),
@@ -115,8 +119,9 @@ def test_what_is_shown_is_what_is_edited(lines: list[str], data: st.DataObject) 
     line = data.draw(st.integers(1, len(lines)))
     edited = apply_edit(text, EditFile("f", line, "new"))
     assert edited is not None
+    ending = "\r" if lines[line - 1].endswith("\r") else ""
     shown = number_lines(text).split("\n")
-    assert number_lines(edited).split("\n") == [*shown[: line - 1], f"{line} new", *shown[line:]]
+    assert number_lines(edited).split("\n") == [*shown[: line - 1], f"{line} new{ending}", *shown[line:]]
 
 
 def test_a_failure_names_call_result_and_wish() -> None:

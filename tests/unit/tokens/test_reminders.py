@@ -1,31 +1,18 @@
 """A reminder stands right before the reply, as the model's own chat format writes it, and nothing else changes."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from chat_formats import FAMILIES, SPECIAL, every_format, make_jinja
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.jinja import Checkpoint, JinjaFormat
 from etude.tokens.messages import ChatFormat, Message, ToolCall
 from etude.tokens.reminders import Reminders
 from etude.types import Ids
 
-TEMPLATES = Path(__file__).parent / "templates"
-FAMILIES = ("qwen", "coder", "llama", "mistral", "deepseek", "kimi")
-SPECIAL = (
-    *("<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-    *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>"),
-    *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
-    *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>"),
-)
-ENDS = {"llama": "<|eot_id|>", "mistral": "</s>", "deepseek": "<｜end▁of▁sentence｜>"}
 STRICT = (
     "{% for message in messages %}"
     "{% if message.role != ('user', 'assistant')[loop.index0 % 2] %}"
@@ -42,33 +29,9 @@ ANSWERED = Message(role="tool", content="no such line", tool_call_id="abcdefghi"
 HINT = "Reminder: edit FILE N."
 
 
-def make_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["user assistant system fix edit reminder"] * 9, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in SPECIAL])
-    return tokenizer
-
-
-def make_jinja(source: str, end: str) -> JinjaFormat:
-    tokenizer = make_tokenizer()
-    variables = {"bos_token": "<s>", "eos_token": end}
-    end_id = tokenizer.token_to_id(end)
-    assert end_id is not None
-    return JinjaFormat(
-        Checkpoint(tokenizer=tokenizer, templates={"default": source}, variables=variables, stop_ids=(end_id,))
-    )
-
-
 @pytest.fixture(scope="module")
 def formats() -> dict[str, ChatFormat]:
-    found: dict[str, ChatFormat] = {
-        name: make_jinja((TEMPLATES / f"{name}.jinja").read_text(), ENDS.get(name, "<|im_end|>")) for name in FAMILIES
-    }
-    return found | {"ours": ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)}
+    return every_format()
 
 
 def opened(chat: ChatFormat, messages: Sequence[Message]) -> Ids:

@@ -63,6 +63,7 @@ OFFENDERS = [
     ("broad-except", "try:\n    f()\nexcept (OSError, BaseException) as e:\n    print(e)", 3),
     ("broad-except", "try:\n    f()\nexcept Exception as e:\n    raise ValueError from e", 3),
     ("broad-except", "import contextlib\nwith contextlib.suppress(Exception):\n    f()", 2),
+    ("suppressed-cancellation", "with suppress(OSError, asyncio.CancelledError):\n    await task", 1),
     ("unfinished", "x = 1  # TODO: more", 1),
     ("unfinished", "x = 1\n# FIXME\n", 2),
     ("syntax", "x = 1\ndef", 2),

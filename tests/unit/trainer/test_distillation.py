@@ -21,6 +21,7 @@ from etude.trainer.schedule import RateSchedule
 from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
 OFF = NumericsConfig(replay="off")
+DEFAULT = LossConfig()
 HINTS = HintsConfig(weight=2.0, contexts="all")
 SAMPLED = HintsConfig(weight=2.0, estimator="sampled", contexts="all")
 BOTH = pytest.mark.parametrize("hints", [HINTS, SAMPLED], ids=["full", "sampled"])
@@ -33,11 +34,11 @@ def make_model(spec: ModelSpec = TINY) -> Decoder:
     return model
 
 
-def make_trainer(hints: HintsConfig = HINTS, numerics: NumericsConfig = OFF) -> PolicyTrainer:
+def make_trainer(hints: HintsConfig = HINTS, loss: LossConfig = DEFAULT) -> PolicyTrainer:
     model = make_model()
     optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=3e-3, betas=(0.9, 0.95))
     optimisation = Optimisation(model, optimiser, RateSchedule(steps=100, warmup_steps=1), clip_norm=1.0)
-    return PolicyTrainer(optimisation, LossConfig(), numerics, hints=hints)
+    return PolicyTrainer(optimisation, loss, OFF, hints=hints)
 
 
 def make_view(prompt: list[int], reply: list[int], *, temperature: float = 1.0, engine: float = -2.0) -> Trajectory:
@@ -220,6 +221,21 @@ def test_lessons_add_to_what_rewards_say() -> None:
     assert two.grad_norm != one.grad_norm
     assert two.entropy == one.entropy
     assert (one.hinted_tokens, two.hinted_tokens) == (0, 6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "divisor"),
+    [(DEFAULT, 60), (LossConfig(kind="rloo"), 3), (LossConfig(kind="dr_grpo", sequence_tokens=5), 15)],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_lessons_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(loss: LossConfig, divisor: int) -> None:
+    totals = Totals(tokens=0, trajectories=0, sampled=60, sampled_trajectories=3)
+    by_one = Totals(tokens=0, trajectories=0, sampled=1)
+    found, whole = (
+        make_trainer(loss=kind).step(1, [], each, lessons=[LESSONS]).grad_norm
+        for kind, each in ((loss, totals), (DEFAULT, by_one))
+    )
+    assert found == pytest.approx(whole / divisor, rel=1e-4)
 
 
 def test_a_batch_without_rewards_or_lessons_teaches_nothing() -> None:

@@ -15,10 +15,15 @@ def shares_of(steps: int, decay_share: float = 0.0, shape: RateShape = "wsd") ->
 def test_the_schedule_warms_up_holds_and_decays() -> None:
     shares = shares_of(100, 0.4)
     assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert set(shares[5:61]) == {1.0}
-    assert shares[61:] == sorted(shares[61:], reverse=True)
-    assert shares[80] == pytest.approx(0.5)
-    assert min(shares[60:]) >= FINAL_RATE_SHARE
+    assert set(shares[5:60]) == {1.0}
+    assert shares[60:] == sorted(shares[60:], reverse=True)
+    assert shares[79] == pytest.approx((1 + FINAL_RATE_SHARE) / 2)
+
+
+@pytest.mark.parametrize("steps", [8, 100])
+def test_a_decay_ends_at_its_last_share_however_short_it_is(steps: int) -> None:
+    assert shares_of(steps, 0.4)[-1] == pytest.approx(FINAL_RATE_SHARE)
+    assert set(shares_of(steps, 0.0)[5:]) == {1.0}
 
 
 def test_without_decay_the_rate_holds_to_the_end() -> None:

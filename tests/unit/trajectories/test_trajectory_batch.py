@@ -40,6 +40,7 @@ def test_a_batch_trains_on_groups_with_a_signal_and_counts_all() -> None:
     assert (batch.step, batch.num_loss_tokens, batch.num_groups, batch.num_degenerate_groups) == (5, 4, 2, 1)
     assert batch.rewards.tolist() == pytest.approx([1.0, 0.0, 0.1, 0.1])
     assert batch.staleness.tolist() == [1, 1, 0, 2, 0, 0, 3]
+    assert batch.num_sampled_trajectories == 4
 
 
 def test_a_batch_without_any_signal_is_empty_but_counted() -> None:
@@ -98,6 +99,14 @@ def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
     rollouts = (*MIXED.rollouts, quarantined(rollout(0, 2, 0.0, [4])))
     batch = build_batch(5, [replace(MIXED, rollouts=rollouts, lost=1)])
     assert [float(t.advantages[1]) for t in batch.trajectories] == [0.75, -0.75]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_was_lost_counts_in_the_normaliser_like_what_is_there(lost: int) -> None:
+    """Of groups with a signal: MIXED has 4 tokens of 2 rollouts."""
+    batch = build_batch(5, [replace(MIXED, lost=lost), replace(ALIKE, lost=1), MIXED])
+    assert (batch.num_loss_tokens, len(batch.trajectories)) == (8, 4)
+    assert (batch.num_lost_tokens, batch.num_lost_trajectories) == (2.0 * lost, lost)
 
 
 def later(first: Rollout, *versions: int) -> Turn:

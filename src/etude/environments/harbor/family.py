@@ -5,14 +5,15 @@ goes on; a folder with nothing left to practise is refused. Builds nothing (:mod
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from etude.environments.harbor.folder import HarborTask, read_task, task_folders
-from etude.environments.harbor.images import HarborImages, plain_files
+from etude.environments.harbor.images import find_image, plain_files
 from etude.environments.harbor.settings import TaskFolderError
+from etude.sandboxes.images import ImageStore
 from etude.types import Split, Task
 
 HELDOUT_ONE_IN = 6
@@ -37,11 +38,11 @@ class HarborTasks:
         folder: Path,
         *,
         seed: int = 0,
-        images: HarborImages | None = None,
+        images: ImageStore | None = None,
         heldout_one_in: int = HELDOUT_ONE_IN,
         offline: bool = False,
     ) -> None:
-        """Read the tasks whose images are there; without ``images``, those that need none.
+        """Read the tasks whose images are in the store; without ``images``, those that need none.
 
         ``seed`` orders the training side. Raises :class:`~etude.environments.harbor.settings.TaskFolderError` when no
         task is left.
@@ -112,19 +113,21 @@ def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> tuple[Ha
     return tuple(task for task in tasks if side_of(task, one_in) is split)
 
 
-def _find_images(tasks: Sequence[HarborTask], images: HarborImages | None) -> tuple[dict[str, str], dict[str, str]]:
+def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, str], dict[str, str]]:
     """The image of each task that has one or needs none, and why the others have none."""
-    find: Callable[[HarborTask], str | None] = images.find if images else _needs_none
     found: dict[str, str] = {}
     missing: dict[str, str] = {}
     for task in tasks:
         try:
-            image = find(task)
+            image = find_image(task, store) if store else _needs_none(task)
         except TaskFolderError as error:
             missing[task.name] = str(error)
             continue
         if image is None:
-            missing[task.name] = f"{task.folder}: its image has not been built: `etude tasks check` builds it"
+            missing[task.name] = (
+                f"{task.folder}: it needs an image, and {store.folder if store else 'no folder'} has none for it: "
+                "`etude tasks check` builds it, or set ETUDE_IMAGES to the folder that has it"
+            )
         else:
             found[task.name] = image
     return found, missing

@@ -25,6 +25,7 @@ from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.layers import HOME
+from etude.together import together
 from etude.worlds import Image, SandboxLimits, SandboxSpec
 
 OWN_BASE: Mapping[str, str] = MappingProxyType({"debian*": "", "ubuntu*": "", "python*": ""})
@@ -76,19 +77,6 @@ class HarborImages:
         self._allow = allow
         self._environment = dict(environment or {})
 
-    def find(self, task: HarborTask) -> str | None:
-        """The digest of a task's image, empty if it needs none; ``None`` if it has not been built.
-
-        Raises :class:`~etude.environments.harbor.settings.TaskFolderError` when nothing stands for what it begins with.
-        """
-        base = base_of(task, self._bases)
-        if not base and plain_files(task) is not None:
-            return ""
-        try:
-            return self._store.open(_image_name(task, base)).digest
-        except ConfigError:
-            return None
-
     async def build(self, task: HarborTask) -> str:
         """The digest of a task's image, built if need be; empty if it needs none.
 
@@ -96,7 +84,7 @@ class HarborImages:
         :class:`~etude.errors.ConfigError` for a base system that is not stored, and
         :class:`~etude.errors.SandboxError`.
         """
-        found = await asyncio.to_thread(self.find, task)
+        found = await asyncio.to_thread(find_image, task, self._store, self._bases)
         if found is not None:
             return found
         base = base_of(task, self._bases)
@@ -106,7 +94,7 @@ class HarborImages:
                 f"build it with `etude images build {base}`"
             )
         if task.dockerfile is None or not task.dockerfile.steps:
-            image = self._store.add((), base=base, workdir=task.workdir, name=_image_name(task, base))
+            image = self._store.add((), base=base, workdir=task.workdir, name=image_name(task, base))
             return image.digest
         with tempfile.TemporaryDirectory(prefix="etude-context-") as folder:
             context = Path(folder) / "context"
@@ -123,13 +111,13 @@ class HarborImages:
 
         async def one(task: HarborTask) -> None:
             try:
-                lock = locks.setdefault(_image_name(task, base_of(task, self._bases)), asyncio.Lock())
+                lock = locks.setdefault(image_name(task, base_of(task, self._bases)), asyncio.Lock())
                 async with lock, gate:
                     images[task.name] = await self.build(task)
             except (TaskFolderError, ConfigError, SandboxError) as error:
                 refused[task.name] = f"{type(error).__name__}: {error}"
 
-        await asyncio.gather(*map(one, tasks))
+        await together(map(one, tasks))
         return Builds(images=images, refused=refused)
 
     async def _build(self, task: HarborTask, dockerfile: Dockerfile, base: str, context: Path) -> str:
@@ -157,13 +145,27 @@ class HarborImages:
             base=base,
             environment=dockerfile.environment,
             workdir=task.workdir,
-            name=_image_name(task, base),
+            name=image_name(task, base),
         )
         return image.digest
 
     def _add_layer(self, layer: Path, workdir: str) -> str:
         """Everything in the working folder becomes the agent's."""
         return self._store.add_layer(layer, owned=(workdir, HOME))
+
+
+def find_image(task: HarborTask, store: ImageStore, bases: Mapping[str, str] = OWN_BASE) -> str | None:
+    """The digest of a task's image in a store, empty if it needs none; ``None`` if it has not been built.
+
+    Raises :class:`~etude.environments.harbor.settings.TaskFolderError` when nothing stands for what it begins with.
+    """
+    base = base_of(task, bases)
+    if not base and plain_files(task) is not None:
+        return ""
+    try:
+        return store.open(image_name(task, base)).digest
+    except ConfigError:
+        return None
 
 
 def base_of(task: HarborTask, bases: Mapping[str, str]) -> str:
@@ -317,6 +319,7 @@ def _plain_text(file: Path) -> str | None:
         return None
 
 
-def _image_name(task: HarborTask, base: str) -> str:
+def image_name(task: HarborTask, base: str) -> str:
+    """What a store calls the image that is built of a task over a base system: a digest of all that decides it."""
     parts = (VERSION, base, digest_files(task.context) if task.context.is_dir() else "", task.workdir)
     return f"harbor-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"

@@ -20,6 +20,7 @@ from etude.environments.harbor.settings import TaskFolderError, fill_variables
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Grader, HarnessResult, Sandbox, SandboxProvider
 from etude.sandboxes.services import world_spec
+from etude.together import together
 from etude.types import Split, Task
 from etude.worlds import Image, SandboxSpec, World
 
@@ -81,7 +82,7 @@ class SoundnessCheck:
             async with gate:
                 return await self.check(task, image=builds.images[task.name])
 
-        return tuple(await asyncio.gather(*map(one, tasks)))
+        return tuple(await together(map(one, tasks)))
 
     async def check(self, source: HarborTask, *, image: str = "") -> Soundness:
         """Grade the untouched world and the solved one, several times each; never raises for what a task is like."""

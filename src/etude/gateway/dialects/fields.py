@@ -14,7 +14,7 @@ from types import MappingProxyType
 import orjson
 
 from etude.gateway.calls import Refusal
-from etude.types import Json
+from etude.types import MIN_TEMPERATURE, Json
 
 QUOTED_CHARACTERS = 80
 """The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
@@ -106,6 +106,13 @@ class Fields:
         if not fits or (above and value == low):
             raise self.invalid(name, f"a number {'above' if above else 'from'} {low} to {high}")
         return float(value)  # type: ignore[arg-type]  # ``fits`` says what it is
+
+    def temperature(self, *, high: float) -> float:
+        """The temperature to sample at, 1 if absent: 0, for greedy, or from what engines take to ``high``."""
+        value = self.number("temperature", low=0, high=high)
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise self.invalid("temperature", f"0, for greedy, or a number from {MIN_TEMPERATURE:g} to {high:g}")
+        return 1.0 if value is None else value
 
     def items(self, name: str) -> list[Json]:
         """A list, empty if absent."""

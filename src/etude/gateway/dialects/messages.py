@@ -21,7 +21,7 @@ import orjson
 from etude.gateway.calls import Call, Dialect, Sampling
 from etude.gateway.dialects.fields import Fields, read_object
 from etude.gateway.dialects.message_events import MessageAsked, refuse
-from etude.gateway.dialects.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, whole, word
+from etude.gateway.dialects.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, temperature, whole, word
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.types import Json
 
@@ -113,13 +113,12 @@ def _call(fields: Fields) -> Call:
     fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
     _check_hints(fields)
     tools, single_call = _tools(fields)
-    temperature = fields.number("temperature", low=0, high=MAX_TEMPERATURE)
     top_p = fields.number("top_p", low=0, high=1, above=True)
     return Call(
         messages=(*_system(fields), *_messages(fields)),
         tools=tools,
         sampling=Sampling(
-            temperature=1.0 if temperature is None else temperature,
+            temperature=fields.temperature(high=MAX_TEMPERATURE),
             top_p=1.0 if top_p is None else top_p,
             top_k=fields.integer("top_k", low=0, high=MAX_TOP_K) or 0,
             max_tokens=fields.integer("max_tokens", low=1, high=MAX_TOKENS),
@@ -342,7 +341,7 @@ FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
         "stream": FLAG,
         "tools": listed(TOOL_SCHEMA),
         "tool_choice": record("type", type=word("auto", "none"), disable_parallel_tool_use=FLAG),
-        "temperature": {"type": "number", "minimum": 0, "maximum": MAX_TEMPERATURE},
+        "temperature": temperature(MAX_TEMPERATURE),
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "top_k": whole(0, MAX_TOP_K),
         "stop_sequences": listed(bounded(MAX_STOP_CHARACTERS), most=MAX_STOPS),

@@ -15,7 +15,7 @@ import orjson
 
 from etude.gateway.calls import MODEL, Answer, Ending, Refusal, Sampling
 from etude.gateway.dialects.fields import Fields
-from etude.gateway.dialects.schemas import FLAG, OBJECT, bounded, either, listed, record, whole
+from etude.gateway.dialects.schemas import FLAG, OBJECT, bounded, either, listed, record, temperature, whole
 from etude.tokens.messages import Tool
 from etude.types import Ids, Json
 
@@ -113,10 +113,9 @@ def read_model(fields: Fields) -> str:
 
 def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
     """The options of the sampler; how many tokens there may be is spelt differently by the two bodies."""
-    temperature = fields.number("temperature", low=0, high=MAX_TEMPERATURE)
     top_p = fields.number("top_p", low=0, high=1, above=True)
     return Sampling(
-        temperature=1.0 if temperature is None else temperature,
+        temperature=fields.temperature(high=MAX_TEMPERATURE),
         top_p=1.0 if top_p is None else top_p,
         top_k=max(fields.integer("top_k", low=-1, high=MAX_TOP_K) or 0, 0),  # −1 is vLLM's way to say: off
         max_tokens=max_tokens,
@@ -225,7 +224,7 @@ SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
         "model": nullable(bounded(MAX_NAME_CHARACTERS)),
         "stream": nullable(FLAG),
         "stream_options": STREAM_OPTIONS_SCHEMA,
-        "temperature": nullable({"type": "number", "minimum": 0, "maximum": MAX_TEMPERATURE}),
+        "temperature": nullable(temperature(MAX_TEMPERATURE)),
         "top_p": nullable({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
         "top_k": nullable(whole(-1, MAX_TOP_K)),
         "seed": nullable(whole(0, MAX_WHOLE)),

@@ -33,7 +33,7 @@ from etude.gateway.dialects.openai import (
     refuse,
 )
 from etude.gateway.dialects.response_events import ResponseAsked
-from etude.gateway.dialects.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, whole, word
+from etude.gateway.dialects.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, temperature, whole, word
 from etude.tokens.messages import Message, Role, Tool, ToolCall
 from etude.types import Json
 
@@ -158,10 +158,9 @@ def _check_options(fields: Fields) -> None:
 
 
 def _sampling(fields: Fields) -> Sampling:
-    temperature = fields.number("temperature", low=0, high=MAX_TEMPERATURE)
     top_p = fields.number("top_p", low=0, high=1, above=True)
     return Sampling(
-        temperature=1.0 if temperature is None else temperature,
+        temperature=fields.temperature(high=MAX_TEMPERATURE),
         top_p=1.0 if top_p is None else top_p,
         max_tokens=fields.integer("max_output_tokens", low=1, high=MAX_WHOLE),
     )
@@ -333,7 +332,7 @@ SCHEMA = record(
     tool_choice=word("auto", "none"),
     parallel_tool_calls=FLAG,
     max_output_tokens=whole(1, MAX_WHOLE),
-    temperature={"type": "number", "minimum": 0, "maximum": MAX_TEMPERATURE},
+    temperature=temperature(MAX_TEMPERATURE),
     top_p={"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     stream=FLAG,
     store=FLAG,

@@ -3,7 +3,7 @@
 Owns how they are written down. What is in a body is its dialect's business; its parser, not its schema, is what counts.
 """
 
-from etude.types import Json
+from etude.types import MIN_TEMPERATURE, Json
 
 TEXT: Json = {"type": "string"}
 """Any string."""
@@ -33,6 +33,11 @@ def bounded(longest: int) -> Json:
 def whole(low: int, high: int) -> Json:
     """A whole number."""
     return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def temperature(high: float) -> Json:
+    """A temperature: 0, or from what engines take to ``high``."""
+    return {"type": "number", "maximum": high, "anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
 
 
 def listed(*items: Json, least: int = 0, most: int | None = None) -> Json:

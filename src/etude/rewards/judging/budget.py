@@ -2,14 +2,17 @@
 
     reserve the most that a call can take ──▶ call ──▶ settle what it took; the rest is free again
 
-Because the most is set aside first, a limit is never overstepped, however many calls are under way; what it costs is
-that the last bit of a budget cannot be spent. A rollout's purse is filled out of the run's. Several processes know of
-each other what was settled: together they may overstep by what is under way in the others.
+Because the most is set aside first, a limit is never overstepped, however many calls are under way. Most calls take
+far less, so one for which there is not enough waits until those under way have settled, and is turned down only where
+what they give back could not be enough either: what that costs is that the last bit of a budget cannot be spent. A
+rollout's purse is filled out of the run's. Several processes know of each other what was settled: together they may
+overstep by what is under way in the others.
 
 When a purse is empty the judge is *unavailable*, as when it is down: nothing is worth zero for it.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +63,19 @@ class Prices:
 class Allowance:
     """The most that may be used."""
 
+    per: Literal["rollout", "run"] = "run"
+    """For what: the recipe's keys end so."""
     calls: int
     tokens: int
     cost: float = float("inf")
+
+    def holds(self, spend: Spend, prices: Prices) -> bool:
+        """Whether so much may be used."""
+        return spend.calls <= self.calls and spend.tokens <= self.tokens and prices.cost(spend) <= self.cost
+
+    def __str__(self) -> str:
+        cost = "" if self.cost == float("inf") else f", judge.cost_per_{self.per} = {self.cost:g}"
+        return f"judge.calls_per_{self.per} = {self.calls}, judge.tokens_per_{self.per} = {self.tokens}{cost}"
 
 
 class Purse:
@@ -80,15 +93,28 @@ class Purse:
         self._out_of = out_of
         self._reserved = Spend()
 
+    def portion(self, allowance: Allowance) -> "Purse":
+        """A purse of its own that is filled out of this one, at the same prices."""
+        return Purse(allowance, self._prices, out_of=self)
+
     def reserve(self, most: Spend) -> bool:
-        """Set aside the most that is about to be used; false, and nothing is, where there is not enough."""
+        """Set aside the most that is about to be used; false, and nothing is, where there is not enough now."""
         whole = self.spent + self.elsewhere + self._reserved + most
-        fits = whole.calls <= self._allowance.calls and whole.tokens <= self._allowance.tokens
-        fits = fits and self._prices.cost(whole) <= self._allowance.cost
+        fits = self._allowance.holds(whole, self._prices)
         if not fits or (self._out_of is not None and not self._out_of.reserve(most)):
             return False
         self._reserved += most
         return True
+
+    def shortage(self, most: Spend) -> str:
+        """Why so much cannot be set aside, even if all that is set aside now comes back; empty: it could be then."""
+        spent = self.spent + self.elsewhere
+        if not self._allowance.holds(spent + most, self._prices):
+            return (
+                f"{self._allowance}; {spent.calls} calls and {spent.tokens} tokens are spent, {self._reserved.calls} "
+                f"and {self._reserved.tokens} set aside, and the next call may take {most.tokens} tokens"
+            )
+        return "" if self._out_of is None else self._out_of.shortage(most)
 
     def settle(self, most: Spend, used: Spend) -> None:
         """What was really ``used`` of the ``most`` that was set aside; nothing, where the call came to nothing."""

@@ -65,6 +65,7 @@ class IdentityWatch:
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self._known = [identity for identity in known if identity]
+        self._calibrated = frozenset(self._known)
 
     def observe(self, identity: str) -> bool:
         """Whether it says something that it never said before. The first word is the known one where there was none;
@@ -73,4 +74,9 @@ class IdentityWatch:
         if not identity or identity in self._known:
             return False
         self._known = [*self._known[-MOST_IDENTITIES:], identity]
+        self._calibrated = self._calibrated or frozenset({identity})
         return len(self._known) > 1
+
+    def vouches_for(self, identity: str) -> bool:
+        """Whether what was observed last is what was calibrated, or heard first, as far as it says what it is."""
+        return not identity or identity in self._calibrated

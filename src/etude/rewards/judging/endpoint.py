@@ -16,7 +16,7 @@ from typing import Protocol
 import aiohttp
 import orjson
 
-from etude.errors import JudgeUnavailable
+from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.rewards.judging.budget import Spend
 from etude.rewards.judging.prompts import Message
 from etude.types import Json
@@ -27,6 +27,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0
 """Between attempts; doubled each time, then up to halved at random so that callers do not come back together."""
 LONGEST_WISH_S = 60.0
 """Pause that an endpoint may ask for; deadlines are the caller's."""
+REFUSED = (400, 413, 422)
+"""Statuses that mean: not this question, now or later."""
 LONGEST_BODY = 1 << 20
 """Bytes of an answer that are read: a verdict has some hundred."""
 SHOWN = 200
@@ -71,7 +73,9 @@ class Answering(Protocol):
         ...
 
     async def ask(self, call: Call) -> Said:
-        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure."""
+        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure, and its kind
+        :class:`~etude.errors.JudgeLost` for what no patience can.
+        """
         ...
 
 
@@ -111,7 +115,8 @@ class Endpoint:
     async def ask(self, call: Call) -> Said:
         """Ask until there is an answer; whoever calls sets the deadline.
 
-        Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason.
+        Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
+        :class:`~etude.errors.JudgeDeclined` where it refuses this very question.
         """
         body = orjson.dumps(self._body(call))
         for attempt in itertools.count():
@@ -149,7 +154,7 @@ class Endpoint:
                 raw = await response.content.read(LONGEST_BODY)
                 while len(raw) < LONGEST_BODY and (more := await response.content.read(LONGEST_BODY - len(raw))):
                     raw += more
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+        except aiohttp.ClientError as error:
             self._trouble = f"{type(error).__name__}: {error}"
             return 0.0
         return self._read(status, raw)
@@ -165,8 +170,10 @@ class Endpoint:
         if self._address.key:
             said = said.replace(self._address.key, HIDDEN_KEY)  # before it is cut: half a key is a secret, too
         shown = said[:SHOWN]
-        hint = "; set judge.structured = false" if status == 400 and "response_format" in shown else ""
-        raise JudgeUnavailable(f"the judge at {self._address.url} answered HTTP {status}: {shown!r}{hint}")
+        words = f"the judge at {self._address.url} answered HTTP {status}: {shown!r}"
+        if status == 400 and "response_format" in shown:
+            raise JudgeLost(f"{words}; set judge.structured = false")
+        raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
 
 
 def read_answer(answer: dict[str, object]) -> Said:

@@ -10,10 +10,9 @@ text of a hint enters the context of a teacher, so it is one line of bounded len
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.rewards.judging.budget import Purse
+from etude.rewards.judging.budget import Allowance
 from etude.rewards.judging.fence import fenced, spelled
 from etude.rewards.judging.judge import Judge, Wanted, draw_tokens
-from etude.rewards.judging.parts import Share
 from etude.rewards.judging.prompts import Exhibit, Message, Tokens, conversation
 from etude.rewards.judging.verdicts import Fault, read_object
 from etude.types import Hint, Json, Task
@@ -72,9 +71,10 @@ class _Shown:
 class HintJudge:
     """Asks a judge for hints; at most ``most`` a session."""
 
-    def __init__(self, judge: Judge, share: Share, *, most: int = 1) -> None:
+    def __init__(self, judge: Judge, allowance: Allowance, *, most: int = 1) -> None:
+        """``allowance`` is what the hints of one rollout may take."""
         self._judge = judge
-        self._share = share
+        self._allowance = allowance
         self._most = most
 
     async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
@@ -82,21 +82,25 @@ class HintJudge:
 
         Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
         """
-        if not transcript_turns:
-            return ()
-        purse = Purse(self._share.allowance, self._share.prices, out_of=self._judge.purse)
+        found = await self.ask(task.prompt, transcript_turns) if transcript_turns else ()
+        return () if isinstance(found, Fault) else found
+
+    async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | Fault:
+        """Hints for a session of at least one turn, or why the last reply cannot be read. Raises like :meth:`hints`."""
+        purse = self._judge.purse.portion(self._allowance)
         room = self._judge.manner.text_characters // len(transcript_turns)
         shown = _Shown(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
-        exhibit = Exhibit(task=task.prompt, work="\n".join(transcript_turns))
+        exhibit = Exhibit(task=task, work="\n".join(transcript_turns))
+        found: tuple[Hint, ...] | Fault = ()
         for attempt in range(TRIES):
             tokens = draw_tokens(exhibit)
-            messages = ask_for_hints(task.prompt, transcript_turns, tokens, shown)
+            messages = ask_for_hints(task, transcript_turns, tokens, shown)
             wanted = Wanted(about="hints", schema=SCHEMA)
             said = await self._judge.converse(messages, wanted, purse, seed=attempt)
             found = read_hints(said.text, len(transcript_turns), tokens.nonce)
             if not isinstance(found, Fault):
                 return found[: self._most]
-        return ()
+        return found
 
 
 def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _Shown) -> tuple[Message, ...]:

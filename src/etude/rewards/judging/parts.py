@@ -11,12 +11,11 @@ Every so many judgements an item of the calibration set is judged afresh (:mod:`
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judging.budget import Allowance, Prices, Purse
+from etude.rewards.judging.budget import Allowance, Purse
 from etude.rewards.judging.calibration import Item
 from etude.rewards.judging.drift import AgreementWatch, Alarm
 from etude.rewards.judging.judge import Judge
@@ -66,24 +65,16 @@ class DriftCheck:
             judge.sound(Alarm(kind="agreement", aspect=self._rubric.aspect, detail=f"agreement fell: {seen}"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one rollout may cost."""
-
-    allowance: Allowance
-    prices: Prices
-
-
 class JudgedParts:
     """Has finished rollouts judged, aspect by aspect."""
 
     def __init__(
-        self, judge: Judge, rubrics: Mapping[str, Rubric], share: Share, drift: Mapping[str, DriftCheck]
+        self, judge: Judge, rubrics: Mapping[str, Rubric], allowance: Allowance, drift: Mapping[str, DriftCheck]
     ) -> None:
-        """``rubrics`` and ``drift`` by aspect."""
+        """``rubrics`` and ``drift`` by aspect; ``allowance`` is what one rollout may take."""
         self._judge = judge
         self._rubrics = rubrics
-        self._share = share
+        self._allowance = allowance
         self._drift = drift
 
     async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
@@ -92,7 +83,7 @@ class JudgedParts:
         Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
         """
         shown = {About.ANSWER: result.answer, About.TRANSCRIPT: transcript}
-        purse = Purse(self._share.allowance, self._share.prices, out_of=self._judge.purse)
+        purse = self._judge.purse.portion(self._allowance)
         said = {aspect: rubric for aspect, rubric in self._rubrics.items() if shown[rubric.about].strip()}
         values = dict.fromkeys(self._rubrics.keys() - said.keys(), 0.0)
         votes = unreadable = 0

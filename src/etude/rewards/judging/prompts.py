@@ -52,9 +52,6 @@ The score is one of {scores}, or null if the work cannot be judged on this aspec
 
 AGAIN = "\nYour reply to this question could not be read: {fault}. Reply with the JSON object alone."
 
-REPLY_CHARACTERS = 600
-"""About what a verdict takes, for whoever bounds its tokens."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:

@@ -7,7 +7,7 @@ not used holds an empty disk. All disks say they are ``DISK_BYTES`` large, whate
 be put into a place while a machine rests. Owns words; processes are :mod:`etude.sandboxes.qemu.machine`'s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,6 @@ UPPER = 1
 DISK_BYTES = 64 << 30
 KERNEL_MIB = 224
 """Memory beside that of commands, for the kernel, the agent and archives on their way."""
-TRANSLATION_MIB = 128
-"""Most that QEMU keeps of translated code."""
 BOOT_ARGUMENTS = (
     "console=ttyS0 quiet panic=-1 reboot=t mitigations=off random.trust_cpu=on audit=0 apparmor=0 "
     "cgroup_no_v1=all psi=0 transparent_hugepage=never nowatchdog"
@@ -162,8 +160,3 @@ def _file(path: Path, *, is_written: bool = False) -> dict[str, object]:
 def memory_mib(memory_bytes: int) -> int:
     """Memory of a machine whose commands may use ``memory_bytes``, in steps that templates can share."""
     return -(-memory_bytes // (64 << 20)) * 64 + KERNEL_MIB
-
-
-def too_many(layers: Sequence[Path]) -> bool:
-    """Whether an image's layers and a spec's mounts are more than a machine has places for."""
-    return len(layers) > LAYER_DISKS

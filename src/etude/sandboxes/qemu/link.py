@@ -9,7 +9,6 @@ Owns the socket. Reads until the machine hangs up or says what cannot be underst
 import asyncio
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from etude.errors import SandboxError
@@ -87,12 +86,12 @@ class Link:
         self._fail("the virtual machine is closed")
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        await self._outlets.close()
-        if self._port is not None:
-            self._port.close()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            if self._port is not None:
+                self._port.close()
+            await self._outlets.close()
 
     async def _send(self, message: Message) -> None:
         if len(message.body) < LARGE_BYTES:

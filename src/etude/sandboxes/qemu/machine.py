@@ -10,13 +10,13 @@ is killed. Every wait has a deadline.
 """
 
 import asyncio
-import contextlib
 import secrets
 import shutil
 import socket
 import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -107,7 +107,8 @@ class Machine:
         try:
             await machine._start(program, boot, None, Link())
         except BaseException:
-            await machine.kill()
+            with suppress(SandboxError):
+                await machine.kill()
             raise
         return machine
 
@@ -130,7 +131,8 @@ class Machine:
             await machine._ask("cont")
             await machine.wake(identity)
         except BaseException:
-            await machine.kill()
+            with suppress(SandboxError):
+                await machine.kill()
             raise
         return machine
 
@@ -177,16 +179,23 @@ class Machine:
             raise SandboxError(f"a virtual machine cannot be written down in {folder}: {error}") from error
 
     async def kill(self) -> None:
-        """End it, whatever it does; calling it twice is harmless."""
+        """End it, whatever it does; calling it twice is harmless.
+
+        Raises :class:`~etude.errors.SandboxError` when its process stays.
+        """
         self._move(MachineState.GONE)
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            async with asyncio.timeout(EXIT_TIMEOUT_S):
-                await self._process.wait()
-        await self.link.close()
-        if self._control is not None:
-            self._control.close()
+        try:
+            if self._process is not None:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+                async with asyncio.timeout(EXIT_TIMEOUT_S):
+                    await self._process.wait()
+        except TimeoutError:
+            raise SandboxError(f"a virtual machine did not end within {EXIT_TIMEOUT_S:g} s of being killed") from None
+        finally:
+            if self._control is not None:
+                self._control.close()
+            await self.link.close()
 
     async def _ask(self, command: str, **arguments: object) -> None:
         assert self._control is not None

@@ -6,7 +6,6 @@ how a command gets there is :mod:`etude.sandboxes.guest.tunnels`'s. One task a c
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from etude.sandboxes.guest.tunnels import CHUNK_BYTES, MAX_TUNNELS, WINDOW_BYTES
@@ -86,16 +85,15 @@ class _Outlet:
         try:
             await self._carry_out(writer)
             await back
+            writer.close()
+            await writer.wait_closed()
         except OSError:
             pass  # either end is gone, which the other is told below
         finally:
+            writer.transport.abort()  # a peer that does not read is not waited for
             self._say({"do": "shut", "tunnel": self._number}, b"")
             back.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await back
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
+            await asyncio.gather(back, return_exceptions=True)
 
     async def _carry_out(self, writer: asyncio.StreamWriter) -> None:
         while not self._broken:

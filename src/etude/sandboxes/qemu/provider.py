@@ -18,6 +18,7 @@ from typing import Literal
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandboxes.debian import open_base
+from etude.sandboxes.endings import all_or_none, close_all
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.layers import remove_tree
 from etude.sandboxes.promises import check_spec
@@ -96,7 +97,7 @@ class QemuSandboxes:
         try:
             await sandbox.write_files(files)
         except BaseException:
-            await sandbox.close()
+            await close_all([sandbox])
             raise
         return sandbox
 
@@ -104,22 +105,20 @@ class QemuSandboxes:
         """Kill every machine and remove all files; calling it twice is harmless."""
         self._closed = True
         async with self._opening:
-            await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)))
+            failures = await close_all(self._sandboxes)
             if self._scratch is not None:
                 self._scratch.close()
                 self._scratch = None
+        if failures:
+            raise failures[0]
 
     async def copies(self, spec: SandboxSpec, held: tuple[Frozen, ...], count: int) -> Sequence[QemuSandbox]:
         """So many sandboxes that start from the first of ``held`` and need the files of all; or none, and an error."""
-        for frozen in held * count:
-            self._opened.hold(frozen)
-        made = await asyncio.gather(*(self._copy(spec, held) for _ in range(count)), return_exceptions=True)
-        errors = [result for result in made if isinstance(result, BaseException)]
-        sandboxes = [result for result in made if isinstance(result, QemuSandbox)]
-        if errors:
-            await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
-            raise errors[0]
-        return sandboxes
+        self._hold(held)  # until all are made
+        try:
+            return await all_or_none(self._copy(spec, held) for _ in range(count))
+        finally:
+            self._let_go(held)
 
     def hold(self, sandbox: QemuSandbox, frozen: Frozen) -> None:
         """Keep the files of something frozen as long as a sandbox."""
@@ -166,6 +165,7 @@ class QemuSandboxes:
 
     async def _copy(self, spec: SandboxSpec, held: tuple[Frozen, ...]) -> QemuSandbox:
         folder = self._new_folder()
+        self._hold(held)
         try:
             machine = await Machine.copy(self._program, held[0], folder, identity_of(_name(), spec))
         except BaseException:
@@ -178,6 +178,10 @@ class QemuSandboxes:
             await sandbox.close()
             raise SandboxError("the sandbox provider is closed")
         return sandbox
+
+    def _hold(self, held: tuple[Frozen, ...]) -> None:
+        for frozen in held:
+            self._opened.hold(frozen)
 
     def _let_go(self, held: tuple[Frozen, ...]) -> None:
         for frozen in held:

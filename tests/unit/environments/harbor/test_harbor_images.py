@@ -11,7 +11,7 @@ import pytest
 from etude.environments.harbor.dockerfile import Copy
 from etude.environments.harbor.family import HarborTasks
 from etude.environments.harbor.folder import HarborTask, read_task
-from etude.environments.harbor.images import Builds, HarborImages, base_of, copy_script, plain_files
+from etude.environments.harbor.images import Builds, HarborImages, base_of, copy_script, find_image, plain_files
 from etude.environments.harbor.settings import TaskFolderError
 from etude.environments.harbor.soundness import SoundnessCheck, faults_of
 from etude.errors import ConfigError
@@ -173,13 +173,13 @@ def with_archive(source: HarborTask) -> HarborTask:
 def test_every_step_of_a_dockerfile_is_seen_by_the_agent(yard: Yard, tmp_path: Path) -> None:
     files = {"environment/Dockerfile": BUILT, "environment/one.sh": "1", "environment/two.sh": "2"}
     source = with_archive(source_of(tmp_path, files))
-    assert yard.images.find(source) is None
+    assert find_image(source, yard.store) is None
     said = yard.look(
         source, "cat said.txt notes/a.txt /opt/leaf /opt/link; stat -c '%a %u' tools/*.sh /opt/leaf; echo $TONGUE"
     )
     assert said == "en 0 /app\na note\nleafen 0 /app\n700 1000\n700 1000\n644 0\nen\n"
     assert yard.look(source, "echo more >> said.txt && touch notes/new tools/new && echo mine") == "mine\n"
-    assert yard.images.find(source)
+    assert find_image(source, yard.store)
 
 
 def test_equal_contexts_are_built_once(yard: Yard, tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_the_examples_are_sound_and_broken_ones_are_not(yard: Yard, tmp_path: Pa
 
 def test_a_family_of_built_tasks_names_their_images(yard: Yard) -> None:
     builds = yard.build_all(*(read_task(EXAMPLES / name) for name in ("greeting", "word-count")))
-    family = HarborTasks(EXAMPLES, images=yard.images)
+    family = HarborTasks(EXAMPLES, images=yard.store)
     tasks = [family.task(split, index) for split in Split for index in range(len(family.sources(split)))]
     worlds = {task.template: task.world for task in tasks}
     assert not family.refused

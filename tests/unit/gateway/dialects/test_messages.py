@@ -166,6 +166,7 @@ def test_hints_and_information_change_nothing() -> None:
     ("fields", "param"),
     [
         ({"temperature": 1.5}, "temperature"),
+        ({"temperature": 1e-38}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),

@@ -39,6 +39,7 @@ def test_every_option_is_read() -> None:
     ("body", "param"),
     [
         ({"temperature": 2.1}, "temperature"),
+        ({"temperature": 1e-38}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),

@@ -210,6 +210,7 @@ def test_hints_and_information_change_nothing() -> None:
     ("fields", "param"),
     [
         ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 1e-38}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 1}, "top_logprobs"),

@@ -15,7 +15,7 @@ SPENDS = st.builds(
 def test_no_limit_is_ever_overstepped(steps: list[tuple[Spend, float, bool]]) -> None:
     prices = Prices(prompt=1e6, completion=2e6)
     run = Purse(Allowance(calls=12, tokens=300, cost=350.0), prices)
-    purse = Purse(Allowance(calls=8, tokens=200), prices, out_of=run)
+    purse = run.portion(Allowance(calls=8, tokens=200))
     open_ones: list[tuple[Spend, Spend]] = []
     for most, share, settles in steps:
         if purse.reserve(most):
@@ -48,7 +48,7 @@ def test_what_was_set_aside_and_not_used_is_free_again() -> None:
 
 def test_an_empty_purse_of_the_run_empties_those_of_its_rollouts() -> None:
     run = Purse(Allowance(calls=1, tokens=100), Prices(), spent=Spend(calls=1))
-    assert not Purse(Allowance(calls=9, tokens=100), Prices(), out_of=run).reserve(Spend(calls=1))
+    assert not run.portion(Allowance(calls=9, tokens=100)).reserve(Spend(calls=1))
 
 
 def test_nobody_uses_less_than_nothing() -> None:

@@ -2,13 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from etude.errors import JudgeUnavailable
+from etude.errors import JudgeLost, JudgeUnavailable
 from etude.rewards.judging.budget import Allowance, Spend
 from etude.rewards.judging.endpoint import Call, Said
-from etude.rewards.judging.judge import Bounds
+from etude.rewards.judging.hold import Hold
+from etude.rewards.judging.judge import Bounds, needed_for
 from etude.rewards.judging.pins import Manner, pin_of
 from etude.rewards.judging.prompts import Exhibit
 from etude.rewards.judging.verdicts import Fault
@@ -112,7 +114,7 @@ def test_a_spent_budget_makes_the_judge_unavailable_and_does_not_open_the_circui
     judge(judging, "a")
     judge(judging, "b")
     for _ in range(9):
-        with pytest.raises(JudgeUnavailable, match="budget of judging is spent: 2 calls, 30 tokens"):
+        with pytest.raises(JudgeUnavailable, match=r"spent: judge\.calls_per_run = 2, .*; 2 calls and 30 tokens"):
             judge(judging, "c")
     assert judging.means.circuit.ask(0.0) == "closed"
     assert judging.spent[-1] == Spend(calls=2, prompt_tokens=20, completion_tokens=10)
@@ -132,9 +134,75 @@ def test_votes_that_could_be_afforded_are_kept_for_the_next_time() -> None:
 
 def test_what_it_may_cost_is_set_aside_before_the_call() -> None:
     endpoint = scoring(4)
-    with pytest.raises(JudgeUnavailable, match="0 calls"):
+    with pytest.raises(JudgeUnavailable, match=r"judge\.tokens_per_run = 300; 0 calls .* may take 1[0-9]{3} tokens"):
         judge(court(endpoint, allowance=Allowance(calls=9, tokens=300)))
     assert endpoint.calls == []
+
+
+class Counting(Scripted):
+    """Takes a while over each call, and a token for every four bytes; knows how many were under way at once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda call: verdict(call.messages[-1]["content"], 3))
+        self.busy = self.most = 0
+
+    async def ask(self, call: Call) -> Said:
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(0.001)
+        self.busy -= 1
+        read = sum(len(message["content"]) for message in call.messages) // 4
+        return replace(await super().ask(call), used=Spend(calls=1, prompt_tokens=read, completion_tokens=40))
+
+
+def test_votes_wait_for_what_others_had_set_aside_and_did_not_use() -> None:
+    """All five together would set aside two million tokens; one after the other they use half a million."""
+    endpoint = Counting()
+    manner = replace(THREE, votes=5, text_characters=200_000)
+    judging = court(endpoint, manner=manner)
+    exhibit = Exhibit(task="t" * 200_000, work="w" * 200_000)
+
+    async def scenario() -> Judgement:
+        purse = judging.means.purse.portion(Allowance(per="rollout", calls=5, tokens=1_000_000))
+        return await judging.judge.judge(style_rubric(), exhibit, purse)
+
+    assert asyncio.run(scenario()).score == 3
+    assert endpoint.most == 2
+    assert needed_for([style_rubric()], manner).tokens < 1_000_000
+
+
+def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> None:
+    endpoint = Counting()
+    judging = court(endpoint, allowance=Allowance(calls=3, tokens=2_500))
+
+    async def scenario() -> list[Judgement | BaseException]:
+        portion = judging.means.purse.portion
+        of_rollout = Allowance(per="rollout", calls=1, tokens=10_000)
+        judged = [
+            judging.judge.judge(style_rubric(), replace(EXHIBIT, work=f"work {n}"), portion(of_rollout))
+            for n in range(4)
+        ]
+        return await asyncio.gather(*judged, return_exceptions=True)
+
+    *judgements, turned_down = asyncio.run(scenario())
+    assert [getattr(judgement, "score", judgement) for judgement in judgements] == [3, 3, 3]
+    assert "judge.calls_per_run = 3" in str(turned_down)
+    assert endpoint.most == 1
+
+
+def test_a_call_that_never_had_a_seat_costs_nothing() -> None:
+    judging = court(Silent(), manner=THREE, bounds=Bounds(timeout_s=0.02, concurrency=1))
+    with pytest.raises(JudgeUnavailable, match="within"):
+        judge(judging)
+    assert judging.spent[-1].calls == 1
+
+
+def test_a_budget_is_needed_for_every_vote_on_every_aspect() -> None:
+    rubrics = [style_rubric(), style_rubric(aspect="tone")]
+    needed = needed_for(rubrics, replace(THREE, text_characters=10_000))
+    assert (needed.calls, needed.completion_tokens) == (6, 6 * THREE.max_tokens)
+    assert 6 * 20_000 // 4 + 15_000 < needed.prompt_tokens < 6 * 24_000 // 4 + 18_000
+    assert needed_for([], THREE) == Spend()
 
 
 def test_no_answer_in_time_is_no_judgement_and_counts_as_if_all_had_been_used() -> None:
@@ -155,6 +223,41 @@ def test_an_endpoint_that_is_down_is_left_alone_and_then_tried_by_one() -> None:
         judge(judging)
     assert endpoint.calls == 5
     judging.clock.advance(2.0)
+    endpoint.up = scoring(3)
+    assert judge(judging).score == 3
+    assert judging.means.circuit.ask(judging.clock.now()) == "closed"
+
+
+def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_back() -> None:
+    endpoint = Down()
+    judging = court(endpoint)
+    for _ in range(12):
+        judging.clock.advance(20.0)
+        with pytest.raises(JudgeUnavailable, match="scripted"):
+            judge(judging)
+    with pytest.raises(JudgeLost, match="left alone for a while, for it was down the last times: scripted: down"):
+        judge(judging)
+    judging.clock.advance(20.0)
+    endpoint.up = scoring(3)
+    assert [judge(judging, work).score for work in ("a", "b")] == [3, 3]
+    assert not judging.means.circuit.gave_up
+
+
+def test_an_empty_purse_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None:
+    endpoint = Down()
+    judging = court(endpoint)
+    for _ in range(5):
+        with pytest.raises(JudgeUnavailable, match="scripted"):
+            judge(judging)
+    judging.clock.advance(2.0)
+
+    async def without_money() -> None:
+        purse = judging.means.purse.portion(Allowance(per="rollout", calls=0, tokens=0))
+        await judging.judge.judge(style_rubric(), EXHIBIT, purse)
+
+    with pytest.raises(JudgeUnavailable, match="budget"):
+        asyncio.run(without_money())
+    assert judging.means.circuit.ask(judging.clock.now()) == "probing"
     endpoint.up = scoring(3)
     assert judge(judging).score == 3
     assert judging.means.circuit.ask(judging.clock.now()) == "closed"
@@ -201,35 +304,54 @@ def test_one_failed_vote_ends_the_others() -> None:
 
 def test_no_more_calls_are_under_way_than_allowed() -> None:
     async def scenario() -> int:
-        busy = most = 0
-
-        class Counting(Scripted):
-            async def ask(self, call: Call) -> Said:
-                nonlocal busy, most
-                busy += 1
-                most = max(most, busy)
-                await asyncio.sleep(0)
-                busy -= 1
-                return await super().ask(call)
-
-        endpoint = Counting(lambda call: verdict(call.messages[-1]["content"], 3))
+        endpoint = Counting()
         judging = court(endpoint, manner=replace(THREE, votes=9), bounds=Bounds(concurrency=2))
         await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
-        return most
+        return endpoint.most
 
     assert asyncio.run(scenario()) == 2
 
 
-def test_another_model_behind_the_name_is_an_alarm_and_may_hold_everything() -> None:
-    endpoint = scoring(3)
-    judging = court(endpoint, bounds=Bounds(hold=True), known=["scripted-1"])
+def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_somebody_has_looked(
+    tmp_path: Path,
+) -> None:
+    endpoint, hold = scoring(3), Hold(tmp_path / "held")
+    judging = court(endpoint, known=["scripted-1"], hold=hold)
     judge(judging, "a")
     assert judging.alarms == []
     endpoint.identity = "scripted-2"
-    judge(judging, "b")
+    for _ in range(6):
+        with pytest.raises(JudgeLost, match="held after an alarm: the endpoint says that it is 'scripted-2' now; look"):
+            judge(judging, "b")
     assert [alarm.kind for alarm in judging.alarms] == ["model"]
-    with pytest.raises(JudgeUnavailable, match="held after an alarm"):
-        judge(judging, "c")
+    assert (len(endpoint.calls), len(judging.means.cache)) == (2, 1)
+    assert judging.means.circuit.ask(0.0) == "closed"
+    restarted = court(scoring(3), known=["scripted-1"], hold=hold)
+    with pytest.raises(JudgeLost, match=r"then remove .*held"):
+        judge(restarted, "b")
+    (tmp_path / "held").unlink()
+    assert judge(restarted, "b").score == 3
+
+
+def test_votes_that_were_under_way_when_the_model_changed_do_not_count(tmp_path: Path) -> None:
+    endpoint = Counting()
+    endpoint.identity = "scripted-2"
+    judging = court(endpoint, manner=THREE, known=["scripted-1"], hold=Hold(tmp_path / "held"))
+    with pytest.raises(JudgeLost, match="held"):
+        judge(judging)
+    assert (endpoint.most, len(judging.means.cache)) == (3, 0)
+
+
+def test_verdicts_of_a_changed_model_are_never_kept() -> None:
+    endpoint = scoring(3)
+    judging = court(endpoint)
+    judge(judging, "a")
+    endpoint.identity = "scripted-2"
+    assert [judge(judging, "b").score for _ in range(2)] == [3, 3]
+    endpoint.identity = "scripted-1"
+    judge(judging, "b")
+    judge(judging, "b")
+    assert (len(endpoint.calls), len(judging.means.cache), len(judging.alarms)) == (4, 2, 1)
 
 
 def test_a_pin_changes_with_everything_that_decides_a_verdict() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.sandboxes.guest.frames import Inbox, Message, Outbox
+from etude.sandboxes.guest.tunnels import WINDOW_BYTES
 from etude.sandboxes.qemu.link import Link
+from etude.sandboxes.qemu.outlets import Outlets
 
 Scenario = Callable[[Link, "Peer"], Awaitable[None]]
 
@@ -103,6 +105,25 @@ def test_a_command_that_nobody_waits_for_is_killed() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_whoever_is_cancelled_while_hanging_up_is_cancelled(turns: int) -> None:
+    async def act() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = Link()
+            link.open(ours)
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(link.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            assert closing.cancel()
+            await asyncio.wait([closing])
+            assert closing.cancelled()
+            await link.close()
+
+    asyncio.run(act())
+
+
 def test_a_tunnel_carries_both_ways_and_closes() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write((await reader.read()).upper())
@@ -141,3 +162,25 @@ def test_a_tunnel_to_any_other_place_is_refused(place: str) -> None:
         assert (await peer.hear()).head == {"do": "shut", "tunnel": 1}
 
     play(scenario, allow=("127.0.0.1:2",))
+
+
+def test_a_connection_whose_peer_does_not_read_is_cut() -> None:
+    async def act() -> None:
+        said: list[str] = []
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            place = f"127.0.0.1:{server.getsockname()[1]}"
+            outlets = Outlets((place,), lambda head, body: said.append(head["do"]))
+            outlets.hear({"do": "open", "tunnel": 1, "place": place}, b"")
+            peer, _ = await asyncio.get_running_loop().sock_accept(server)
+            with peer:
+                sent = 0
+                while said.count("ack") == sent:
+                    outlets.hear({"do": "data", "tunnel": 1}, bytes(WINDOW_BYTES))
+                    sent += 1
+                    await asyncio.sleep(0.02)
+                async with asyncio.timeout(5):
+                    await outlets.close()
+        assert said[-1] == "shut"
+
+    asyncio.run(act())

@@ -1,0 +1,54 @@
+"""What a chat format writes around a message that follows a reply, and what is left of the text without it.
+
+    ids behind a reply     ⟨end⟩⏎⟨start⟩user⏎bad call⟨end⟩⏎⟨start⟩assistant⏎
+    decoded                ⏎user⏎bad call⏎assistant⏎                            role names stay, special tokens go
+    content                bad call
+
+Whoever looks for words at the beginning of an answer would never find them behind a role's name. What stands there is
+found out by rendering a message whose content is known, so any chat format will do; the built-in one writes nothing.
+"""
+
+from typing import final
+
+from etude.tokens.messages import ChatFormat, Message, ToolCall
+
+CONTENT = "zq7"
+"""Of the message that is rendered: nothing that a template would say by itself."""
+_CALL = ToolCall(call_id="abcdefghi", name="probe", arguments="{}")
+PAIRS: tuple[tuple[Message, Message], ...] = (
+    (Message(role="assistant", content="."), Message(role="user", content=CONTENT)),
+    (
+        Message(role="assistant", content="", tool_calls=(_CALL,)),
+        Message(role="tool", content=CONTENT, tool_call_id=_CALL.call_id),
+    ),
+)
+"""A reply and what may follow it; a format that knows no tools is not asked about them."""
+
+
+@final
+class Frames:
+    """Takes messages out of what one chat format writes around them."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        found = {frame for reply, message in PAIRS if (frame := _frame(chat, reply, message)) is not None}
+        self._frames = sorted(found, key=lambda frame: len(frame[0]) + len(frame[1]), reverse=True)
+
+    def content(self, text: str) -> str:
+        """A text that follows a reply, without what stands before its first message and behind its last one.
+
+        A text in no known frame is returned as it is.
+        """
+        for before, behind in self._frames:
+            if len(text) >= len(before) + len(behind) and text.startswith(before) and text.endswith(behind):
+                return text[len(before) : len(text) - len(behind)]
+        return text
+
+
+def _frame(chat: ChatFormat, reply: Message, message: Message) -> tuple[str, str] | None:
+    """What stands before a message and behind it; ``None`` where the format does not take it, or changes it."""
+    try:
+        text = chat.decode(chat.extend(reply, [message]))
+    except ValueError:
+        return None
+    before, content, behind = text.partition(CONTENT)
+    return (before, behind) if content else None

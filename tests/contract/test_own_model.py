@@ -1,0 +1,82 @@
+"""A run that starts from somebody else's checkpoint, its tokenizer and chat template, from the phases to an export.
+
+The weights are random, so nothing is learnt; every process, and who reads a run, has to cope with tokens that étude did
+not make.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from chat_formats import TEMPLATES, make_tokenizer
+from etude.models.checkpoint import save_checkpoint, state_of
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY
+from etude.run.supervision import THREADING
+from etude.tokens.jinja import load_format
+
+END = "<|im_end|>"
+RECIPE = """
+name = "own-model"
+[model]
+checkpoint = "{checkpoint}"
+[midtrain]
+tokens = 0
+[tasks]
+kinds = ["arith"]
+[harness]
+max_turns = 2
+max_tokens_per_turn = 8
+[hints]
+weight = 0.1
+[rollouts]
+groups_per_step = 1
+group_size = 2
+concurrency = 4
+[engine]
+device = "cpu"
+[trainer]
+device = "cpu"
+steps = 2
+[eval]
+tasks = 2
+"""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A tiny model with Qwen's template and a tokenizer to go with it."""
+    tokenizer = make_tokenizer()
+    spec = replace(TINY, vocab_size=tokenizer.get_vocab_size())
+    model = Decoder(spec)
+    model.initialise(0)
+    end_id = tokenizer.token_to_id(END)
+    assert end_id is not None
+    save_checkpoint(folder, spec, state_of(model), end_id=end_id, pad_id=end_id)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": END, "chat_template": (TEMPLATES / "qwen.jinja").read_text()}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def etude(*arguments: object) -> str:
+    command = [sys.executable, "-m", "etude", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**THREADING, **os.environ})
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_a_foreign_checkpoint_goes_through_the_whole_loop(tmp_path: Path) -> None:
+    recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.format(checkpoint=make_checkpoint(tmp_path / "model")))
+    etude("run", recipe, "--out", run)
+    shown = etude("show", run, "--group", 0)
+    assert "<|im_start|>" not in shown
+    etude("weights", "export", run, tmp_path / "hf")
+    assert load_format(tmp_path / "hf").stop_ids == load_format(tmp_path / "model").stop_ids

@@ -1,0 +1,90 @@
+"""What ``/proc`` says of processes, which may end while they are looked at."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+PATIENCE_S = 10.0
+"""For what is to come on a machine that has much to do."""
+
+
+def children(process: int | None) -> list[int]:
+    """The processes right below one."""
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while it is looked at
+            found += map(int, task.read_text(encoding="utf-8").split())
+    return found
+
+
+async def settled(look: Callable[[], T]) -> T:
+    """What is seen twice in a row: a process that is just being made is not bound to another one yet."""
+    before, now = None, look()
+    while before != now:
+        await asyncio.sleep(0.5)
+        before, now = now, look()
+    return now
+
+
+async def seen(look: Callable[[], T], expected: T) -> T:
+    """What is seen, at once when it is what is expected and otherwise in the end."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while (now := look()) != expected and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.02)
+    return now
+
+
+async def until_running(process: int | None, program: str, count: int) -> list[int]:
+    """The processes right below one that run ``program``, once there are so many: each is made before it starts it."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        found = [child for child in children(process) if program in command_line(child)]
+        if len(found) >= count or time.monotonic() > deadline_s:
+            return found
+        await asyncio.sleep(0.02)
+
+
+def opened(process: int) -> list[str]:
+    """What a process has open."""
+    found: list[str] = []
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it may be closed while it is looked at
+            found.append(str(link.readlink()))
+    return found
+
+
+def owner(process: int) -> int:
+    """The user of a process."""
+    return Path(f"/proc/{process}").stat().st_uid
+
+
+def command_line(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+async def survivors(processes: list[int]) -> list[int]:
+    return [process for process in processes if await outlives(process)]
+
+
+async def outlives(process: int) -> bool:
+    """Whether a process is still there after a while."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while "(zombie)" not in state(process):
+        if time.monotonic() > deadline_s:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return "(zombie)"

@@ -1,0 +1,38 @@
+"""The tasks of a recipe."""
+
+from pathlib import Path
+
+import pytest
+
+from etude.config.recipe import parse_config
+from etude.environments.harbor.folder import read_task
+from etude.environments.harbor.images import image_name
+from etude.environments.harbor.settings import TaskFolderError
+from etude.run.families import open_family
+from etude.run.worlds import image_store
+from etude.types import Split
+from harbor_folders import write_folder
+
+
+def test_a_harbor_task_with_a_dockerfile_is_practised_in_the_image_that_was_built_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dockerfile = {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN touch made"}
+    source = read_task(write_folder(tmp_path / "tasks" / "a", dockerfile))
+    config = parse_config(
+        {
+            "tasks": {"family": "harbor", "folder": str(tmp_path / "tasks")},
+            "sandboxes": {"kind": "ns", "images": str(tmp_path / "images")},
+        },
+        source="here",
+    )
+    with pytest.raises(TaskFolderError, match="`etude tasks check` builds it"):
+        open_family(config)
+    built = image_store(config.sandboxes, config.tasks).add((), workdir="/app", name=image_name(source, ""))
+    task = open_family(config).task(Split.TRAIN, 0)
+    assert task.world is not None
+    assert task.world.image == built.digest
+
+    write_folder(tmp_path / "tasks" / "b", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN false"})
+    assert open_family(config).task(Split.TRAIN, 1).task_id == task.task_id
+    assert "is set aside" in caplog.text
