@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Piece, SamplingParams
+from patience import until
 
 # An engine that is killed here dies as a process does: it closes no connection that came in at that very moment.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -85,12 +86,6 @@ async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host
         stack.callback(watching.cancel)
         await until(lambda: all(view.state is EngineState.HEALTHY for view in pool.list()))
         yield pool, hosts
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def assert_same(one: Completion, other: Completion) -> None:

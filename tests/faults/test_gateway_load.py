@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from etude.run.endpoints import probe_port
 from etude.run.gateway_parts import Plan, Running, running
 from etude.tokens.chat import ChatTemplate
 from etude.types import Turn
+from patience import until
 
 SECONDS = 60.0 if os.environ.get("ETUDE_LONG") else 10.0
 AGENTS, TURNS = 1000, 3
@@ -51,7 +52,6 @@ FILES = 8192
 GROWTH_BYTES = 32 << 20
 """Resident memory that the last quarter may have more than the third: what an allocator keeps, not a leak that goes on.
 """
-SETTLE_S = 20.0
 
 ENGINE = """
 import asyncio, sys
@@ -212,13 +212,6 @@ async def gateway(template: ChatTemplate, engines: Sequence[str], secret: str) -
         await site.start()
         host, port = runner.addresses[0][:2]
         yield parts, f"http://{host}:{port}"
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so; it shall not take long."""
-    async with asyncio.timeout(SETTLE_S):
-        while not condition():
-            await asyncio.sleep(0.05)
 
 
 async def watch_memory(tally: Tally) -> None:

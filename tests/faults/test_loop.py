@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.verify import verify
+from patience import wait_until
 
 STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
 DEADLINE_S = 600.0
@@ -102,7 +102,7 @@ def running(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
 @contextmanager
 def seats(folder: RunFolder, *numbers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Further rollouts processes, started with the first: so small a run may be over in the time that a start takes."""
-    wait_until(lambda: "rollouts" in started(folder), folder, "the first rollouts process was not started")
+    wait_in(folder, lambda: "rollouts" in started(folder), "the first rollouts process was not started")
     command = [sys.executable, "-m", "etude", "rollouts", "--run", str(folder.path), "--seat"]
     processes = [subprocess.Popen([*command, str(number)]) for number in numbers]
     try:
@@ -123,15 +123,12 @@ def steps_done(folder: RunFolder) -> int:
         return ledger.progress().steps_done
 
 
+def wait_in(folder: RunFolder, met: Callable[[], bool], fault: str) -> None:
+    wait_until(met, fault=lambda: f"{fault}: {read_logs(folder)}", every_s=0.05, patience_s=DEADLINE_S)
+
+
 def wait_for_step(folder: RunFolder, step: int) -> None:
-    wait_until(lambda: steps_done(folder) >= step, folder, f"step {step} was not reached")
-
-
-def wait_until(met: Callable[[], bool], folder: RunFolder, fault: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not met():
-        assert time.monotonic() < deadline_s, f"{fault}: {read_logs(folder)}"
-        time.sleep(0.05)
+    wait_in(folder, lambda: steps_done(folder) >= step, f"step {step} was not reached")
 
 
 def started(folder: RunFolder) -> dict[str, int]:
@@ -192,7 +189,7 @@ def test_the_run_survives_the_death_of(process: str, number: signal.Signals, fol
 
 def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
     with running(folder) as run, seats(folder, 1, 2) as (doomed, other):
-        wait_until(lambda: graded_by(folder, "rollouts-1") > 0, folder, "the first helper has done nothing")
+        wait_in(folder, lambda: graded_by(folder, "rollouts-1") > 0, "the first helper has done nothing")
         doomed.kill()
         output, _ = run.communicate(timeout=DEADLINE_S)
         last = other.wait(DEADLINE_S)
@@ -204,7 +201,7 @@ def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
     with running(folder) as run:
-        wait_until(lambda: bool(started(folder)), folder, "nothing was started")
+        wait_in(folder, lambda: bool(started(folder)), "nothing was started")
         second = etude("run", "--resume", folder.path)
         assert second.returncode == 2
         assert "in use" in second.stderr

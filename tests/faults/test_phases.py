@@ -17,6 +17,7 @@ from etude.run.phases import run_phase, run_phases
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
 from etude.weights.verify import verify
+from patience import wait_until
 
 KILLS = 2
 LONG_KILLS = 40
@@ -49,12 +50,13 @@ def start(folder: RunFolder, phase: Phase) -> subprocess.Popen[bytes]:
 
 def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[bytes]) -> None:
     """Until the process has begun to do something that it could lose."""
-    deadline_s = time.monotonic() + DEADLINE_S
     events = folder.events / f"{phase}.jsonl"
     size = events.stat().st_size if events.exists() else 0
-    while process.poll() is None and not (events.exists() and events.stat().st_size > size):
-        assert time.monotonic() < deadline_s, f"{phase} did not begin"
-        time.sleep(0.01)
+    wait_until(
+        lambda: process.poll() is not None or (events.exists() and events.stat().st_size > size),
+        fault=lambda: f"{phase} did not begin",
+        patience_s=DEADLINE_S,
+    )
 
 
 def test_killed_phases_end_with_the_same_bits(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver
 from etude.weights.retention import collect
 from etude.weights.store import ObjectStore
+from patience import wait_until
 
 KILLS = 12
 
@@ -98,16 +99,19 @@ def start() -> Iterator[Start]:
     lines.close()
 
 
-def kill(pid: int, after_s: float) -> None:
+def kill(pid: int, after_s: float = 0) -> None:
     """Let a process run for a while; it must not end by itself."""
     time.sleep(after_s)
     os.kill(pid, signal.SIGKILL)  # fails if it is gone
-    while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.001)
+    wait_until(lambda: not alive(pid))
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def assert_sound(log: WeightLog, first: int) -> int | None:
@@ -121,27 +125,42 @@ def assert_sound(log: WeightLog, first: int) -> int | None:
         return receiver.version
 
 
+def newest_of(log: WeightLog) -> int:
+    newest = log.latest()
+    return -1 if newest is None else newest
+
+
+def wait_for_version(log: WeightLog, version: int) -> None:
+    wait_until(lambda: newest_of(log) >= version)
+
+
 def test_killed_publishers_leave_a_log_that_the_next_one_goes_on_with(start: Start, tmp_path: Path) -> None:
     draw, log = random.Random(11), WeightLog(ObjectStore(str(tmp_path)))
-    newest = 0
-    for _ in range(KILLS):
-        kill(start("publish", tmp_path), draw.uniform(0.05, 0.25))
-        newest = assert_sound(log, newest) or newest
-    assert newest > KILLS
-    assert log.versions() == list(range(newest + 1))
+    for _ in range(KILLS // 2):
+        kill(start("publish", tmp_path), draw.uniform(0, 0.2))  # at any moment, its first ones too
+        found, publisher = newest_of(log), start("publish", tmp_path)
+        wait_for_version(log, found + 2)
+        kill(publisher, draw.uniform(0, 0.2))
+        assert_sound(log, found + 1)
+    assert log.versions() == list(range(newest_of(log) + 1))
+    assert_sound(log, 0)
 
 
 def test_killed_receivers_leave_no_trace_but_leases(start: Start, tmp_path: Path) -> None:
     draw, store = random.Random(12), ObjectStore(str(tmp_path))
     log = WeightLog(store)
-    while len(log.versions()) < 6:
-        kill(start("publish", tmp_path), 0.3)
+    publisher = start("publish", tmp_path)
+    wait_until(lambda: len(log.versions()) >= 6)
+    kill(publisher)
     kept = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
     for _ in range(KILLS):
         kill(start("receive", tmp_path), draw.uniform(0.02, 0.2))
         assert {folder: store.list(folder) for folder in kept} == kept
+    receiver = start("receive", tmp_path)
+    wait_until(lambda: store.list("leases") != [])
+    kill(receiver)
     assert_sound(log, 0)
-    assert 0 < len(store.list("leases")) <= 3 * KILLS
+    assert len(store.list("leases")) <= 3 * (KILLS + 1)
     time.sleep(0.02)
     collect(log, keep=0, grace_s=0.01, lease_s=0.01)
     assert store.list("leases") == []

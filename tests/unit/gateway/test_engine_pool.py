@@ -23,6 +23,7 @@ from etude.gateway.router import Router
 from etude.gateway.standing import EngineEntry, EngineState, HealthLimits
 from etude.protocols import Clock, Completion, Engine, EngineHealth, Piece, SamplingParams
 from etude.types import Finish, KeptSets, TokenIds
+from patience import until
 
 PROMPT = [1, 2, 3]
 STOP = 0
@@ -138,12 +139,6 @@ async def watched(pool: EnginePool) -> AsyncIterator[None]:
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def listen(pool: EnginePool, params: SamplingParams, want: Want | None = None) -> tuple[list[Piece], Completion]:

@@ -1,7 +1,6 @@
 """An engine that follows a log holds every version bit for bit, however little or much changed."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,7 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.store import ObjectStore
+from patience import until
 
 SPARSE, DENSE = 0.01, 0.9
 ALONE = PublishOptions(compact=False, anchor_every=0)
@@ -90,13 +90,6 @@ def test_versions_that_were_skipped_are_caught_up_with() -> None:
                 asyncio.run(follower.update(engine))
                 assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
         follower.close()
-
-
-async def until(met: Callable[[], bool]) -> None:
-    """Wait for something that another task does."""
-    async with asyncio.timeout(30):
-        while not met():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("spare", [True, False])

@@ -14,6 +14,7 @@ from etude.sandboxes.pool import SandboxPool
 from etude.sandboxes.slots import PoolLimits
 from etude.sandboxes.stock import Memory
 from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
+from patience import until
 
 PLENTY = Memory(available_bytes=1e15)
 COLD = PoolLimits(warm=0, start_s=5.0, close_s=5.0)
@@ -136,12 +137,6 @@ def play(
     assert workshop.closed
     assert not workshop.alive
     return workshop
-
-
-async def until(fact: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not fact():
-            await asyncio.sleep(0.005)
 
 
 def test_a_sandbox_has_its_files_and_every_call_reaches_it() -> None:
