@@ -16,7 +16,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
 from etude.run.lineage import Lineage, Phase
 from etude.run.phases import run_phase, run_phases

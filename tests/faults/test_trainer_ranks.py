@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.run.folder import RunFolder
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log

@@ -12,7 +12,7 @@ import pytest
 
 from etude.cli.main import main
 from etude.cli.words import own_name
-from etude.config.recipe import load_recipe
+from etude.config.loading import load_recipe
 from etude.environments.harbor.family import read_tasks
 from etude.run.decisions import resolve_device
 from etude.run.folder import RunFolder
@@ -39,6 +39,16 @@ def test_a_shipped_recipe_resolves(recipe: str, capsys: pytest.CaptureFixture[st
     resolved = tmp_path / "run.toml"
     resolved.write_text(capsys.readouterr().out)
     assert load_recipe(resolved) == load_recipe(RECIPES / recipe, ["seed=7"])
+
+
+def test_the_keys_of_a_recipe_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    assert "[gateway]         The door between harnesses and engines.\n" in capsys.readouterr().out
+    assert main(["config", "engine.max_running"]) == 0
+    said = capsys.readouterr().out
+    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in said
+    assert "engine.port" not in said
+    assert "'nonsense'" in fail(capsys, "config", "nonsense")
 
 
 def test_a_dry_run_says_what_the_reward_can_be(capsys: pytest.CaptureFixture[str]) -> None:

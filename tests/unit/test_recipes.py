@@ -7,7 +7,7 @@ from statistics import mean
 import orjson
 import pytest
 
-from etude.config.recipe import load_recipe, parse_config
+from etude.config.loading import load_recipe, parse_config
 from etude.dashboard.report import figure
 from etude.types import Json
 

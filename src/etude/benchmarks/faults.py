@@ -39,7 +39,8 @@ from etude.benchmarks.faults_plan import Extent, Kind, Sortie, plan
 from etude.benchmarks.faults_shelf import Shelf, Verdict
 from etude.benchmarks.faults_siege import Siege
 from etude.benchmarks.tables import results_page
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder
 from etude.run.machine import source_commit

@@ -24,7 +24,8 @@ from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.tables import draw, page, results_of
 from etude.benchmarks.trials import finished_run, midtrained, report_of
-from etude.config.recipe import RunConfig, load_recipe
+from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
 from etude.dashboard.estimates import mean_over_seeds
 from etude.dashboard.report import figure
 from etude.environments.transcripts import REMINDER

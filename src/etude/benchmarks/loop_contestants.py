@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.types import Json

@@ -22,7 +22,8 @@ from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.quantised import WAYS, paired
 from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
-from etude.config.recipe import RunConfig, load_recipe
+from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
 from etude.dashboard.report import figure
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder

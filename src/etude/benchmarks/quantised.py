@@ -22,7 +22,8 @@ from pathlib import Path
 from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
-from etude.config.recipe import RunConfig, load_recipe
+from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
 from etude.dashboard.report import figure
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger

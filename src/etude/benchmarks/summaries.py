@@ -21,7 +21,8 @@ from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.loop_runs import begin_from
 from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
-from etude.config.recipe import RunConfig, load_recipe, parse_config
+from etude.config.loading import load_recipe, parse_config
+from etude.config.recipe import RunConfig
 from etude.dashboard.report import figure
 from etude.errors import UserError
 from etude.run.folder import RunFolder

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from etude.cli.words import SANDBOXES, USER_ERROR, Commands
-from etude.config.recipe import is_recipe, load_recipe
+from etude.config.loading import is_recipe, load_recipe
 from etude.config.tasks import SandboxConfig
 from etude.errors import ConfigError
 

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from etude.cli.words import USER_ERROR, Commands
-from etude.config.recipe import RunConfig, load_recipe
+from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 
 UNTRUSTED = "judge.calibrations={}"

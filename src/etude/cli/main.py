@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, MappingProxyType
 
-from etude.cli import benches, environments, judging, runs, serving, weights
+from etude.cli import benches, environments, judging, keys, runs, serving, weights
 from etude.cli.words import FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
 
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="etude", description="Train a coding model inside the product that uses it.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (runs, serving, weights, environments, judging, benches):
+    for part in (runs, keys, serving, weights, environments, judging, benches):
         part.add_commands(commands)
     return parser
 

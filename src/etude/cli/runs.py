@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from etude.cli.words import SANDBOXES, USER_ERROR, Commands, numbers, own_name
-from etude.config.recipe import default_recipe, dump_toml, load_recipe
+from etude.config.loading import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
 
 OF_NEW_RUNS = ("recipe", "seed", "out", "sandbox", "ledger")

@@ -1,20 +1,15 @@
 """Every knob of a run, one frozen section per stage.
 
 A recipe is a TOML file with these sections; unknown keys, wrong types and out-of-range values are refused with a
-message that names the key and its nearest neighbour. ``etude run RECIPE --dry-run`` prints the resolved whole.
+message that names the key and its nearest neighbour. ``etude config`` explains them, ``etude run RECIPE --dry-run``
+prints the resolved whole.
 A stage receives its own section, never the tree.
 """
 
-import difflib
-import json
-import tomllib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Self
 from urllib.parse import urlsplit
 
-import tomli_w
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from etude.config.credit import CreditConfig
 from etude.config.hints import HintsConfig
@@ -26,14 +21,11 @@ from etude.config.rollouts import HarnessConfig, RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import CheatingConfig, SandboxConfig, TaskConfig
 from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
-from etude.errors import ConfigError
 
 WITHOUT_MACHINES = ("bugfix", "lookup", "nextedit", "summaries")
 """Families whose tasks are a few files, and no program has to be there to work on them."""
 OF_ANSWERS = ("lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
-FILE_TABLES = (("harness", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
-"""Section and key of tables whose texts may lie in files beside the recipe."""
 
 
 class LedgerConfig(Section):
@@ -292,131 +284,3 @@ class RunConfig(Section):
                 "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
                 "set eval.enabled = false"
             )
-
-
-def is_recipe(path: Path) -> bool:
-    """Whether a path is that of a recipe: a TOML file, or a folder with ``run.toml``."""
-    return path.suffix == ".toml" or (path / "run.toml").is_file()
-
-
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
-
-    Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
-    """
-    file = path / "run.toml" if path.is_dir() else path
-    if not file.is_file():
-        shipped = Path("recipes") / path
-        meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() else ""
-        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
-    try:
-        tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(tree, override)
-    for table in FILE_TABLES:
-        _read_files(tree, table, file)
-    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
-    return parse_config(tree, source=" --set ".join([str(file), *changed]))
-
-
-def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
-    """The defaults with ``section.key=value`` overrides. Raises like :func:`load_recipe`."""
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        _apply_override(tree, override)
-    return parse_config(tree, source="--set")
-
-
-def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
-    """Check a tree of plain values. Raises :class:`~etude.errors.ConfigError` with every fault found."""
-    try:
-        return RunConfig.model_validate(_tuples(dict(tree)))
-    except ValidationError as error:
-        faults = "\n  ".join(_explain(fault["loc"], fault["type"], fault["msg"], fault["input"])
-                             for fault in error.errors())  # fmt: skip
-        raise ConfigError(f"{source}:\n  {faults}") from error
-
-
-def dump_toml(config: RunConfig) -> str:
-    """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
-    return tomli_w.dumps(config.model_dump(mode="json"))
-
-
-def _read_files(tree: dict[str, Any], table: tuple[str, str], recipe: Path) -> None:
-    """Replace ``"@NAME"`` in a table of texts by the text, so that a run holds all that decides it."""
-    section = tree.get(table[0])
-    files: Any = section.get(table[1]) if isinstance(section, dict) else None
-    if not isinstance(files, dict):
-        return  # absent, or refused later
-    for name, text in files.items():
-        if isinstance(text, str) and text.startswith("@"):
-            try:
-                files[name] = (recipe.parent / text[1:]).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                key = ".".join((*table, name))
-                raise ConfigError(f"{recipe}: {key} = {text!r} cannot be read: {error}") from error
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--set {override!r}: expected section.key=value")
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, leaf = key.strip().split(".")
-    node = tree
-    for parent in parents:
-        node = node.setdefault(parent, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
-    node[leaf] = value
-
-
-def _tuples(value: Any) -> Any:
-    """TOML has arrays, frozen sections hold tuples."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    key = ".".join(str(part) for part in location)
-    match kind:
-        case "value_error":
-            return message.removeprefix("Value error, ")
-        case "extra_forbidden":
-            return f"unknown key {key!r}: {_way_out(tuple(map(str, location[:-1])), str(location[-1]))}"
-        case "missing":
-            return f"{key} is missing"
-        case "tuple_type":
-            return f"{key} = {value!r}: expected a list, such as [{json.dumps(value)}]"
-        case _:
-            return f"{key} = {value!r}: {message}"
-
-
-def _way_out(parents: tuple[str, ...], name: str) -> str:
-    """Which key was meant: one like it there, or the same one of another section."""
-    known = _known_keys(parents)
-    near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, known, n=1)]
-    elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in _known_keys((section,))]
-    if meant := near or elsewhere:
-        return f"did you mean {' or '.join(map(repr, meant))}?"
-    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(known)}"
-
-
-def _known_keys(parents: tuple[str, ...]) -> list[str]:
-    """The keys of a section; none of what is no section."""
-    section: type[BaseModel] = RunConfig
-    for parent in parents:
-        if parent not in section.model_fields:  # a number: the place in an array of tables, which are all of one kind
-            continue
-        annotation = section.model_fields[parent].annotation
-        kind = next(iter(get_args(annotation)), annotation)
-        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-            return []
-        section = kind
-    return list(section.model_fields)

@@ -43,7 +43,9 @@ class PartConfig(Section):
     free: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """So much of it counts nothing: what counts is by how much it is more."""
     missing: Missing | float = "error"
-    """What follows from a value that is not there, or the number that stands for it."""
+    """What follows from a value that is not there: the run stops, the rollout is tried again or is not trained on; or a
+    number stands for it.
+    """
 
     @property
     def bounds(self) -> tuple[float, float]:

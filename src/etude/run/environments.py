@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.config.recipe import is_recipe, load_recipe
+from etude.config.loading import is_recipe, load_recipe
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.environments.fidelity import audit, render, to_json
 from etude.environments.fidelity_probes import diff, probe, render_diff

@@ -18,7 +18,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config.recipe import RunConfig, dump_toml, load_recipe
+from etude.config.loading import dump_toml, load_recipe
+from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.places import place_of_run
 from etude.run.endpoints import Endpoints

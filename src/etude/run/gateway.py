@@ -19,7 +19,8 @@ from pathlib import Path
 
 from etude.clock import SystemClock, date_utc
 from etude.config.inference import GatewayConfig
-from etude.config.recipe import RunConfig, default_recipe
+from etude.config.loading import default_recipe
+from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError
 from etude.gateway.door import door

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from etude.benchmarks.hints import HABIT, RULE, StepFigures, Trial, bench_hints, gone_after, judged, step_figures
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.environments.transcripts import REMINDER
 from etude.errors import UserError
 from etude.rewards.hints import Rule

@@ -14,7 +14,7 @@ from etude.benchmarks.summaries import (
     table,
 )
 from etude.clock import date_utc
-from etude.config.recipe import load_recipe
+from etude.config.loading import load_recipe
 from etude.environments.lookup import LookupFamily
 from etude.errors import UserError
 from etude.tokens.words import FIND_WORDS

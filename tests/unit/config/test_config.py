@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from etude.config.imitation import SftConfig
-from etude.config.recipe import RunConfig, default_recipe, dump_toml, load_recipe, parse_config
+from etude.config.loading import default_recipe, dump_toml, load_recipe, parse_config
+from etude.config.recipe import RunConfig
 from etude.config.rollouts import RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import TaskConfig

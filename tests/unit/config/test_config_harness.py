@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from etude.config.recipe import default_recipe, dump_toml, load_recipe, parse_config
+from etude.config.loading import default_recipe, dump_toml, load_recipe, parse_config
 from etude.errors import ConfigError
 
 SUMMARY: dict[str, Any] = {"context": "summary", "summary_at_tokens": 200}

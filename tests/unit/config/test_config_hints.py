@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from etude.config.recipe import default_recipe, dump_toml, parse_config
+from etude.config.loading import default_recipe, dump_toml, parse_config
 from etude.errors import ConfigError
 
 RULE = '{name = "style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "edit FILE N"}'

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import default_recipe, load_recipe
+from etude.config.loading import default_recipe, load_recipe
 from etude.errors import ConfigError
 
 BASE = ("judge.url=https://api.example.com/v1", "judge.model=m")

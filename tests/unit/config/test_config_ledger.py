@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import main
-from etude.config.recipe import default_recipe, dump_toml
+from etude.config.loading import default_recipe, dump_toml
 from etude.errors import ConfigError
 
 SERVER = "postgresql://me@db.example:5432/runs"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.errors import ConfigError
 
 LOOKUP = "tasks.family=lookup"

@@ -6,7 +6,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from etude.config.recipe import RunConfig, dump_toml, load_recipe, parse_config
+from etude.config.loading import dump_toml, load_recipe, parse_config
+from etude.config.recipe import RunConfig
 from etude.config.training import (
     BASELINES,
     CORRECTIONS,

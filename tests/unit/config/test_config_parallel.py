@@ -2,7 +2,7 @@
 
 import pytest
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.errors import ConfigError
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from etude.config.recipe import RunConfig, dump_toml, load_recipe, parse_config
+from etude.config.loading import dump_toml, load_recipe, parse_config
+from etude.config.recipe import RunConfig
 from etude.config.reward import PartConfig, RewardConfig
 from etude.errors import ConfigError
 

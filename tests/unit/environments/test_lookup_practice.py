@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from etude.config.imitation import TranscriptConfig
-from etude.config.recipe import load_recipe
+from etude.config.loading import load_recipe
 from etude.config.rollouts import HarnessConfig
 from etude.environments.corpus import tokenizer_texts
 from etude.environments.lookup import NAMES, Fact, LookupFamily

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from etude.config.imitation import TranscriptConfig
-from etude.config.recipe import load_recipe, parse_config
+from etude.config.loading import load_recipe, parse_config
 from etude.environments.corpus import stdlib_texts
 from etude.environments.mixture import Side
 from etude.environments.nextedit import HELDOUT_SEED, Line, NextEditFamily, Site, sites, sites_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from etude.config.recipe import RunConfig, default_recipe
+from etude.config.loading import default_recipe
+from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.models.spec import TINY
 from etude.run.hints import reminders_of

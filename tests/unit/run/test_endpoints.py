@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.endpoints import HOST, PUBLIC, Endpoints
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.config.training import ModelConfig
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder

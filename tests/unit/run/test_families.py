@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.environments.harbor.folder import read_task
 from etude.environments.harbor.images import image_name
 from etude.environments.harbor.settings import TaskFolderError

@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from etude.cli.main import main
-from etude.config.recipe import RunConfig, default_recipe, load_recipe
+from etude.config.loading import default_recipe, load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, DamagedError, JudgeLost, JudgeUnavailable
 from etude.protocols import HarnessResult

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli.words import numbers
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.measuring import parse_against

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from etude.config.recipe import RunConfig, parse_config
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
 from etude.environments.conversations import Conversations
 from etude.environments.mixture import Cursor, Side, Taken
 from etude.errors import ConfigError, RunFolderError

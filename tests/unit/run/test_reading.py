@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.errors import UserError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import TRAIN, Ledger

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic

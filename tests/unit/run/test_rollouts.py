@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.recipe import EvalConfig, default_recipe
+from etude.config.loading import default_recipe
+from etude.config.recipe import EvalConfig
 from etude.errors import ConfigError
 from etude.ledger.ledger import Ledger
 from etude.rollouts.fake import FakeSandboxes

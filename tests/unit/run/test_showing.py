@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etude.cli.main import main
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.errors import ConfigError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder

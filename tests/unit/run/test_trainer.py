@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config.recipe import default_recipe
+from etude.config.loading import default_recipe
 from etude.errors import DamagedError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.payloads import Payloads

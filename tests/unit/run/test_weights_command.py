@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from etude.cli.main import main
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run import weights
 from etude.run.folder import RunFolder

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from etude.config.recipe import parse_config
+from etude.config.loading import parse_config
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
 from etude.models.decoder import Decoder

@@ -1,0 +1,159 @@
+"""The keys of a recipe in words: what each takes, its default and its meaning, read off the sections themselves."""
+
+import difflib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from etude.config.recipe import RunConfig
+
+SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "nothing"}
+BOUNDS = {
+    "gt": "> {}",
+    "ge": "≥ {}",
+    "lt": "< {}",
+    "le": "≤ {}",
+    "min_length": "at least {} long",
+    "max_length": "at most {} long",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a recipe."""
+
+    path: str
+    """As ``--set`` names it: ``engine.max_length``; ``reward.parts[].name`` is one of each table of an array."""
+    takes: str
+    """Its type and bounds, in words."""
+    default: str
+    """As TOML spells it; empty where the key has to be there."""
+    meaning: str
+    """Its docstring."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section of a recipe, or the tables of an array."""
+
+    title: str
+    """``[engine]`` or ``[[reward.parts]]``; empty for the keys above all sections."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def tables() -> Iterator[Table]:
+    """All there is in a recipe, in its order."""
+    return _tables(RunConfig, (), in_array=False)
+
+
+def find(word: str) -> list[Table]:
+    """What a word stands for: a section, a key, a part of a key's name, or else of its meaning."""
+    every, name = list(tables()), word.strip("[]").lower()
+    if whole := [table for table in every if name and table.title.strip("[]").partition(".")[0] == name]:
+        return whole
+    ways: tuple[Callable[[Key], bool], ...] = (
+        lambda key: key.path == name,
+        lambda key: name in key.path,
+        lambda key: name in key.meaning.lower(),
+    )
+    return next((found for way in ways if (found := _only(every, way))), [])
+
+
+def way_out(parents: tuple[str, ...], name: str) -> str:
+    """Which key was meant by an unknown one: one like it there, or the same one of another section."""
+    known = _names(parents)
+    near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, known, n=1)]
+    elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in _names((section,))]
+    if meant := near or elsewhere:
+        return f"did you mean {' or '.join(map(repr, meant))}?"
+    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(known)}"
+
+
+def _only(every: Iterable[Table], wanted: Callable[[Key], bool]) -> list[Table]:
+    """The tables that have wanted keys, with these keys alone."""
+    kept = (replace(table, keys=tuple(filter(wanted, table.keys))) for table in every)
+    return [table for table in kept if table.keys]
+
+
+def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) -> Iterator[Table]:
+    """A section and those within it."""
+    name, within = ".".join(path), {name: _section_of(field) for name, field in section.model_fields.items()}
+    title = f"[[{name}]]" if in_array else f"[{name}]"
+    prefix = f"{name}[]." if in_array else f"{name}."
+    keys = [_key(prefix.lstrip("."), name, section.model_fields[name]) for name, inner in within.items() if not inner]
+    yield Table(title if path else "", _meaning(section), tuple(keys))
+    for name, inner in within.items():
+        if inner:
+            is_array = section.model_fields[name].annotation is not inner
+            yield from _tables(inner, (*path, name), in_array=is_array)
+
+
+def _key(prefix: str, name: str, field: FieldInfo) -> Key:
+    bounds = [
+        phrase.format(limit)
+        for constraint in field.metadata
+        for bound, phrase in BOUNDS.items()
+        if (limit := getattr(constraint, bound, None)) is not None
+    ]
+    takes = ", ".join([_type(field.annotation), *bounds])
+    default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
+    return Key(prefix + name, takes, default, _plain(field.description or ""))
+
+
+def _type(annotation: Any) -> str:
+    """A type in words that a writer of TOML knows."""
+    if annotation in SCALARS:
+        return SCALARS[annotation]
+    kind, inner = get_origin(annotation), get_args(annotation)
+    if kind is Literal:
+        return _any_of(map(json.dumps, inner))
+    if kind in (Union, UnionType):
+        return _any_of(map(_type, inner))
+    if kind is dict:
+        return f"a table, each entry {_type(inner[1])}"
+    if kind is tuple:
+        return f"a list, each {_type(inner[0])}" if inner[-1] is ... else f"[{', '.join(map(_type, inner))}]"
+    raise TypeError(f"a key takes {annotation!r}, which has no words yet")
+
+
+def _any_of(choices: Iterable[str]) -> str:
+    *first, last = choices
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _meaning(section: type[BaseModel]) -> str:
+    """The docstring of a section, without its name in front."""
+    text = re.sub(r"^``\[+[a-z_.]+\]+``: ", "", inspect.getdoc(section) or "")
+    return _plain(text[:1].upper() + text[1:])
+
+
+def _plain(text: str) -> str:
+    """A docstring as Markdown spells it, which a terminal can be shown, too."""
+    return re.sub(r":[a-z]+:`~?", "`", text).replace("``", "`")
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a key is, or that the tables of its array are; ``None`` for any other key."""
+    kind = next(iter(get_args(field.annotation)), field.annotation)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _names(parents: tuple[str, ...]) -> list[str]:
+    """The keys of a section; none of what is no section."""
+    section: type[BaseModel] = RunConfig
+    for parent in parents:
+        if parent not in section.model_fields:  # a number: the place in an array of tables, which are all of one kind
+            continue
+        inner = _section_of(section.model_fields[parent])
+        if inner is None:
+            return []
+        section = inner
+    return list(section.model_fields)
