@@ -36,6 +36,7 @@ from etude.gateway.control import Control, Facilities
 from etude.gateway.dialects import chat, completions, messages, models, responses
 from etude.gateway.door import Headers, Reply, Visitor
 from etude.gateway.identity import Guest
+from etude.gateway.jobs import Caller
 from etude.gateway.keyfile import KeyFile
 from etude.gateway.keys import retry_after
 from etude.gateway.kinds import kind_of
@@ -43,7 +44,7 @@ from etude.gateway.metrics import OVER_BUDGET
 from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
 from etude.gateway.routes import Matched, Routes, chosen, reply_bytes, reply_json
 from etude.gateway.serials import Serials
-from etude.gateway.service import Caller, Service
+from etude.gateway.service import Service
 
 DIALECTS: tuple[Dialect, ...] = (chat.DIALECT, completions.DIALECT, responses.DIALECT, messages.DIALECT)
 """All there are."""

@@ -30,8 +30,9 @@ from etude.gateway.line import Line
 from etude.gateway.load import Load
 from etude.gateway.pool import EnginePool, PoolLimits
 from etude.gateway.recorder import Recorder
+from etude.gateway.replies import Parts
 from etude.gateway.router import DEFAULT_HEALTH, Router
-from etude.gateway.service import Parts, Service
+from etude.gateway.service import Service
 from etude.gateway.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
 from etude.gateway.standing import EngineEntry, HealthLimits
 from etude.protocols import Clock, Engine

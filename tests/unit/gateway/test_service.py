@@ -20,11 +20,13 @@ from etude.gateway.admission import Admission, AdmissionLimits, TrafficClass
 from etude.gateway.calls import Answer, Call, Ending, Refusal, Sampling
 from etude.gateway.conversations import Conversation
 from etude.gateway.dialects.chat import parse
+from etude.gateway.jobs import Caller
 from etude.gateway.line import Line
 from etude.gateway.pool import EnginePool, PoolLimits
 from etude.gateway.recorder import Recorder
+from etude.gateway.replies import Parts
 from etude.gateway.router import Router
-from etude.gateway.service import Caller, Parts, Service
+from etude.gateway.service import Service
 from etude.gateway.standing import EngineEntry
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, Piece, SamplingParams
