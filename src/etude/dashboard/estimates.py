@@ -3,7 +3,8 @@
     tasks ──▶ tries of each ──▶ one value per task ──▶ mean and interval          two versions ──▶ differences ──▶ …
 
 Tries of one task are alike, so tasks are what is drawn: every interval is over tasks, however many tries each had.
-Owns the arithmetic and which method fits. Pure, and the same numbers for the same values: resampling is seeded.
+Tasks of one template may be alike, too (:func:`mean_over_templates`). Owns the arithmetic and which method fits. Pure,
+and the same numbers for the same values: resampling is seeded.
 
 Array legend: N tasks, B resamples.
 """
@@ -106,9 +107,27 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
     """The mean of one value per seed, which are few: Student's t. Raises ``ValueError`` for fewer than two."""
     if len(values) < 2:
         raise ValueError(f"{len(values)} seeds have no spread: an interval needs two at least")
-    half = STUDENT[min(len(values) - 1, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    half = _student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     value = statistics.fmean(values)
     return Estimate(value=value, low=value - half, high=value + half, method="Student's t over seeds")
+
+
+def mean_over_templates(values: Sequence[float], templates: Sequence[str], *, least: float = 0.0) -> Estimate | None:
+    """The mean of one value per task, of [``least``, 1], where tasks of one template are alike and templates are drawn.
+
+    What a template's tasks deviate is added up before it is squared: clustered standard errors (arXiv 2411.00640),
+    times C / (C − 1) for C templates; and Student's t, as few of them make a normal interval too narrow. ``None``
+    where no other template can be told from these: of a single one, and where all tasks have one value.
+    """
+    values_N, (names, of_N) = np.asarray(values, np.float64), np.unique(np.asarray(templates), return_inverse=True)
+    if len(names) < 2 or _are_alike(values_N):
+        return None
+    value = float(values_N.mean())
+    deviations_C = np.bincount(of_N, weights=values_N - value)
+    variance = len(names) / (len(names) - 1) * float((deviations_C**2).sum()) / len(values_N) ** 2
+    half = _student(len(names) - 1) * math.sqrt(variance)
+    low, high = max(least, value - half), min(1.0, value + half)
+    return Estimate(value=value, low=low, high=high, method="Student's t over templates")
 
 
 def difference_of(before: Sequence[float], after: Sequence[float]) -> Estimate:
@@ -144,6 +163,10 @@ def exact_interval(passed: int, tasks: int) -> tuple[float, float]:
     low = 0.0 if passed == 0 else _crossing(lambda rate: _at_least(passed, tasks, rate), tail)
     high = 1.0 if passed == tasks else 1.0 - _crossing(lambda rate: _at_least(tasks - passed, tasks, rate), tail)
     return low, high
+
+
+def _student(freedom: int) -> float:
+    return STUDENT[min(freedom, len(STUDENT)) - 1]
 
 
 def _are_rates(values_N: npt.NDArray[np.float64]) -> bool:

@@ -11,7 +11,15 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from etude.dashboard.estimates import Estimate, difference_of, mean_effort, mean_of, pass_at_k, sign_test
+from etude.dashboard.estimates import (
+    Estimate,
+    difference_of,
+    mean_effort,
+    mean_of,
+    mean_over_templates,
+    pass_at_k,
+    sign_test,
+)
 from etude.errors import ConfigError
 from etude.types import Json
 
@@ -25,6 +33,8 @@ class Try:
     """One attempt at a task."""
 
     task_id: str
+    template: str
+    """What the task is an instance of."""
     reward: float
     graded: float
     """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""
@@ -153,6 +163,7 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried])),
         "parts": _part_means(tried, evaluation.parts),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
+        "over_templates": _over_templates(tried, [_mean(tries, measure.passed) for tries in tried]),
         **{name: asdict(mean_effort([_mean(tries, effort) for tries in tried])) for name, effort in EFFORTS.items()},
     }
     if measure.prices is not None:
@@ -176,6 +187,14 @@ def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
     if not enough:
         raise ConfigError(f"pass@{k} takes {k} tries of a task: no task has so many, raise --passes")
     return mean_of([_rate(tries, k, measure) for tries in enough])
+
+
+def _over_templates(tasks: Sequence[Sequence[Try]], passed: Sequence[float], least: float = 0.0) -> dict[str, Json]:
+    """pass@1 once more, where other tasks would be of other templates: nothing where each task has one of its own."""
+    templates = [tries[0].template for tries in tasks]
+    count = len(set(templates))
+    found = mean_over_templates(passed, templates, least=least) if count < len(templates) else None
+    return {"templates": count, "pass": None if found is None else asdict(found)}
 
 
 def _pairs(
@@ -202,6 +221,11 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
         "tasks": len(pairs),
         "reward": change(_reward),
         "pass": _pass_differences(pairs, measure.ks if way == "sampled" else (1,), measure),
+        "over_templates": _over_templates(
+            [after for _, after in pairs],
+            [_mean(after, measure.passed) - _mean(before, measure.passed) for before, after in pairs],
+            least=-1.0,
+        ),
         "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
         **{name: change(effort) for name, effort in EFFORTS.items()},
     }

@@ -80,10 +80,15 @@ def _tries(figures: Mapping[str, Json], way: str) -> Text:
     return text.append(f", {count(missing)} tries missing", WARN) if missing else text
 
 
-def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Notation, Notation]]:
-    """Label, path, how the figure is written, and how a difference of two is."""
+def _section(figures: Mapping[str, Json], way: str) -> dict[str, Json]:
     section = figures[way]
     assert isinstance(section, dict)
+    return section
+
+
+def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Notation, Notation]]:
+    """Label, path, how the figure is written, and how a difference of two is."""
+    section = _section(figures, way)
     rates = section["pass"]
     assert isinstance(rates, dict)
     for k in rates:
@@ -120,13 +125,26 @@ def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
 def _footnotes(figures: Mapping[str, Json]) -> Iterator[RenderableType]:
     methods: dict[str, None] = {}
     for way in _ways(figures):
-        methods |= dict.fromkeys(_methods(figures[way]))
+        section = {name: part for name, part in _section(figures, way).items() if name != "over_templates"}
+        methods |= dict.fromkeys(_methods(section))
     yield Text()
     yield Text(f"intervals over tasks: {'; '.join(methods)}", DIM)
+    for way in _ways(figures):
+        yield from _over_templates(figures, way)
     yield Text("tokens, turns, seconds and cost are per try; tokens read leave out what an earlier turn had", DIM)
     busy_s = figure(figures, "engine_seconds")
     if busy_s is not None:
         yield Text(f"engine busy {decimal(busy_s, 1)} s for all tries that were ever made of this version", DIM)
+
+
+def _over_templates(figures: Mapping[str, Json], way: str) -> Iterator[RenderableType]:
+    """How sure pass@1 is where other tasks would be of other templates."""
+    of = partial(figure, figures)
+    templates, low, high = (of(f"{way}.over_templates.{name}") for name in ("templates", "pass.low", "pass.high"))
+    if low is None:
+        return
+    written = points if "sign_test" in _section(figures, way) else percent
+    yield Text(f"{way} pass@1 over its {count(templates)} templates: {written(low)} to {written(high)}", DIM)
 
 
 def _methods(section: Json) -> Iterator[str]:

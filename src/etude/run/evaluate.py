@@ -233,16 +233,17 @@ def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
         for position, index in enumerate(due[:admitted]):
             group = archive.group(name, position)
             if group.rollouts:
-                found[index] = _try(group.task.task_id, group.rollouts[0])
+                found[index] = _try(group.task, group.rollouts[0])
     raise AssertionError("rounds never end")
 
 
-def _try(task_id: str, rollout: Rollout) -> Try:
+def _try(task: Task, rollout: Rollout) -> Try:
     turns = rollout.turns
     known = (0 if before is None else turns[before].length for before in continued(turns))
     prompt_tokens = sum(len(turn.prompt_ids) for turn in turns)
     return Try(
-        task_id=task_id,
+        task_id=task.task_id,
+        template=task.template,
         reward=rollout.reward or 0.0,
         graded=_graded(rollout),
         parts=rollout.reward_parts,

@@ -14,6 +14,7 @@ from etude.dashboard.estimates import (
     exact_interval,
     mean_of,
     mean_over_seeds,
+    mean_over_templates,
     pass_at_k,
     sign_test,
     standard_error,
@@ -136,3 +137,42 @@ def test_nothing_has_no_mean() -> None:
         mean_of([])
     with pytest.raises(ValueError, match="no task in common"):
         difference_of([], [])
+
+
+def test_an_interval_over_templates_is_that_of_their_means_where_they_are_of_one_size() -> None:
+    means = [0.2, 0.5, 0.9, 0.4]
+    values = [mean + spread for mean in means for spread in (-0.1, 0.0, 0.1)]
+    found = mean_over_templates(values, [name for name in "abcd" for _ in range(3)])
+    assert found is not None
+    of_means = mean_over_seeds(means)
+    assert (found.low, found.value, found.high) == pytest.approx((of_means.low, of_means.value, of_means.high))
+
+
+def test_templates_of_one_task_each_are_drawn_as_tasks_are() -> None:
+    values = [0.2, 0.6, 0.7, 0.4, 0.6]
+    found = mean_over_templates(values, list("abcde"))
+    assert found is not None
+    of_tasks = mean_over_seeds(values)
+    assert (found.low, found.high) == pytest.approx((of_tasks.low, of_tasks.high))
+
+
+@pytest.mark.parametrize(("values", "templates"), [([0.0, 1.0], ["a", "a"]), ([1.0, 1.0, 1.0], ["a", "b", "c"])])
+def test_no_other_template_is_told_from_one_or_from_tasks_that_are_all_alike(
+    values: list[float], templates: list[str]
+) -> None:
+    assert mean_over_templates(values, templates) is None
+
+
+def test_the_interval_over_templates_covers_about_as_often_as_it_says_and_that_over_tasks_does_not() -> None:
+    generator, rounds = np.random.default_rng(6), 400
+    covered = {"templates": 0, "tasks": 0}
+    for _ in range(rounds):
+        rates = np.repeat(generator.beta(1, 1, size=12), 20)
+        values = (generator.random(240) < rates).astype(float).tolist()
+        over_templates = mean_over_templates(values, [str(index // 20) for index in range(240)])
+        assert over_templates is not None
+        low, high = exact_interval(int(sum(values)), 240)
+        covered["templates"] += over_templates.low <= 0.5 <= over_templates.high
+        covered["tasks"] += low <= 0.5 <= high
+    assert covered["templates"] / rounds == pytest.approx(0.95, abs=0.03)
+    assert covered["tasks"] / rounds < 0.8

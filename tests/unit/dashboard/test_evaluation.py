@@ -14,7 +14,7 @@ from etude.errors import ConfigError
 
 def make_try(task: int, reward: float, **fields: Any) -> Try:
     spent = {"prompt_tokens": 300, "new_tokens": 100, "sampled_tokens": 40, "turns": 3, "summaries": 0, "seconds": 2.0}
-    known: dict[str, Any] = {"graded": reward, "parts": {}}
+    known: dict[str, Any] = {"graded": reward, "parts": {}, "template": f"template-{task}"}
     return Try(task_id=f"task-{task}", reward=reward, **(known | spent | fields))
 
 
@@ -78,6 +78,36 @@ def test_every_part_has_a_figure_over_the_tries_that_have_it() -> None:
     unknown = figures(styled((1.0, None)), Measure())["sampled"]
     assert isinstance(unknown, dict)
     assert unknown["parts"] == {}
+
+
+def of_templates(*tries: tuple[str, float], version: int = 3) -> Evaluation:
+    """One pass: of each task its template and its reward."""
+    passes = tuple(make_try(index, reward, template=template) for index, (template, reward) in enumerate(tries))
+    return Evaluation(run="a", version=version, digest="", tries={"sampled": (passes,)}, engine_s=0)
+
+
+def test_passes_are_told_over_templates_too_where_tasks_share_them() -> None:
+    passed = {"a": 9, "b": 5, "c": 4, "d": 8, "e": 6}  # of ten tasks each
+    tries = [(name, float(index < count)) for name, count in passed.items() for index in range(10)]
+    before, after = of_templates(*((name, 0.0) for name, _ in tries), version=0), of_templates(*tries)
+    found, changed = figures(after, Measure()), differences(before, after, Measure())
+    low, high = (figure(found, f"sampled.pass.1.{end}") or 0.0 for end in ("low", "high"))
+    widest = [figure(found, f"sampled.over_templates.pass.{end}") or 0.0 for end in ("low", "high")]
+    assert figure(found, "sampled.over_templates.templates") == 5
+    assert 0.0 < widest[0] < low < high < widest[1] < 1.0
+    told, compared = (
+        drawn(table, 80)
+        for table in (evaluation_table(found), comparison_table(figures(before, Measure()), found, changed))
+    )
+    assert f"over its 5 templates: {100 * widest[0]:.1f}% to {100 * widest[1]:.1f}%" in told
+    assert f"over its 5 templates: +{100 * widest[0]:.1f} to +{100 * widest[1]:.1f}" in compared
+
+
+def test_a_template_for_each_task_says_nothing_more() -> None:
+    found = figures(make_evaluation([1, 0, 1]), Measure())
+    assert figure(found, "sampled.over_templates.templates") == 3
+    assert figure(found, "sampled.over_templates.pass.low") is None
+    assert "templates" not in drawn(evaluation_table(found), 80)
 
 
 def test_cost_is_of_read_cached_and_sampled_tokens() -> None:
