@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from etude.config.hints import HintsConfig
 from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
+from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.crew import Crew
@@ -28,7 +30,7 @@ from etude.trainer.distillation import NO_COURSE, Course, Lesson
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
-from etude.trainer.parallel import Grid, parallelise, whole_model
+from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.schedule import RateSchedule
 from etude.trajectories.packing import Cost, pack
@@ -76,8 +78,18 @@ def make_grid(name: str) -> Grid:
 
 
 def sharded(spec: ModelSpec, grid: Grid, seed: int = 0) -> Decoder:
-    model = make_model(spec, seed)
-    parallelise(model, grid)
+    """The model of :func:`make_model`, of which no rank ever holds more than one block whole."""
+    state = state_of(make_model(spec, seed))
+    with torch.device("meta"):
+        model = Decoder(spec)
+
+    def fill_in(part: nn.Module) -> None:
+        assert all(parameter.is_meta or isinstance(parameter, DTensor) for parameter in part.parameters())
+        materialise(part, "cpu")
+        fill(part, state.__getitem__)
+
+    check_state(model, state)
+    parallelise(model, grid, fill_in)
     return model
 
 

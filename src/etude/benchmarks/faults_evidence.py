@@ -28,9 +28,9 @@ from etude.models.checkpoint import load_spec
 from etude.run.decisions import decide
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
+from etude.run.muster import optimisation_of
 from etude.run.numerics import published_state, training_model
 from etude.run.states import to_stored
-from etude.run.trainer import optimisation_of
 from etude.run.weight_log import open_log
 from etude.telemetry.events import RolloutClosed, StepDone
 from etude.telemetry.log import EventReader, Logged

@@ -7,7 +7,7 @@ names, :mod:`etude.models.families` the meaning of ``config.json``.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
@@ -57,6 +57,16 @@ def state_of(model: Decoder) -> dict[str, Tensor]:
 def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     """Copy a state into a model.
 
+    Raises as :func:`check_state` does, before anything is copied.
+    """
+    check_state(model, state)
+    for part in (*model.blocks, model):
+        fill(part, state.__getitem__)
+
+
+def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
+    """Compare a state's names and shapes with those of ``model``, whose weights may lie on ``meta``.
+
     Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, and on one that the model has no place
     for: what it stands for would not be computed.
     """
@@ -64,13 +74,19 @@ def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     for name in state:
         if name not in places:
             raise DamagedError(f"tensor {name!r} has no place in this model: the state is another model's")
+    for name, view in places.items():
+        tensor = state.get(name)
+        if tensor is None or tensor.shape != view.shape:
+            found = "missing" if tensor is None else f"{list(tensor.shape)}"
+            raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {found}")
+
+
+def fill(part: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Copy the tensors of one block, or of what a decoder has outside of its blocks, by their names."""
+    assert isinstance(part, Block | Decoder)
     with torch.no_grad():
-        for name, view in places.items():
-            tensor = state.get(name)
-            if tensor is None or tensor.shape != view.shape:
-                found = "missing" if tensor is None else f"{list(tensor.shape)}"
-                raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {found}")
-            view.copy_(tensor)
+        for name, view in block_views(part) if isinstance(part, Block) else outer_views(part):
+            view.copy_(read(name))
 
 
 def save_checkpoint(
@@ -146,18 +162,11 @@ class StoredCheckpoint:
             named = "; ".join(faults[:FAULTS_NAMED])
             raise DamagedError(f"{self.folder} does not fit its own config.json: {named}{more}")
 
-    def fill(self, part: nn.Module) -> None:
-        """Copy the tensors of one block, or of what a decoder has outside of its blocks, as they lie in its type."""
-        assert isinstance(part, Block | Decoder)
-        with torch.no_grad():
-            for name, view in block_views(part) if isinstance(part, Block) else outer_views(part):
-                view.copy_(self.read(name))
-
     def load(self, model: Decoder) -> None:
         """Copy everything, tensor by tensor, after :meth:`check` found it fit."""
         self.check(model)
         for part in (*model.blocks, model):
-            self.fill(part)
+            fill(part, self.read)
 
 
 def load_spec(folder: Path) -> ModelSpec:

@@ -24,5 +24,6 @@ class Precise(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # ``model.bfloat16()`` and ``model.cuda()`` come here alike; what ``fn`` would do to nothing tells the device.
-        self.values = self.values.to(fn(self.values[:0]).device)
+        device = fn(self.values[:0]).device
+        self.values = torch.empty_like(self.values, device=device) if self.values.is_meta else self.values.to(device)
         return self

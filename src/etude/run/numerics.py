@@ -67,6 +67,14 @@ def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Deco
     return model
 
 
+def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
+    """The same without memory for its weights: they lie on ``meta`` until each part is filled and sharded."""
+    with torch.device("meta"):
+        model = Decoder(spec, choose_arithmetic(config, device))
+    _set_formats(model, expert_format(config))
+    return model
+
+
 def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
     """A model for published weights. Quantised experts are held in float32, which has all their values."""
     model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.dtype]).eval()

@@ -11,10 +11,11 @@ digest, a published one is committed. No batch is lost and none is trained on tw
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-import torch
+import numpy as np
+from torch import Tensor
 
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, MismatchError, UserError
@@ -27,14 +28,13 @@ from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.parts import mean_parts
-from etude.run.crew import Crew
 from etude.run.decisions import decide
 from etude.run.folder import RunFolder
 from etude.run.lessons import CoursePlan
 from etude.run.locks import holder
+from etude.run.muster import muster
 from etude.run.numerics import (
     decoded_state,
-    load_published,
     published_state,
     route_space,
     training_model,
@@ -45,16 +45,12 @@ from etude.run.states import to_tensors
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
-from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_COURSE, Course
 from etude.trainer.losses import Totals
-from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
-from etude.trainer.parallel import Grid, joined, parallelise
-from etude.trainer.policy import PolicyTrainer, StepStats, sample_share
+from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung, summarise
+from etude.trainer.parallel import Grid, joined
+from etude.trainer.policy import StepStats, sample_share
 from etude.trainer.reference import Reference
-from etude.trainer.schedule import RateSchedule
 from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.packing import Cost, MicroBatch, pack
@@ -70,6 +66,8 @@ LONGEST_ROLLOUT_S = 24 * 3600.0
 MOST_IN_VAIN = 3
 """Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
 
+NO_DIFFERENCES = np.empty(0, np.float32)
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,11 +82,10 @@ class TrainerProcess:
         self._log = open_log(folder)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         self._numerics = self.config.numerics
-        model = first_model(folder, self.config)
-        spec = model.spec
+        self._spec = spec = load_spec(folder.model)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
-        self._penalties = Penalties(self.config, self._reference(model))
-        self._probe = MismatchProbe(model, self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        self._penalties = Penalties(self.config, self._reference())
+        self._probe = self._mismatch_probe()
         self._rung = Rung.CLEAR
         self._course_plan = CoursePlan.open(self.config, folder)
         self._payloads = Payloads(folder.payloads)
@@ -98,7 +95,7 @@ class TrainerProcess:
         self._swept_s = 0.0
         self._in_vain = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
-        self.crew = muster(folder, self.config, model, grid)
+        self.crew = muster(folder, self.config, grid)
         self._recover()
 
     def run(self) -> None:
@@ -158,25 +155,39 @@ class TrainerProcess:
                     raise  # engines would wait for it for ever
                 logger.warning("what weight version %d sampled is not measured: %s", version, error)
                 continue
-            self._probe.remember(version, decoded_state(published, self._numerics))
+            self._remember(version, decoded_state(published, self._numerics))
         if saved == done + 1:
             self._publish(saved)
             self._land()
         self._sweep()
 
-    def _reference(self, model: Decoder) -> Reference | None:
+    def _scorer(self) -> Decoder:
+        """A model of its own for whoever scores what was sampled under other weights than the policy's."""
+        return training_model(self._spec, self._numerics, self.config.trainer.device)
+
+    def _mismatch_probe(self) -> MismatchProbe | None:
+        """``None`` where nothing is compared: its scorer is a whole model in memory."""
+        if not self.config.trainer.mismatch_share:
+            return None
+        return MismatchProbe(self._scorer(), self._numerics, versions=self.config.rollouts.max_staleness + 1)
+
+    def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
+        if self._probe is not None:
+            self._probe.remember(version, state)
+
+    def _reference(self) -> Reference | None:
         """The weights that the policy is held to; nobody keeps them where nothing is taken off for leaving them."""
         loss = self.config.loss
         if not loss.reference_beta:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
-        return Reference(model, decoded_state(published, self._numerics))
+        return Reference(self._scorer(), decoded_state(published, self._numerics))
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
         model = self.crew.whole_model()
         self.publishing.start(published_state(model, self._numerics), step)
-        self._probe.remember(step, state_of(model))
+        self._remember(step, state_of(model))
 
     def _land(self) -> None:
         """Commit the step whose version was under way, once that is visible."""
@@ -219,6 +230,8 @@ class TrainerProcess:
 
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
+        if self._probe is None:
+            return summarise(NO_DIFFERENCES)
         config = self.config.trainer
         rollouts = sample_share(
             [rollout for group in groups for rollout in group.rollouts], config.mismatch_share, step
@@ -243,42 +256,6 @@ class TrainerProcess:
             bound = self._numerics.warn_k3
             self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
-
-
-def first_model(folder: RunFolder, config: RunConfig) -> Decoder:
-    """The model to be trained: of version 0, or without weights where a checkpoint has them."""
-    torch.set_num_threads(config.trainer.threads)
-    model = training_model(load_spec(folder.model), config.numerics, config.trainer.device)
-    if not Checkpoints(folder.checkpoints).steps():
-        load_published(model, to_tensors(pull(open_log(folder), 0).state), config.numerics)
-    model.recompute = config.trainer.checkpoint_activations
-    return model.train()
-
-
-def muster(folder: RunFolder, config: RunConfig, model: Decoder, grid: Grid | None) -> Crew:
-    """The crew that trains ``model``, which is sharded in place where there are several ranks.
-
-    Every rank must come with the same weights. Raises :class:`~etude.errors.ConfigError` where the model cannot be
-    divided.
-    """
-    context = None if grid is None else grid.context
-    if grid is not None:
-        parallelise(model, grid)
-    policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
-    return Crew(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
-
-
-def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
-    """What takes the optimiser steps of reinforcement learning."""
-    trainer = config.trainer
-    optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
-    schedule = RateSchedule(
-        steps=trainer.steps,
-        warmup_steps=trainer.warmup_steps,
-        decay_share=trainer.decay_share,
-        shape=trainer.schedule,
-    )
-    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm)
 
 
 def totals_of(batch: Batch) -> Totals:
@@ -341,7 +318,7 @@ def run_trainer(folder: RunFolder) -> None:
         if grid is None or grid.rank == 0:
             lead(folder, grid)
         else:
-            muster(folder, config, first_model(folder, config), grid).follow()
+            muster(folder, config, grid).follow()
 
 
 def lead(folder: RunFolder, grid: Grid | None) -> None:

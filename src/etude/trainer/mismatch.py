@@ -11,7 +11,6 @@ no comparable token for are left to its own router: the engine computed them wit
 Shape legend: N compared tokens, L tokens of a trajectory.
 """
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,13 +104,14 @@ def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Misma
 
 
 class MismatchProbe:
-    """Keeps ``versions`` recent weight versions and scores trajectories under them, computing as ``model`` does.
+    """Keeps ``versions`` recent weight versions and scores trajectories under them.
 
-    ``config`` says whether routes are replayed; ``auto`` must have been decided for the device.
+    ``scorer`` computes as the trainer does and gets these weights in turn, so nobody else may use it. ``config`` says
+    whether routes are replayed; ``auto`` must have been decided for the device.
     """
 
-    def __init__(self, model: Decoder, config: NumericsConfig, *, versions: int) -> None:
-        self._scorer = copy.deepcopy(model).eval().requires_grad_(False)
+    def __init__(self, scorer: Decoder, config: NumericsConfig, *, versions: int) -> None:
+        self._scorer = scorer.eval().requires_grad_(False)
         self._config = config
         self._versions = versions
         self._states: dict[int, dict[str, torch.Tensor]] = {}

@@ -130,11 +130,11 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
         dist.destroy_process_group()
 
 
-def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None] = lambda _: None) -> None:
-    """Shard the weights of ``model`` in place; every rank has to hold the same ones before.
+def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -> None:
+    """Shard the weights of ``model``, which lie on ``meta``, in place; every rank has to fill in the same ones.
 
-    ``fill`` is called with each block and at last with the model, right before its parameters are sharded, so that a
-    model too large for one device can be made on ``meta`` and filled piece by piece. Raises
+    ``fill`` is called with each block and at last with the model, right before its parameters are sharded, to give that
+    part memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
     :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
     """
     for block in model.blocks:
@@ -151,6 +151,19 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None] = 
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other; NCCL's scaled sums would gain nothing
+
+
+def materialise(part: nn.Module, device: str) -> None:
+    """Give one block that was made on ``meta``, or what a decoder has outside of its blocks, memory on ``device``."""
+    if isinstance(part, Block):
+        part.to_empty(device=device)
+        return
+    assert isinstance(part, Decoder)
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        setattr(part, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+    for child in part.children():
+        if child is not part.blocks:
+            child.to(device)  # tables, which are never on meta
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
@@ -178,11 +191,12 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
-    """A model like ``model`` with whole weights, for this rank alone; ``None`` on ranks that do not ``keep`` it.
+    """A model like ``model`` with whole weights, in the host's memory, for this rank alone; ``None`` where a rank does
+    not ``keep`` it. No device ever holds more than one whole tensor.
 
-    What is not sharded shares its memory with ``model``. Every rank has to call it.
+    What is not sharded and lies there already shares its memory with ``model``. Every rank has to call it.
     """
-    tensors = {name: tensor for name, tensor in whole_tensors(model) if keep}
+    tensors = {name: tensor.cpu() for name, tensor in whole_tensors(model) if keep}
     if not keep:
         return None
     with torch.device("meta"):

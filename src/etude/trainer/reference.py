@@ -16,7 +16,6 @@ and not rewards.
 Shape legend: N scored tokens.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,9 +31,9 @@ from etude.types import Trajectory
 class Reference:
     """Frozen weights that score what a policy sampled."""
 
-    def __init__(self, model: Decoder, state: Mapping[str, Tensor]) -> None:
-        """Compute as ``model`` does, on its device, with the weights ``state``; both are copied."""
-        self._scorer = copy.deepcopy(model).eval().requires_grad_(False)
+    def __init__(self, scorer: Decoder, state: Mapping[str, Tensor]) -> None:
+        """``scorer`` computes as the trainer does and gets the weights ``state``; nobody else may use it."""
+        self._scorer = scorer.eval().requires_grad_(False)
         load_state(self._scorer, state)
 
     @torch.inference_mode()

@@ -41,7 +41,7 @@ GROUPS = [
 def make_reference() -> Reference:
     model = Decoder(TINY, InvariantArithmetic())
     model.initialise(0, std=0.2)
-    return Reference(model, state_of(model))
+    return Reference(Decoder(TINY, InvariantArithmetic()), state_of(model))
 
 
 def test_nothing_is_taken_off_unless_the_recipe_says_so() -> None:
