@@ -15,7 +15,8 @@ from etude.protocols import Sandbox
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.local import LocalSandboxes
 from etude.worlds import Capability
-from providers import Stage, output, python
+from patience import PATIENCE_S
+from providers import TIMEOUT_S, Stage, output, python
 from providers import stage as set_stage
 
 LOCAL: dict[str, Callable[[Path], LocalSandboxes]] = {
@@ -146,7 +147,8 @@ def test_a_command_that_is_cancelled_as_its_turn_comes_is_cancelled(local: Stage
     async def cancel(sandbox: Sandbox) -> bool:
         cancelled = []
         for turns in range(6):
-            first, second = (asyncio.ensure_future(sandbox.exec(["true"])) for _ in range(2))
+            first = asyncio.ensure_future(sandbox.exec(["true"], timeout_s=TIMEOUT_S))
+            second = asyncio.ensure_future(python(sandbox, SLEEP))
             await first
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -197,7 +199,7 @@ class SlowFolder(Folder):
 
     def _wait(self) -> None:
         self.begun.set()
-        self.go_on.wait(timeout=5)
+        self.go_on.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("writes", ["load", "fork"])

@@ -49,8 +49,10 @@ WORD_BYTES = 8
 """Per token: all that was heard and said, once, as text."""
 TURN_BYTES = 100
 """Per turn, of a blob or a record."""
-SLOWER = 1.6
-"""How much more work the last contexts may be than the first: what remains is the noise of two cores."""
+SLOWER = 2.5
+"""How much more work a turn of the last contexts may be than one of the first, in the least disturbed one of each: work
+that grew with all that was said before would be ten times as much. What remains is a neighbour's noise.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ async def appraised(rollout: Rollout) -> Appraisal:
     return await appraiser.appraise(task("long"), result, Reward(value=1.0, parts={}), rollout.turns)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) -> None:
     with gateway() as process:
         asyncio.run(work(process, WINDOW))  # so that what a call takes in passing does not count
@@ -177,7 +179,7 @@ def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) ->
     assert_exact(turns, contexts)
     assert peak < GATEWAY_BYTES * tokens < sum(turn.prompt_ids.nbytes for turn in turns) / 2
     per_turn_s = [context.gateway_s / context.turns for context in contexts]
-    assert sum(per_turn_s[-3:]) < SLOWER * sum(per_turn_s[:3]), per_turn_s
+    assert min(per_turn_s[-3:]) < SLOWER * min(per_turn_s[:3]), per_turn_s
 
     assert len(encode_turns(turns)) < 4 * tokens + 12 * sampled + TURN_BYTES * len(turns)
     tracemalloc.start()

@@ -14,6 +14,7 @@ from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
 FOREVER = "import time\nprint('started', flush=True)\nwhile True: time.sleep(0.05)"
 PROMPT_S = 10.0
 """For what happens at once, on a busy machine."""
+TTL_S = 3.0
 
 
 # --- A command and its result -------------------------------------------------------------------------------------
@@ -226,10 +227,11 @@ def test_giving_up_a_command_kills_it(stage: Stage) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await asyncio.sleep(0.5)
-        before = await sandbox.read_file("beat")
-        await asyncio.sleep(0.2)
-        assert before == await sandbox.read_file("beat")
+        async with asyncio.timeout(PATIENCE_S):  # over HTTP, who hangs up does not wait for the end
+            before, now = None, await sandbox.read_file("beat")
+            while before != now:
+                await asyncio.sleep(0.2)
+                before, now = now, await sandbox.read_file("beat")
         return await output(sandbox, "print('next')")
 
     assert stage.play(cancel) == "next\n"
@@ -297,14 +299,19 @@ def test_a_sandbox_that_is_being_closed_says_so(stage: Stage) -> None:
 
 
 def test_a_sandbox_ends_by_itself(stage: Stage) -> None:
+    began_s = time.monotonic()
+
     async def wait(sandbox: Sandbox) -> None:
-        assert (await python(sandbox, "")).exit_code == 0
+        try:
+            assert (await python(sandbox, "")).exit_code == 0
+        except SandboxError:  # a machine may be too busy to start a command in that time; the end is never early
+            assert time.monotonic() - began_s >= TTL_S
         with pytest.raises(SandboxError):
             await python(sandbox, FOREVER)
         await assert_closed(sandbox)
         await sandbox.close()
 
-    stage.play(wait, spec=SandboxSpec(ttl_s=3.0))
+    stage.play(wait, spec=SandboxSpec(ttl_s=TTL_S))
 
 
 def test_sandboxes_do_not_see_each_other(stage: Stage) -> None:

@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from patience import PATIENCE_S
+
 T = TypeVar("T")
-PATIENCE_S = 10.0
-"""For what is to come on a machine that has much to do."""
 
 
 def children(process: int | None) -> list[int]:
