@@ -14,6 +14,7 @@ import pytest
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.sandboxes.gvisor import GvisorSandboxes
+from patience import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runsc") is None or os.geteuid() != 0, reason="it needs runsc, and root")
 
@@ -56,10 +57,12 @@ def test_the_machines_null_device_stays_whose_it_is(tmp_path: Path) -> None:
 
 def test_a_fork_is_refused_while_a_process_holds_outputs_and_nothing_is_lost(tmp_path: Path) -> None:
     async def fork(provider: GvisorSandboxes, sandbox: Sandbox) -> tuple[str | None, str]:
-        await sandbox.exec(["sh", "-c", "setsid sh -c 'echo $$ > pid; exec sleep 1000' & sleep 0.3"], timeout_s=30)
+        begin = "setsid sh -c 'echo $$ > pid; exec sleep 1000' & until [ -s pid ]; do sleep 0.01; done"
+        await sandbox.exec(["sh", "-c", begin], timeout_s=30)
         with pytest.raises(Unsupported, match="redirected"):
             await sandbox.fork()
-        await sandbox.exec(["sh", "-c", "kill $(cat pid); sleep 0.2"], timeout_s=30)
+        end = "kill $(cat pid); while [ -h /proc/$(cat pid)/fd/1 ]; do sleep 0.01; done"
+        await sandbox.exec(["sh", "-c", end], timeout_s=30)
         (copy,) = await sandbox.fork()
         return await copy.read_file("a"), (await sandbox.exec(["echo", "on"], timeout_s=30)).stdout
 
@@ -104,11 +107,7 @@ def test_everything_dies_with_its_provider_and_the_next_one_sweeps(tmp_path: Pat
         assert len(mine) >= 4
         launched.kill()
         await launched.wait()
-        for _ in range(100):
-            if not any(str(tmp_path).encode() in cmdline(process) for process in processes()):
-                return
-            await asyncio.sleep(0.1)
-        raise AssertionError("something outlived its provider")
+        await until(lambda: not any(str(tmp_path).encode() in cmdline(process) for process in processes()), every_s=0.1)
 
     asyncio.run(kill())
 

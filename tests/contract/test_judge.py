@@ -269,8 +269,8 @@ def test_a_judge_that_went_away_is_unavailable_in_time() -> None:
             pass
         address = Address(url=f"http://127.0.0.1:{port}/v1", model="m")
         async with aiohttp.ClientSession() as http:
-            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=0.3))
-            with pytest.raises(JudgeUnavailable, match=r"within 0\.3 s: ClientConnectorError"):
+            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=3.0))
+            with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientConnectorError"):
                 await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
 
     asyncio.run(scenario())
@@ -285,8 +285,8 @@ def test_what_speaks_no_http_is_no_judge() -> None:
     async def scenario() -> None:
         async with await asyncio.start_server(gibberish, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
             address = Address(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m")
-            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=0.3))
-            with pytest.raises(JudgeUnavailable, match=r"within 0\.3 s: ClientResponseError"):
+            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=3.0))
+            with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientResponseError"):
                 await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
 
     asyncio.run(scenario())

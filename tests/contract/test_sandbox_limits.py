@@ -27,19 +27,27 @@ while True: time.sleep(1)
 """
 MEMORY_BOMB = "x = []\nwhile True: x.append(bytearray(b'x' * (4 << 20)))"
 MANY_EATERS = """
-import os, time
+import os, signal, time
+eaters = set()
 for _ in range(8):
-    if os.fork() == 0:
+    eater = os.fork()
+    if eater == 0:
         x = bytearray(b'x' * (64 << 20))
-        open('eaten', 'a').write('x')
-        time.sleep(3)
+        open(f'eaten-{os.getpid()}', 'w').close()
+        time.sleep(600)
         os._exit(0)
-for _ in range(8):
-    try:
-        os.wait()
-    except OSError:
-        pass
+    eaters.add(eater)
+hungry = eaters
+while hungry:
+    time.sleep(0.05)
+    hungry = {eater for eater in eaters if not os.path.exists(f'eaten-{eater}')}
+    eaters = {eater for eater in eaters if os.waitpid(eater, os.WNOHANG) == (0, 0)}
+    hungry &= eaters
+open('full', 'w').write('x' * len(eaters))
+for eater in eaters:
+    os.kill(eater, signal.SIGKILL)
 """
+"""Each eats, and stays: those who are there when nobody is hungry any more are full at the same time."""
 DISK_BOMB = """
 import os
 total = 0
@@ -77,7 +85,7 @@ def explode(stage: Stage, bomb: str, timeout_s: float = TIMEOUT_S) -> str:
 
 def test_a_fork_bomb_stops_at_the_limit(stage: Stage) -> None:
     stage.need(Capability.PROCESS_LIMIT)
-    count = explode(stage, FORK_BOMB, timeout_s=3.0)
+    count = explode(stage, FORK_BOMB, timeout_s=3.0) or explode(stage, FORK_BOMB)  # a busy machine is slow to light it
     assert 4 <= int(count) < TIGHT.processes
 
 
@@ -91,9 +99,9 @@ def test_memory_is_counted_over_all_processes(stage: Stage) -> None:
 
     async def eat(sandbox: Sandbox) -> int:
         await python(sandbox, MANY_EATERS)
-        return len(await sandbox.read_file("eaten") or "")
+        return len(await sandbox.read_file("full") or "")
 
-    assert stage.play(eat, spec=stage.tight) < 5
+    assert 1 <= stage.play(eat, spec=stage.tight) < 5
 
 
 def test_a_disk_fills_up_to_the_limit(stage: Stage) -> None:

@@ -27,6 +27,7 @@ from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
+from patience import PATIENCE_S, until
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
 VOCAB_SIZE = 300
@@ -121,7 +122,7 @@ class Caller:
         return decode_turns(answer.raw)
 
     async def inflight(self, calls: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while (await self.send("GET", "/healthz")).at("inflight") != calls:
                 await asyncio.sleep(0.01)
 
@@ -167,9 +168,7 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
     async with running(plan, config, SystemClock(), lambda _url: setting.engine) as parts:
         server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
         async with listening(server, 0) as port, ClientSession() as http:
-            async with asyncio.timeout(5):
-                while not parts.pool.versions():
-                    await asyncio.sleep(0.005)
+            await until(lambda: bool(parts.pool.versions()))
             yield Caller(http, f"http://127.0.0.1:{port}", parts)
 
 
@@ -200,7 +199,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(PATIENCE_S)
     yield found[0]
     over.set()
-    thread.join(20)
+    thread.join(PATIENCE_S)

@@ -2,10 +2,8 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +25,7 @@ PYTHON = os.environ.get("ETUDE_OPENENV_PYTHON", sys.executable if importlib.util
 real = pytest.mark.skipif(not PYTHON, reason="openenv-core is not installed: set ETUDE_OPENENV_PYTHON")
 
 SERVER = '''
-import sys
+import socket
 import uvicorn
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -66,7 +64,10 @@ class Guessing(Environment):
         return self._state
 
 
-uvicorn.run(create_fastapi_app(Guessing, Guess, Hint), port=int(sys.argv[1]), log_level="warning")
+app = create_fastapi_app(Guessing, Guess, Hint)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 '''
 
 
@@ -104,21 +105,13 @@ async def play(
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("openenv")
     (folder / "server.py").write_text(SERVER, encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([PYTHON, "server.py", str(port)], cwd=folder)
-    try:
-        deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(10)
+    with subprocess.Popen([PYTHON, "server.py"], cwd=folder, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+            process.wait(10)
 
 
 @real

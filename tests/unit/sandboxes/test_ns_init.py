@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from etude.sandboxes.ns_init import init_program, open_init
+from patience import wait_until
 
 MACHINE = platform.machine()
 
@@ -36,11 +36,8 @@ def status(process: int) -> dict[str, str]:
 def test_it_names_itself_and_sleeps_with_signals_as_they_were() -> None:
     process = start(open_init(MACHINE))
     try:
-        for _ in range(200):
-            if (now := status(process))["Name"] == "init" and now["State"].startswith("S"):
-                break
-            time.sleep(0.01)
-        assert now["Name"] == "init"
+        wait_until(lambda: (now := status(process))["Name"] == "init" and now["State"].startswith("S"))
+        now = status(process)
         assert int(now["SigIgn"], 16) & 1 << signal.SIGCHLD - 1
         assert int(now["VmRSS"].split()[0]) < 64
         assert Path(f"/proc/{process}/cmdline").read_bytes() == b"/sbin/init\0"

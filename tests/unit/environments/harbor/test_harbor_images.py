@@ -204,7 +204,7 @@ def test_a_build_that_fails_sets_its_task_aside_with_line_and_log(
 ) -> None:
     changes = {
         "environment/Dockerfile": f"FROM debian:12\nWORKDIR /app\n{step}",
-        "task.toml": "[environment]\nbuild_timeout_sec = 1.0" if "sleep" in step else "",
+        "task.toml": "[environment]\nbuild_timeout_sec = 5.0" if "sleep" in step else "",
     }
     builds = yard.build_all(source_of(tmp_path, changes, "bad"), source_of(tmp_path, {}, "good"))
     assert builds.images == {"good": ""}

@@ -12,6 +12,7 @@ from etude.sandboxes.guest.frames import Inbox, Message, Outbox
 from etude.sandboxes.guest.tunnels import WINDOW_BYTES
 from etude.sandboxes.qemu.link import Link
 from etude.sandboxes.qemu.outlets import Outlets
+from patience import PATIENCE_S
 
 Scenario = Callable[[Link, "Peer"], Awaitable[None]]
 
@@ -33,7 +34,7 @@ class Peer:
 
     async def hear(self) -> Message:
         while not self._heard:
-            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), 5)
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), PATIENCE_S)
             self._heard += self._inbox.feed(data)
         return self._heard.pop(0)
 
@@ -54,7 +55,7 @@ def play(scenario: Scenario, allow: tuple[str, ...] = ()) -> None:
 
 def test_answers_find_who_asked_whatever_their_order() -> None:
     async def scenario(link: Link, peer: Peer) -> None:
-        asked = [asyncio.create_task(link.ask("do", {"n": n}, timeout_s=5)) for n in range(3)]
+        asked = [asyncio.create_task(link.ask("do", {"n": n}, timeout_s=60)) for n in range(3)]
         heard = [await peer.hear() for _ in asked]
         assert [message.head["id"] for message in heard] == [7, 8, 9]
         for message in reversed(heard):
@@ -68,7 +69,7 @@ def test_answers_find_who_asked_whatever_their_order() -> None:
 def test_errors_keep_their_kind_and_silence_has_a_deadline() -> None:
     async def scenario(link: Link, peer: Peer) -> None:
         for kind, error in (("value", ValueError), ("sandbox", SandboxError), ("other", SandboxError)):
-            asked = asyncio.create_task(link.ask("do", {}, timeout_s=5))
+            asked = asyncio.create_task(link.ask("do", {}, timeout_s=60))
             await peer.say({"re": (await peer.hear()).head["id"], "error": [kind, "words"]})
             with pytest.raises(error, match="words"):
                 await asked
@@ -81,7 +82,7 @@ def test_errors_keep_their_kind_and_silence_has_a_deadline() -> None:
 @pytest.mark.parametrize("noise", [b"", b"\xff" * 99], ids=["nothing", "nonsense"])
 def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
     async def scenario(link: Link, peer: Peer) -> None:
-        asked = [asyncio.create_task(link.ask("do", {}, timeout_s=5)) for _ in range(2)]
+        asked = [asyncio.create_task(link.ask("do", {}, timeout_s=60)) for _ in range(2)]
         await peer.hear()
         await asyncio.get_running_loop().sock_sendall(peer.port, noise)
         if not noise:
@@ -90,14 +91,14 @@ def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
             with pytest.raises(SandboxError, match=r"ended|nonsense"):
                 await task
         with pytest.raises(SandboxError, match=r"ended|nonsense"):
-            await link.ask("do", {}, timeout_s=5)
+            await link.ask("do", {}, timeout_s=60)
 
     play(scenario)
 
 
 def test_a_command_that_nobody_waits_for_is_killed() -> None:
     async def scenario(link: Link, peer: Peer) -> None:
-        asked = asyncio.create_task(link.ask("exec", {}, timeout_s=5))
+        asked = asyncio.create_task(link.ask("exec", {}, timeout_s=60))
         number = (await peer.hear()).head["id"]
         asked.cancel()
         assert (await peer.hear()).head == {"do": "kill", "id": 0, "command": number}
