@@ -262,15 +262,26 @@ class SandboxServer:
             self._ttls_s[held] = ttl_s
 
     async def _made(self, helds: Sequence[Held]) -> Sequence[Sandbox]:
-        """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more."""
-        makings = [self._sandboxes[held] for held in helds]
+        """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more.
+
+        Who waits for them keeps them meanwhile: making one may take longer than a lease.
+        """
+        makings = {held: self._sandboxes[held] for held in helds}
+        for held in helds:
+            self._holdings.begin(held, time.monotonic())
         try:
-            return [await asyncio.shield(making) for making in makings]
+            return [await asyncio.shield(making) for making in makings.values()]
         except (EtudeError, ValueError):
-            for held, making in zip(helds, makings, strict=True):
-                if self._sandboxes.get(held) is making:  # it may have been made anew for who asked again
-                    self._close(held)
+            for held in self._still(makings):
+                self._close(held)
             raise
+        finally:
+            for held in self._still(makings):
+                self._holdings.end(held, time.monotonic())
+
+    def _still(self, makings: "Mapping[Held, asyncio.Task[Sandbox]]") -> list[Held]:
+        """Those that are what they were: one may have been closed, and made anew for who asked again."""
+        return [held for held, making in makings.items() if self._sandboxes.get(held) is making]
 
     def _close(self, held: Held) -> "asyncio.Task[None]":
         """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""

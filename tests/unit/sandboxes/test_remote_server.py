@@ -141,6 +141,32 @@ def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
     assert kept(2.0) or kept(20.0)  # this process may stand still for as long as the shorter lease
 
 
+class Slow(FakeSandboxes):
+    """Makes none before it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        await self.go_on.wait()
+        return await super().create(files, spec)
+
+
+def test_who_waits_for_a_sandbox_for_longer_than_a_lease_gets_it() -> None:
+    provider = Slow()
+
+    async def wait(server: SandboxServer, url: str) -> None:
+        asked = asyncio.ensure_future(ask(url, "PUT", f"sandboxes/{uuid4().hex}", creation()))
+        await until(lambda: len(server) == 1)
+        await asyncio.sleep(0.5)
+        held = len(server)
+        provider.go_on.set()
+        assert (held, (await asked)[0]) == (1, 200)
+
+    serve(wait, ServerLimits(lease_s=0.1), lambda: provider)
+
+
 def test_time_to_live_ends_what_is_renewed_for_ever() -> None:
     async def outlive(server: SandboxServer, url: str) -> None:
         client = RemoteSandboxes(url, KEY)
