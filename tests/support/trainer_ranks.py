@@ -1,7 +1,5 @@
 """Several processes on this machine that train together over gloo, and what they are asked to do."""
 
-import os
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,16 +21,13 @@ DEADLINE = timedelta(seconds=60)
 
 def run_ranks(world: int, work: Callable[[int, Path], None], folder: Path) -> None:
     """Call ``work(rank, folder)`` in ``world`` processes that form a gloo group; raises what one of them raises."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(_rank, (world, port, work, folder), nprocs=world)
+    spawn(_rank, (world, work, folder), nprocs=world)
 
 
-def _rank(rank: int, world: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world)}
+def _rank(rank: int, world: int, work: Callable[[int, Path], None], folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=DEADLINE)
+    met = (folder / "ranks").as_uri()  # in a file, since a port that was free may be another's when it is used
+    dist.init_process_group("gloo", init_method=met, rank=rank, world_size=world, timeout=DEADLINE)
     try:
         work(rank, folder)
     finally:
