@@ -272,16 +272,12 @@ class SandboxServer:
         try:
             return [await asyncio.shield(making) for making in makings.values()]
         except (EtudeError, ValueError):
-            for held in self._still(makings):
+            for held, _ in makings.items() & self._sandboxes.items():  # one may have been made anew for who asked again
                 self._close(held)
             raise
         finally:
-            for held in self._still(makings):
+            for held, _ in makings.items() & self._sandboxes.items():
                 self._holdings.end(held, time.monotonic())
-
-    def _still(self, makings: "Mapping[Held, asyncio.Task[Sandbox]]") -> list[Held]:
-        """Those that are what they were: one may have been closed, and made anew for who asked again."""
-        return [held for held, making in makings.items() if self._sandboxes.get(held) is making]
 
     def _close(self, held: Held) -> "asyncio.Task[None]":
         """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""
