@@ -39,6 +39,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ETUDE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 START_S = 240.0
 PATIENCE_S = 60.0
+SWAPS = 5
+"""Tries to swap weights in flight: this process may stand still while vLLM samples to the end."""
 """For what comes soon, on a busy machine."""
 VOCAB_SIZE, MAX_LENGTH = 320, 2048
 PROMPT = [5, 6, 7, 8]
@@ -340,7 +342,10 @@ def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
 def test_a_token_carries_the_version_that_sampled_it(stage: Stage, mode: SwapMode) -> None:
     """Under a swap in flight: up to the boundary logprobs are the old checkpoint's; then it depends on the mode."""
     count = 1500  # seconds of work
-    swapped = swap_in_flight(stage, mode, count)
+    for _ in range(SWAPS):
+        swapped = swap_in_flight(stage, mode, count)
+        if mode is SwapMode.DRAIN or swapped.boundary < count:
+            break
     completion, boundary = swapped.completion, swapped.boundary
     token_ids = [*PROMPT, *completion.token_ids.tolist()]
     first = reference(stage.folder, swapped.before, token_ids, 1.0)[len(PROMPT) - 1 :]

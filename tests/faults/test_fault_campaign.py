@@ -8,11 +8,13 @@ from etude.benchmarks.faults import FaultOptions, bench_faults, table
 from etude.benchmarks.faults_machine import missing
 
 FAULTS = 50
+LATE = 2
+"""Faults that may come to nothing: while the siege stands still, a run may get past its last ones and be over."""
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_fifty_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
     options = FaultOptions(faults=FAULTS, seed=1, out=tmp_path)
     result = bench_faults(options)
@@ -25,9 +27,10 @@ def test_fifty_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
         "infra_scored_zero",
         "unbounded_waits",
     }, shown
-    rows = result["results"]
-    assert isinstance(rows, list)
-    assert {row["case"] for row in rows if isinstance(row, dict)} == set(options.extent.kinds), shown
-    assert result["injected"] == FAULTS, shown
+    rows, injected = result["results"], result["injected"]
+    assert isinstance(rows, list) and isinstance(injected, int)
+    assert FAULTS - LATE <= injected <= FAULTS, shown
+    unseen = options.extent.kinds - {row["case"] for row in rows if isinstance(row, dict)}
+    assert len(unseen) <= FAULTS - injected, shown
     assert all(row["recovered"] == row["injected"] for row in rows if isinstance(row, dict)), shown
     assert bench_faults(options)["results"] == rows  # read from the shelf

@@ -18,9 +18,11 @@ import pytest
 
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
+from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder
+from etude.run.locks import exclusive
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
 from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
@@ -201,12 +203,14 @@ def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
-    with running(folder) as run:
-        wait_in(folder, lambda: bool(started(folder)), "nothing was started")
+    with exclusive(folder, "supervisor"):
         second = etude("run", "--resume", folder.path)
-        assert second.returncode == 2
-        assert "in use" in second.stderr
+    assert second.returncode == 2
+    assert "in use" in second.stderr
+    with running(folder) as run:
         wait_for_step(folder, 1)
+        with pytest.raises(RunFolderError, match="in use"), exclusive(folder, "supervisor"):
+            pass
         run.send_signal(number)
         output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == (130 if number is signal.SIGINT else -number)
