@@ -140,6 +140,7 @@ def command_process(
     score = calls.add("openat", kernel.AT_FDCWD, b"/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     calls.add("write", score, OUT_OF_MEMORY_SCORE, len(OUT_OF_MEMORY_SCORE))
     _add_doors(calls, doors)
+    calls.add("prctl", kernel.PR_SET_DUMPABLE, 0)  # inside are processes of its user; the launcher's memory is its own
     calls.add("setns", box.pidfd, JOINED)
     for number, descriptor in enumerate(descriptors):
         calls.add("dup3", descriptor, number, 0)
@@ -180,6 +181,7 @@ def become_job(box: Box, tools: Tools, request: Mapping[str, Any], descriptors: 
     with End():
         try:
             _start_session()
+            kernel.hide_process()  # inside are processes of its user, and it has the launcher's memory and descriptors
             kernel.enter(box.pidfd, JOINED)
             os.chdir("/")
             if runs_as_root(request["job"]):

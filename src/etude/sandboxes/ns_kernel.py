@@ -104,8 +104,13 @@ def write_text(path: str, text: bytes) -> None:
 
 
 def show_process() -> None:
-    """Let this process's own user see it again, whatever user its children became while they shared its memory."""
+    """Let this process's own user see it again, whatever its children did while they shared its memory."""
     _prctl(PR_SET_DUMPABLE, 1)
+
+
+def hide_process() -> None:
+    """Let nobody but root open this process's memory or trace it, until it executes a program."""
+    _prctl(PR_SET_DUMPABLE, 0)
 
 
 def bound_capabilities(kept: frozenset[int]) -> None:

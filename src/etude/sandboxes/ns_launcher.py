@@ -173,6 +173,7 @@ class Launcher:
     def _play(self, box: Box, calls: CallList, born: Result | None) -> int:
         """Make a command's calls in its sandbox's process namespace; returns its number."""
         if born is not None:
+            kernel.show_process()  # the command before hid it; files of its own in /proc would be root's otherwise
             os.waitpid(self._tools.player.play(calls), 0)
             return calls.result(born)
         kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
