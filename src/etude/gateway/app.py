@@ -40,7 +40,6 @@ from etude.gateway.jobs import Caller
 from etude.gateway.keyfile import KeyFile
 from etude.gateway.keys import retry_after
 from etude.gateway.kinds import kind_of
-from etude.gateway.metrics import OVER_BUDGET
 from etude.gateway.refusals import GONE, RETRY_AFTER_S, RETRYABLE, refusal_of
 from etude.gateway.routes import Matched, Routes, chosen, reply_bytes, reply_json
 from etude.gateway.serials import Serials
@@ -213,9 +212,7 @@ class Gateway:
         guest = self._guest(visitor, matched, visit)
         if self._load.draining:
             raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
-        wait_s = self._identity.keyring.refused_for_s(guest.key, self._clock.now())
-        if wait_s > 0:
-            raise Refusal(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
+        self._identity.afford(guest.key, self._clock.now())
         return guest
 
     def _caller(self, guest: Guest, headers: Mapping[str, str], call: Call) -> Caller:

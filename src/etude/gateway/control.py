@@ -95,6 +95,7 @@ class Control:
         if self._load.draining:
             raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
         self.expire()
+        self._identity.afford(key, self._clock.now())
         session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
         if origin:
@@ -109,6 +110,7 @@ class Control:
             digest=digest_of(secret),
             scope=Scope.ROLLOUT,
             session_id=session_id,
+            opener=key.key_id,
             created=date_utc(),
         )
         self._keyring.add(rollout, now)

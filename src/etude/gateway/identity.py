@@ -16,7 +16,7 @@ from typing import final
 from etude.gateway.admission import TrafficClass
 from etude.gateway.calls import Refusal
 from etude.gateway.conversations import Conversation
-from etude.gateway.keys import Action, Key, Keyring, Scope, may, may_close, may_enter
+from etude.gateway.keys import OVER_BUDGET, Action, Key, Keyring, may, may_close, may_enter
 from etude.gateway.serials import Serials
 from etude.gateway.sessions import TOO_MANY_SESSIONS, Sessions, named_id
 
@@ -31,13 +31,10 @@ class Guest:
 
     key: Key
     conversation: Conversation
+    traffic: TrafficClass = TrafficClass.PRODUCTION
+    """How urgent its calls are."""
     once: bool = False
     """Whether the conversation is for this call alone: nobody else will let go of it."""
-
-    @property
-    def traffic(self) -> TrafficClass:
-        """How urgent its calls are."""
-        return TrafficClass.ROLLOUT if self.key.scope is Scope.ROLLOUT else TrafficClass.PRODUCTION
 
 
 @final
@@ -57,6 +54,12 @@ class Identity:
         if not may(key, action):
             raise Refusal(403, "forbidden", f"a key of scope {key.scope.value!r} may not do this")
         return key
+
+    def afford(self, key: Key, now: float) -> None:
+        """Count a request on the account of ``key``. Raises :class:`Refusal`: 429 where its budget is used up."""
+        wait_s = self.keyring.refused_for_s(key, now)
+        if wait_s > 0:
+            raise Refusal(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
 
     def guest(self, headers: Mapping[str, str], place: str | None, now: float) -> Guest:
         """Who samples where; ``place`` is what the path says. Raises :class:`Refusal`: 401, 403, 404."""
@@ -88,7 +91,7 @@ class Identity:
         conversation = self.sessions.find(key.session_id or "", now)
         if conversation is None:
             raise Refusal(401, "invalid_api_key", "the session of this key is over, and so is the key")
-        return Guest(key=key, conversation=conversation)
+        return Guest(key=key, conversation=conversation, traffic=self.sessions.traffic(conversation.session_id))
 
     def _of_owner(self, key: Key, name: str, now: float) -> Conversation:
         """A session that ``key`` opened, by its id, or the one that it calls ``name``: nobody else's can be meant."""

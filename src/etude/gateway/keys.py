@@ -25,6 +25,8 @@ KEY_ID_BYTES = 6
 """Randomness of a key's id: unique among some thousands, not secret."""
 MINUTE_S = 60.0
 """Over which budgets are counted, and for how much of it they may be saved up."""
+OVER_BUDGET = "key_budget_exceeded"
+"""Error code of a call that its key's budget refused."""
 MAX_KEYS = 65_536
 """Keys in a ring; sessions are bounded far below this."""
 
@@ -35,7 +37,7 @@ class Scope(StrEnum):
     PRODUCTION = "production"
     """A product's traffic; it has sessions of its own."""
     ROLLOUT = "rollout"
-    """One rollout: it opens its own session and nothing else, and dies with it."""
+    """One rollout: it opens its own session and nothing else, and dies with it, or with the key that opened that."""
     ADMIN = "admin"
     """The people and processes that run the gateway. It does not sample: what is sampled belongs to somebody."""
 
@@ -95,6 +97,8 @@ class Key:
     scope: Scope
     session_id: str | None = None
     """The one session of a rollout's key."""
+    opener: str | None = None
+    """Id of the key that opened that session: on its account calls are made, and without it none are."""
     limits: Limits = NO_LIMITS
     expires_at: float | None = None
     """On the clock of its ring; ``None``: never."""
@@ -108,6 +112,8 @@ class Key:
             raise ValueError(f"digest {self.digest!r} of key {self.key_id!r} is no SHA-256 in hex")
         if (self.scope is Scope.ROLLOUT) != (self.session_id is not None):
             raise ValueError(f"key {self.key_id!r} has scope {self.scope} and session {self.session_id!r}")
+        if self.opener is not None and self.session_id is None:
+            raise ValueError(f"key {self.key_id!r} has an opener, {self.opener!r}, and no session that it opened")
 
 
 def new_secret(scope: Scope) -> str:
@@ -239,9 +245,12 @@ class Keyring:
         self._filed = frozenset(wanted)
 
     def authenticate(self, secret: str, now: float) -> Key | None:
-        """The key that has this secret and has not expired; ``None`` for anything else."""
+        """The key that has this secret and is alive, as must be who opened its session; ``None`` for anything else."""
         entry = self._by_digest.get(digest_of(secret))
-        if entry is None or (entry.key.expires_at is not None and now >= entry.key.expires_at):
+        if entry is None:
+            return None
+        account = self._account(entry.key)
+        if account is None or (account.key.expires_at is not None and now >= account.key.expires_at):
             return None
         return entry.key
 
@@ -251,7 +260,7 @@ class Keyring:
         A call is let in while the key has any token left: how many it will take is not known before. What it took too
         much is missing afterwards.
         """
-        entry = self._by_id.get(key.key_id)
+        entry = self._account(key)
         if entry is None:
             return 0.0  # it was revoked while the call was being read
         waits_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
@@ -261,10 +270,14 @@ class Keyring:
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
         """Count the tokens that a call of ``key`` took."""
-        entry = self._by_id.get(key.key_id)
+        entry = self._account(key)
         if entry is not None and entry.tokens is not None:
             entry.tokens.filled(now)
             entry.tokens.level -= tokens
+
+    def _account(self, key: Key) -> _Entry | None:
+        """Who pays for a key's calls, and has to be there for them."""
+        return self._by_id.get(key.key_id if key.opener is None else key.opener)
 
 
 def retry_after(seconds: float) -> int:

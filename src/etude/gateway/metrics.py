@@ -13,13 +13,12 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from etude.gateway.access import Visit
+from etude.gateway.keys import OVER_BUDGET
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Of :meth:`Metrics.page`."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Upper bounds of the latency histograms: from what the gateway alone takes to the longest deadline."""
-OVER_BUDGET = "key_budget_exceeded"
-"""Error code of a call that its key's budget refused."""
 
 Gauges = Callable[[], Mapping[str, Mapping[str, float]]]
 """Says the present states: name of the gauge → value of its label (empty for none) → value."""

@@ -119,6 +119,10 @@ class Sessions:
         entry = self._by_id.get(session_id)
         return None if entry is None else entry.owner
 
+    def traffic(self, session_id: str) -> TrafficClass:
+        """How urgent the calls of an open session are. Raises ``KeyError`` for any other."""
+        return self._by_id[session_id].traffic
+
     def waits(self, session_id: str) -> Waits:
         """What became of a session's calls; while one is in progress it gives way to no other one. Nobody's, if it is
         not open.

@@ -314,6 +314,23 @@ def test_draining_does_not_wait_for_ever() -> None:
     asyncio.run(run())
 
 
+def test_a_product_opens_sessions_on_its_own_account() -> None:
+    over_budget = (429, "rate_limit_error", "key_budget_exceeded", None)
+
+    async def scene(caller: Caller) -> None:
+        key = str((await caller.send("POST", "/sessions", PRODUCT_KEY, {})).at("api_key"))
+        assert (await caller.chat(key)).status == 200
+        assert (await caller.chat(key)).error == over_budget
+        assert (await caller.chat(PRODUCT_KEY)).error == over_budget
+        assert (await caller.send("POST", "/sessions", PRODUCT_KEY, {})).error == over_budget
+        page = (await caller.send("GET", "/metrics", ADMIN_KEY)).raw.decode()
+        assert 'etude_calls_total{dialect="/v1/chat/completions",status="200",traffic="production"} 1.0' in page
+        assert (await caller.send("DELETE", "/keys/product", ADMIN_KEY)).status == 200
+        assert (await caller.chat(key)).error == (401, "authentication_error", "invalid_api_key", None)
+
+    play(Setting(fake_engine(), budget=Limits(requests_per_minute=2)), scene)
+
+
 def test_keys_are_made_listed_and_revoked() -> None:
     async def scene(caller: Caller) -> None:
         made = await caller.send(

@@ -65,6 +65,21 @@ def test_the_key_of_a_session_dies_with_it() -> None:
     ring.add(key_of("b", Scope.ROLLOUT), now=0.0)  # the session's id is free again
 
 
+def test_the_key_of_a_session_lives_and_spends_as_the_key_that_opened_it() -> None:
+    opener = key_of("a", expires_at=100.0, limits=Limits(requests_per_minute=2, tokens_per_minute=10))
+    own = key_of("b", Scope.ROLLOUT, opener=opener.key_id)
+    ring = ring_of(opener, own)
+    assert ring.authenticate("b", now=99.9) is own
+    assert ring.authenticate("b", now=100.0) is None
+    assert [ring.refused_for_s(key, now=0.0) > 0 for key in (own, opener, own, opener)] == [False, False, True, True]
+    ring.spend(own, 40, now=60.0)
+    assert ring.refused_for_s(opener, now=60.0) > 120.0
+    ring.revoke(opener.key_id)
+    assert ring.authenticate("b", now=0.0) is None
+    with pytest.raises(ValueError, match="has an opener, 'x', and no session"):
+        key_of("c", opener="x")
+
+
 def test_a_session_has_one_key_and_an_id_or_secret_too() -> None:
     ring = ring_of(key_of("a", Scope.ROLLOUT))
     for twin in (key_of("b", Scope.ROLLOUT), key_of("a"), key_of("c", key_id="id of a")):
