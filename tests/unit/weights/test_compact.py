@@ -24,7 +24,7 @@ def chain(newest: int, codec: CodecWish = "gaps") -> WeightLog:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log, replace(OPTIONS, codec=codec)) as publisher:
         for version in range(newest + 1):
-            publisher.publish(drifting(version), version=version, step=version).result(10)
+            publisher.publish(drifting(version), version=version, step=version).result(60)
     return log
 
 
@@ -67,7 +67,7 @@ def test_there_and_back_is_an_empty_link() -> None:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log, OPTIONS) as publisher:
         for version, content in enumerate((0, 1, 0)):
-            publisher.publish(drifting(content), version=version, step=version).result(10)
+            publisher.publish(drifting(content), version=version, step=version).result(60)
     link = Compactor(log).link(0, 2)
     assert link is not None and link.packs == ()
     with Receiver(log) as receiver:
@@ -88,11 +88,11 @@ def test_nothing_is_merged_over_whole_missing_or_differently_laid_out_versions()
     assert compactor.link(0, 5) is None
     assert compactor.link(0, 1) is None, "that is a delta already"
     with Publisher(log, OPTIONS) as publisher:
-        publisher.publish(drifting(6), version=6, step=6).result(10)
-        publisher.publish(drifting(7), version=7, step=7).result(10)
+        publisher.publish(drifting(6), version=6, step=6).result(60)
+        publisher.publish(drifting(7), version=7, step=7).result(60)
     assert compactor.link(1, 7) is not None, "versions that were never committed do not hinder"
     with Publisher(log, replace(OPTIONS, chunk_numbers=100), Rank(launch="again")) as publisher:
-        publisher.publish(drifting(8), version=8, step=8).result(10)
+        publisher.publish(drifting(8), version=8, step=8).result(60)
     assert compactor.link(6, 8) is None
     assert (6, 8) not in ends(log)
 

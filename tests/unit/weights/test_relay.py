@@ -26,7 +26,7 @@ def memory_log(key: bytes | None = None) -> WeightLog:
 def publish(log: WeightLog, *versions: int, options: PublishOptions = OPTIONS) -> None:
     with Publisher(log, options) as publisher:
         for version in versions:
-            publisher.publish(drifting(version), version=version, step=version).result(10)
+            publisher.publish(drifting(version), version=version, step=version).result(60)
             publisher.settle()
 
 
@@ -165,7 +165,7 @@ def test_a_region_of_another_log_is_refused() -> None:
     origin, region = memory_log(), memory_log()
     publish(origin, 0, 1, 2)
     with Publisher(region, OPTIONS) as publisher:
-        publisher.publish(drifting(77), version=1, step=0).result(10)
+        publisher.publish(drifting(77), version=1, step=0).result(60)
     with Relay(origin, region) as relay, pytest.raises(FencedError, match="version 1 is another in"):
         relay.advance()
     assert region.versions() == [1]

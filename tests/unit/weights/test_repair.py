@@ -32,7 +32,7 @@ def published(store: ObjectStore, newest: int, codec: CodecWish = "gaps") -> Wei
     log = WeightLog(store)
     with Publisher(log, replace(OPTIONS, codec=codec)) as publisher:
         for version in range(newest + 1):
-            publisher.publish(drifting(version), version=version, step=version).result(10)
+            publisher.publish(drifting(version), version=version, step=version).result(60)
             publisher.settle()
     return log
 

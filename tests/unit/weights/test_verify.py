@@ -25,7 +25,7 @@ def publish(log: WeightLog, *versions: int, options: PublishOptions = PLAIN) -> 
     records = []
     with Publisher(log, options) as publisher:
         for version in versions:
-            records.append(publisher.publish(drifting(version), version=version, step=version).result(10))
+            records.append(publisher.publish(drifting(version), version=version, step=version).result(60))
             publisher.settle()
     return records
 
