@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from etude.benchmarks.link_probe import measure_link
 from etude.benchmarks.links import Traffic
 from etude.benchmarks.wan import Wan, WanShape
 from etude.errors import UserError
+from patience import wait_until
 
 FAST = WanShape(rtt_s=0.02, loss=0.0, bits_per_s=40e6)
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
@@ -38,37 +38,33 @@ def wan() -> Iterator[Wan]:
 
 def run(wan: Wan, site: str, code: str) -> str:
     process = wan.popen(site, [sys.executable, "-c", code], stdout=subprocess.PIPE)
-    printed, _ = process.communicate(timeout=20)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     return printed.decode().strip()
 
 
 def gone(pid: int) -> bool:
-    """Whether a process that is no child of ours has ended, within a moment."""
-    for _ in range(100):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
+    """Whether a process that is no child of ours has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def carried(wan: Wan, packets: int) -> Traffic:
-    """What went from a to b, once it is so many packets, or as many as there were in ten seconds."""
-    deadline_s = time.monotonic() + 10
-    while (traffic := wan.traffic("a", "b")).packets < packets and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return traffic
+    """What went from a to b, once it is so many packets."""
+    wait_until(lambda: wan.traffic("a", "b").packets >= packets, fault=lambda: str(wan.traffic("a", "b")))
+    return wan.traffic("a", "b")
 
 
 def test_links_have_their_delay_and_their_rate(wan: Wan) -> None:
-    for _ in range(3):  # a busy machine may be late, but not for ever
+    for _ in range(5):  # a busy machine may be late, but not for ever
         measured = measure_link(wan, "a", "b", connections=4, seconds=1.0)
         assert measured.rtt_s >= 0.02
-        if measured.rtt_s < 0.04:
+        if measured.rtt_s < 0.04 and 0.5 * FAST.bits_per_s < measured.bits_per_s < 1.15 * FAST.bits_per_s:
             break
-    assert measured.rtt_s < 0.04
-    assert 0.5 * FAST.bits_per_s < measured.bits_per_s < 1.15 * FAST.bits_per_s
+    else:
+        pytest.fail(f"{measured} is not {FAST}")
 
 
 def test_bytes_are_counted_on_the_way_they_took(wan: Wan) -> None:
@@ -143,10 +139,10 @@ with Wan(("a", "b")) as wan:
         assert len(pids) == 2
         owner.send_signal(number)
         try:
-            owner.wait(20)
+            owner.wait(60)
         finally:
             owner.kill()
-    assert all(gone(pid) for pid in pids)
+    wait_until(lambda: all(map(gone, pids)))
 
 
 def test_a_site_needs_a_name_of_its_own() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 from aiohttp import ClientSession, web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from etude.clock import VirtualClock
 from etude.engines.fake import FakeEngine
@@ -62,7 +62,7 @@ def test_a_call_gives_up_when_the_engine_was_down_for_too_long() -> None:
     async def run() -> None:
         clock = VirtualClock()
         async with ClientSession() as http:
-            engine = HttpEngine(f"http://127.0.0.1:{unused_port()}", http, 3.0, clock)
+            engine = HttpEngine("http://127.0.0.1:9", http, 3.0, clock)
             with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1"):
                 await engine.generate([1], PARAMS, session="s")
         assert 2.0 < clock.now() <= 3.0

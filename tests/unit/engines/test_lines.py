@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.engines.lines import Lines
+from patience import PATIENCE_S
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -133,19 +134,20 @@ def test_what_is_no_answer_is_an_error(data: bytes, why: str) -> None:
 
 
 def test_an_exchange_that_is_given_up_hangs_up() -> None:
-    hung_up = asyncio.Event()
+    asked, hung_up = asyncio.Event(), asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
+        asked.set()
         await reader.read()
         hung_up.set()
 
     async def scene(lines: Lines) -> None:
         asking = asyncio.create_task(lines.post("/x", b"?"))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(asked.wait(), PATIENCE_S)
         asking.cancel()
         await asyncio.wait([asking])
-        await asyncio.wait_for(hung_up.wait(), 5.0)
+        await asyncio.wait_for(hung_up.wait(), PATIENCE_S)
 
     asyncio.run(with_server(talk, scene))
 

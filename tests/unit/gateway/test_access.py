@@ -7,6 +7,7 @@ import orjson
 
 from etude.gateway import access
 from etude.gateway.access import AccessLog, Visit
+from patience import until
 
 
 def visit(route: str = "POST /v1/chat/completions") -> Visit:
@@ -31,9 +32,7 @@ def test_lines_are_written_every_second_and_appended_to_what_is_there(tmp_path: 
         log = AccessLog(file, lambda: 0.0)
         running = asyncio.create_task(log.run())
         log.add(visit("first"))
-        async with asyncio.timeout(5):
-            while "first" not in file.read_text():
-                await asyncio.sleep(0.05)
+        await until(lambda: "first" in file.read_text())
         log.add(visit("second"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

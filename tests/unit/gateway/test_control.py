@@ -28,6 +28,7 @@ from gateways import (
     key_of,
     template,
 )
+from patience import PATIENCE_S
 
 
 def play(setting: Engine | Setting, scene: Callable[[Caller], Awaitable[None]]) -> None:
@@ -284,7 +285,7 @@ def test_a_draining_gateway_ends_its_calls_and_takes_no_new_ones() -> None:
             session_id, key = await caller.open_session()
             call = asyncio.create_task(caller.chat(key))
             await clock.waiting.wait()
-            draining = asyncio.create_task(caller.parts.gateway.drain(10.0))
+            draining = asyncio.create_task(caller.parts.gateway.drain(600.0))
             await asyncio.sleep(0)
             health = await caller.send("GET", "/healthz")
             assert (health.status, health.at("draining")) == (503, True)
@@ -295,7 +296,7 @@ def test_a_draining_gateway_ends_its_calls_and_takes_no_new_ones() -> None:
             assert not draining.done()
             clock.gate.set()
             assert (await call).status == 200
-            await asyncio.wait_for(draining, 5)
+            await asyncio.wait_for(draining, PATIENCE_S)
             assert len(await caller.close(session_id)) == 1
 
     asyncio.run(run())
@@ -307,7 +308,7 @@ def test_draining_does_not_wait_for_ever() -> None:
         async with gateway(Setting(fake_engine(clock, token_s=1.0))) as caller:
             call = asyncio.create_task(caller.chat(PRODUCT_KEY))
             await clock.waiting.wait()
-            await asyncio.wait_for(caller.parts.gateway.drain(0.05), 5)
+            await asyncio.wait_for(caller.parts.gateway.drain(0.05), PATIENCE_S)
             assert not call.done()
             call.cancel()
 

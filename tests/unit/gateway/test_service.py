@@ -53,7 +53,7 @@ class Bench:
     conversation: Conversation
 
     def caller(self, **wishes: object) -> Caller:
-        caller = Caller(conversation=self.conversation, traffic=TrafficClass.ROLLOUT, deadline=CLOCK.now() + 10.0)
+        caller = Caller(conversation=self.conversation, traffic=TrafficClass.ROLLOUT, deadline=CLOCK.now() + 600.0)
         return replace(caller, **wishes)  # type: ignore[arg-type]  # fields of a caller
 
     async def answer(self, call: Call, **wishes: object) -> Answer:
@@ -125,7 +125,7 @@ async def bench(engine: Engine, payloads: Path | None = None, places: int = 8) -
 def play(engine: Engine, scene: Callable[[Bench], Awaitable[None]], payloads: Path | None = None) -> None:
     async def run() -> None:
         async with bench(engine, payloads) as stage:
-            await asyncio.wait_for(scene(stage), 20)
+            await asyncio.wait_for(scene(stage), 60)
 
     asyncio.run(run())
 
@@ -172,7 +172,7 @@ def test_an_engine_is_stopped_at_a_stop_string() -> None:
         async with bench(engine) as stage:
             answer = await stage.answer(ask(max_tokens=64, stops=("d",)))
             assert answer.replies[0].message.content == "abc"
-            await asyncio.wait_for(engine.stopped.wait(), 5)
+            await asyncio.wait_for(engine.stopped.wait(), 30)
             assert engine.sampled == 4
             assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
 
@@ -266,22 +266,24 @@ def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> No
         engine = EndlessEngine(ids_of("a"))
         async with bench(engine, places=1) as stage:
             holding = asyncio.create_task(stage.answer(ask(max_tokens=64, stops=("never",))))
-            while not engine.sampled:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                while not engine.sampled:
+                    await asyncio.sleep(0.001)
             with pytest.raises(Refusal) as refused:
                 await stage.answer(ask(max_tokens=4), deadline=CLOCK.now() + 0.05)
             assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
             assert refused.value.retry_after_s
             waiting = asyncio.create_task(stage.answer(ask(max_tokens=4)))
-            while not stage.line.admission.waiting(TrafficClass.ROLLOUT):
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(30):
+                while not stage.line.admission.waiting(TrafficClass.ROLLOUT):
+                    await asyncio.sleep(0.001)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             assert stage.line.admission.waiting(TrafficClass.ROLLOUT) == 0
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
             assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
-            await asyncio.wait_for(engine.stopped.wait(), 5)
+            await asyncio.wait_for(engine.stopped.wait(), 30)
 
     asyncio.run(run())
 
@@ -326,7 +328,7 @@ def test_a_stream_that_is_closed_early_leaves_nothing() -> None:
             chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), visit)
             async with aclosing(chunks):
                 await anext(chunks)
-            await asyncio.wait_for(engine.stopped.wait(), 5)
+            await asyncio.wait_for(engine.stopped.wait(), 30)
             assert stage.conversation.turns == []
             prompt = stage.conversation.prompt(asked.call)
             assert visit.prompt_tokens == len(prompt.token_ids)

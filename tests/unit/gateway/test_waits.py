@@ -8,6 +8,7 @@ from etude.gateway.access import Visit
 from etude.gateway.waits import Waits
 from etude.types import Json
 from gateways import CHAT, Caller, Setting, fake_engine, gateway
+from patience import PATIENCE_S
 
 
 def visit(code: str = "", *, taken: float | None = None, status: int = 200, hurried: bool = False) -> Visit:
@@ -74,6 +75,6 @@ def test_a_session_is_told_how_its_calls_fared() -> None:
 
 async def _answered(caller: Caller, key: str) -> None:
     """Once the engine was heard of again."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (await caller.chat(key)).status != 200:
             await asyncio.sleep(0.05)

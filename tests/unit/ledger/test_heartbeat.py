@@ -7,18 +7,26 @@ import pytest
 
 from etude.config.recipe import LedgerConfig
 from etude.errors import FencedError, RunFolderError
+from etude.ledger import heartbeat
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
+from patience import wait_until
 
 QUICK = LedgerConfig(lease_s=1.0)
 
 
-def test_a_lease_lives_as_long_as_its_context_and_no_longer(tmp_path: Path) -> None:
+PATIENT = LedgerConfig(lease_s=20.0)
+
+
+def test_a_lease_lives_as_long_as_its_context_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.db"
-    second = leased(path, QUICK, name="trainer", holder="b")
+    monkeypatch.setattr(heartbeat, "WAIT_TERMS", 0.1)  # of a term that no heartbeat is too late for
+    second = leased(path, PATIENT, name="trainer", holder="b")
     refused = pytest.raises(RunFolderError, match="a is its 'trainer'; stop that process first")
-    with leased(path, QUICK, name="trainer", holder="a"), refused, second:
-        raise AssertionError("two trainers")
+    with leased(path, QUICK, name="trainer", holder="a") as ledger:
+        wait_until(lambda: ledger.leases.look("trainer").beats > 0)
+        with refused, second:
+            raise AssertionError("two trainers")
     with leased(path, QUICK, name="trainer", holder="b") as ledger:
         assert ledger.leases.look("trainer").holder == "b"
     with Ledger.open(path) as ledger:

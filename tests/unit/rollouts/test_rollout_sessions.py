@@ -1,7 +1,7 @@
 """The gateway as rollouts reach it over HTTP: a real server that speaks the contract, and one that is not there."""
 
 import asyncio
-import time
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -9,12 +9,13 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import encode_turns
 from etude.rollouts.sessions import GatewaySessions
 from etude.types import Finish, PayloadRef, Turn
+from patience import PATIENCE_S
 
 Answer = TypeVar("Answer")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -55,7 +56,7 @@ def with_gateway(
     key: str = "right",
     *,
     troubles: Sequence[int] = (),
-    timeout_s: float = 5.0,
+    timeout_s: float = 60.0,
 ) -> Answer:
     """Talk to a gateway whose first answers are ``troubles``: HTTP statuses, or 0 for a broken connection."""
     ahead = list(troubles)
@@ -117,7 +118,7 @@ def test_an_unknown_session_is_lost() -> None:
 
 def test_a_refusal_is_quoted() -> None:
     with pytest.raises(EngineUnavailable, match="503: later"):
-        with_gateway(lambda sessions: sessions.close("busy"), timeout_s=0.2)
+        with_gateway(lambda sessions: sessions.close("busy"), timeout_s=3.0)
 
 
 def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
@@ -128,23 +129,32 @@ def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
 def test_a_gateway_that_is_down_is_unavailable() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as http:
-            await GatewaySessions("http://127.0.0.1:9", "right", http, timeout_s=0.2).open()
+            await GatewaySessions("http://127.0.0.1:9", "right", http, timeout_s=3.0).open()
 
     with pytest.raises(EngineUnavailable, match=r"POST http://127\.0\.0\.1:9/sessions: ClientConnectorError"):
         asyncio.run(run())
 
 
 def test_opening_outlives_a_gateway_that_restarts() -> None:
+    refused = asyncio.Event()
+
+    async def note(*_: object) -> None:
+        refused.set()
+
     async def run() -> None:
-        port = unused_port()
         app = web.Application()
         app.router.add_post("/sessions", open_session)
-        async with aiohttp.ClientSession() as http:
-            opening = asyncio.create_task(GatewaySessions(f"http://127.0.0.1:{port}", "right", http).open())
-            await asyncio.sleep(0.2)
-            assert not opening.done()
-            async with TestServer(app, host="127.0.0.1", port=port):
-                assert (await opening).session_id == "s1"
+        tracing = aiohttp.TraceConfig()
+        tracing.on_request_exception.append(note)
+        with socket.socket() as door:
+            door.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
+            url = f"http://127.0.0.1:{door.getsockname()[1]}"
+            async with aiohttp.ClientSession(trace_configs=[tracing]) as http:
+                opening = asyncio.create_task(GatewaySessions(url, "right", http).open())
+                await asyncio.wait_for(refused.wait(), PATIENCE_S)
+                assert not opening.done()
+                async with TestServer(app, socket_factory=lambda *_: door):
+                    assert (await opening).session_id == "s1"
 
     asyncio.run(run())
 
@@ -162,20 +172,18 @@ def test_a_session_that_was_closed_without_an_answer_is_lost() -> None:
 def test_what_nobody_wants_is_ended_at_once_or_left_to_expire() -> None:
     with_gateway(lambda sessions: sessions.discard("s1"))
     with pytest.raises(EngineUnavailable):
-        with_gateway(lambda sessions: sessions.discard("busy"), timeout_s=60.0)
+        with_gateway(lambda sessions: sessions.discard("busy"))
 
 
 def test_a_bug_of_the_gateway_is_not_waited_out() -> None:
-    start = time.monotonic()
     with pytest.raises(EngineUnavailable, match="500"):
-        with_gateway(lambda sessions: sessions.open(), troubles=[500])
-    assert time.monotonic() - start < 2.0
+        with_gateway(lambda sessions: sessions.open(), troubles=[500])  # a second try would be answered well
 
 
 def test_waiting_ends_when_the_rollout_is_out_of_time() -> None:
     async def hurried(sessions: GatewaySessions) -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.4):  # it asks at 0, 0.1, 0.3 and 0.7 s, and would again at 1.5 s
-                await sessions.open()
+            async with asyncio.timeout(0.25):
+                await sessions.close("busy")
 
-    with_gateway(hurried, troubles=[503] * 4)
+    with_gateway(hurried)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.endpoints import HOST, PUBLIC, Endpoints
+from patience import PATIENCE_S
+
+TRIES = 3
+"""Another process may take a port just when it is free."""
 
 
 def test_free_ports_differ_and_are_remembered(tmp_path: Path) -> None:
@@ -22,9 +27,15 @@ def test_free_ports_differ_and_are_remembered(tmp_path: Path) -> None:
 
 def test_a_reserved_port_can_be_listened_on(tmp_path: Path) -> None:
     endpoints = Endpoints(tmp_path / "endpoints.json")
-    endpoints.reserve(RunConfig())
-    with socket.socket() as server:
-        server.bind((HOST, endpoints.port("engine")))
+
+    def listened_on() -> bool:
+        endpoints.reserve(RunConfig())
+        with socket.socket() as server, suppress(OSError):
+            server.bind((HOST, endpoints.port("engine")))
+            return True
+        return False
+
+    assert any(listened_on() for _ in range(TRIES))
 
 
 def test_a_taken_port_is_refused_by_number_unless_it_is_waited_for(tmp_path: Path) -> None:
@@ -37,18 +48,23 @@ def test_a_taken_port_is_refused_by_number_unless_it_is_waited_for(tmp_path: Pat
             Endpoints(tmp_path / "endpoints.json").reserve(config)
         freed = threading.Timer(0.1, taken.close)
         freed.start()
-        Endpoints(tmp_path / "endpoints.json").reserve(config, wait_s=10)
+        Endpoints(tmp_path / "endpoints.json").reserve(config, wait_s=PATIENCE_S)
         freed.join()
 
 
 def test_a_gateway_for_others_has_a_door_of_its_own(tmp_path: Path) -> None:
     endpoints = Endpoints(tmp_path / "endpoints.json")
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    endpoints.reserve(parse_config({"gateway": {"host": "0.0.0.0", "port": port}}, source="test"))
-    assert endpoints.port(PUBLIC) == port
-    assert endpoints.port("gateway") != port
+
+    def has_both() -> bool:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port: int = free.getsockname()[1]
+        with suppress(PortInUseError):
+            endpoints.reserve(parse_config({"gateway": {"host": "0.0.0.0", "port": port}}, source="test"))
+            return endpoints.port(PUBLIC) == port != endpoints.port("gateway")
+        return False
+
+    assert any(has_both() for _ in range(TRIES))
 
 
 def test_before_the_start_nobody_knows_a_port(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from etude.run.gateway_parts import Plan, running
 from etude.run.keys import add_key, revoke_key
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
+from patience import PATIENCE_S, until
 
 SECRET = "a product's key"
 
@@ -106,7 +107,7 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert tls_context(GatewayConfig()) is None
 
 
-def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path) -> None:
+def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys.json"
     key_id, secret = add_key(file, "production", "bot", (None, None), None)
     config = GatewayConfig(keys=str(file))
@@ -118,13 +119,13 @@ def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path) -> None:
             assert await ask(url, SECRET) == 200
             _, later = add_key(file, "production", "later", (None, None), None)
             revoke_key(file, key_id)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while await ask(url, later) != 200:
                     await asyncio.sleep(0.05)
             assert await ask(url, secret) == 401
             assert await ask(url, SECRET) == 200  # not of the file: it stays
             file.write_text("damaged")
-            await asyncio.sleep(1.2)
+            await until(lambda: "keys.json is not a file of keys" in caplog.text)
             assert await ask(url, later) == 200
 
     asyncio.run(run())

@@ -85,7 +85,7 @@ def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patie
             call = asyncio.create_task(ask(http, url, key))
             await engine.asked.wait()
             os.kill(child.pid, signal.SIGTERM)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(25):  # it drains for 30 s
                 while (await http.get(f"{url}/healthz")).status != 503:
                     await asyncio.sleep(0.02)
             assert (await ask(http, url, key))[0] == 503

@@ -172,11 +172,11 @@ def test_a_package_becomes_tasks_that_fail_as_given_and_pass_when_solved(
 
 
 @pytest.mark.parametrize(
-    ("tests", "needs", "error", "said"),
+    ("tests", "needs", "timeout_s", "error", "said"),
     [
-        ("def test_a(): assert False\n" * 1, "[]", TestsFailError, "0 of 1 tests pass"),
-        ("import time\ndef test_a(): time.sleep(60)\n", "[]", TestsFailError, "ended with timeout"),
-        (TESTS, '["no-such-package-at-all"]', InstallError, "no-such-package-at-all"),
+        ("def test_a(): assert False\n", "[]", 60.0, TestsFailError, "0 of 1 tests pass"),
+        ("import time\ndef test_a(): time.sleep(60)\n", "[]", 3.0, TestsFailError, "ended with timeout"),
+        (TESTS, '["no-such-package-at-all"]', 60.0, InstallError, "no-such-package-at-all"),
     ],
 )
 def test_a_package_that_cannot_be_used_is_named_with_its_log(
@@ -184,12 +184,12 @@ def test_a_package_that_cannot_be_used_is_named_with_its_log(
     sandboxes: tuple[asyncio.Runner, NamespaceSandboxes],
     tests: str,
     needs: str,
+    timeout_s: float,
     error: type[RepositoryError],
     said: str,
 ) -> None:
-    options = BuildOptions(
-        reference=str(package(tmp_path / "repo", tests, needs)), out=tmp_path / "out", settings=Settings(timeout_s=3.0)
-    )
+    reference = str(package(tmp_path / "repo", tests, needs))
+    options = BuildOptions(reference=reference, out=tmp_path / "out", settings=Settings(timeout_s=timeout_s))
     with pytest.raises(error, match=said):
         make(*sandboxes, options)
     assert said in (tmp_path / "out" / "sums-1.0" / "failure.log").read_text()
