@@ -295,7 +295,7 @@ def test_a_run_that_is_terminated_stops_its_processes_and_says_how_to_go_on(tmp_
             ]
             time.sleep(0.02)
         run.terminate()
-        _, said = run.communicate(timeout=30)
+        _, said = run.communicate(timeout=90)
     assert run.returncode == 143
     assert f"run --resume {folder}" in said
     assert "Traceback" not in said
@@ -312,7 +312,7 @@ def test_a_command_that_is_terminated_while_it_waits_ends_by_its_own_ways_out() 
             chat.stdin.close()
             connection, _ = server.accept()
             chat.terminate()
-            assert chat.wait(30) == 143
+            assert chat.wait(60) == 143
             assert chat.stderr is not None
             assert chat.stderr.read() == ""
             connection.close()

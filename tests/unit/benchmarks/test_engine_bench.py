@@ -112,8 +112,8 @@ def test_cpu_seconds_count_children() -> None:
 
 def test_cpu_seconds_do_not_count_waiting() -> None:
     before_s = tree_cpu_s()
-    time.sleep(0.2)
-    assert tree_cpu_s() - before_s < 0.1
+    time.sleep(2.0)
+    assert tree_cpu_s() - before_s < 1.0
 
 
 def test_the_worst_cell_of_the_better_arithmetic_is_judged() -> None:

@@ -30,7 +30,7 @@ def stored():
     obstore.put(store, "key", b"1")
     return obstore.get(store, "key").bytes().to_bytes()
 def ask(port):
-    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=30)
     connection.request("GET", "/")
     return connection.getresponse().read()
 commands = {
@@ -120,13 +120,20 @@ def test_slow_storage_takes_its_time(machine: Machine, subject: Subject) -> None
         assert time.monotonic() - began_s > 0.2  # it opens at least two files
 
 
+def is_ahead(subject: Subject, seconds: float) -> bool:
+    """Whether a program's time of day is so far ahead of ours, give or take what asking it took."""
+    before_s = time.time()
+    said_s = float(subject.does("time").split()[1])
+    return before_s - 0.1 <= said_s - seconds <= time.time() + 0.1
+
+
 def test_a_clock_jumps_both_ways_and_only_the_time_of_day(machine: Machine, subject: Subject) -> None:
     counted_s = float(subject.does("counted").split()[1])
     for seconds in (-86_400.5, 7_200.0):
         with machine.jumped_clock(seconds):
-            assert abs(float(subject.does("time").split()[1]) - time.time() - seconds) < 5
-            assert 0 <= float(subject.does("counted").split()[1]) - counted_s < 60
-    assert abs(float(subject.does("time").split()[1]) - time.time()) < 5
+            assert is_ahead(subject, seconds)
+            assert 0 <= float(subject.does("counted").split()[1]) - counted_s < 3600
+    assert is_ahead(subject, 0.0)
 
 
 class Hello(BaseHTTPRequestHandler):

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from etude.engines import leash
+from patience import PATIENCE_S, wait_until
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
 """A command with a child, whose process id it prints."""
@@ -25,15 +25,6 @@ def family(process: subprocess.Popen[bytes]) -> list[int]:
     child = int(process.stdout.readline())
     parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
     return [parent, child]
-
-
-def all_gone(pids: list[int]) -> bool:
-    deadline_s = time.monotonic() + 15
-    while any(is_alive(pid) for pid in pids):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def is_alive(pid: int) -> bool:
@@ -54,8 +45,8 @@ def test_all_end_together(end: str) -> None:
             process.terminate()
         else:
             os.kill(pids[0], signal.SIGKILL)
-        assert process.wait(15) == 128 + (signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
-        assert all_gone(pids)
+        assert process.wait(PATIENCE_S) == 128 + (signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_all_end_when_we_are_killed() -> None:
@@ -64,9 +55,9 @@ def test_all_end_when_we_are_killed() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         pids = family(process)
         process.kill()
-        assert all_gone(pids)
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_the_status_is_the_commands() -> None:
     with start(sys.executable, "-c", "raise SystemExit(7)") as process:
-        assert process.wait(15) == 7
+        assert process.wait(PATIENCE_S) == 7
