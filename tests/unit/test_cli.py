@@ -306,6 +306,7 @@ def test_a_run_that_is_terminated_stops_its_processes_and_says_how_to_go_on(tmp_
 
 def test_a_command_that_is_terminated_while_it_waits_ends_by_its_own_ways_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         with started("chat", "--url", url, "--key", "k") as chat:
             assert chat.stdin is not None

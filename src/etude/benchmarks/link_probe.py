@@ -25,7 +25,7 @@ PINGS = 7
 BLOCK_BYTES = 1 << 18
 WARM_UP_S = 1.5
 """Not counted: slow start at 80 ms takes about a second."""
-START_S = 10.0
+START_S = 60.0
 ECHO, SINK = b"e", b"s"
 """First byte of a connection: send back what comes, or count it and tell when asked by a new connection."""
 COUNT = b"c"
