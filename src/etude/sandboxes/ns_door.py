@@ -13,6 +13,7 @@ import socket
 from collections.abc import Sequence
 
 from etude.sandboxes.ns_network import Place
+from etude.sandboxes.reach import connect
 
 CONNECT_TIMEOUT_S = 10.0
 """For a place to accept; a caller that is cut off asks again."""
@@ -58,7 +59,7 @@ async def _carry(place: Place, reader: asyncio.StreamReader, writer: asyncio.Str
     ends = [writer]
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            answers, beyond = await asyncio.open_connection(place.host, place.port, limit=COPY_BYTES)
+            answers, beyond = await connect(place.host, place.port, limit=COPY_BYTES)
         ends.append(beyond)
         async with asyncio.TaskGroup() as both:
             both.create_task(_copy(reader, beyond))

@@ -29,6 +29,7 @@ from etude.environments.harbor.settings import (
     fill_variables,
     parse_settings,
 )
+from etude.sandboxes.reach import is_inward
 from etude.types import ScriptChecks, Split, Task
 from etude.worlds import PLACE, WORKDIR, SandboxLimits, World
 
@@ -271,6 +272,13 @@ def _origin(settings: TaskSettings, source: str) -> Origin:
     wrong = [place for place in origin.allow or () if not PLACE.fullmatch(place)]
     if wrong:
         raise TaskFolderError(f"{source}: metadata.etude.allow = {wrong}: a place is written host:port")
+    allow = settings.environment.allow if origin.allow is None else origin.allow
+    inward = [place for place in allow if is_inward(place.rpartition(":")[0])]
+    if inward:
+        raise TaskFolderError(
+            f"{source}: {inward} is the machine that the task runs on, or a neighbour with its credentials: no task "
+            f"may ask for that; let its services run in its own image"
+        )
     return origin
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from etude.sandboxes.guest.tunnels import CHUNK_BYTES, MAX_TUNNELS, WINDOW_BYTES
+from etude.sandboxes.reach import connect
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -77,7 +78,7 @@ class _Outlet:
         host, _, port = place.rpartition(":")
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, int(port))
+                reader, writer = await connect(host, int(port))
         except (OSError, TimeoutError):
             self._say({"do": "shut", "tunnel": self._number}, b"")
             return

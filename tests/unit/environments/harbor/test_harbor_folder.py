@@ -61,6 +61,8 @@ def test_the_agents_world_has_neither_tests_nor_solution(tmp_path: Path) -> None
         ({"task.toml": "[metadata.etude]\ncanary = 'test_x.py'"}, "metadata.etude.canary = 'test_x.py'"),
         ({"task.toml": "[metadata.etude]\ncolour = 1"}, "metadata.etude.colour = 1"),
         ({"task.toml": "[metadata.etude]\nallow = ['x']"}, "a place is written host:port"),
+        ({"task.toml": "[metadata.etude]\nallow = ['localhost:5432']"}, "the machine that the task runs on"),
+        ({"task.toml": "[metadata.etude]\nallow = ['169.254.169.254:80']"}, "no task may ask for that"),
     ],
 )
 def test_a_broken_folder_is_refused_with_place_and_fix(
