@@ -2,20 +2,24 @@
 
 Owns what counts as a leftover. That nothing got through is proved by searching the result
 (:mod:`~etude.environments.repositories.leaks`), not by trusting this list.
+
+Owns how git is run, too. Files that a stranger packed may name a repository, and its settings may name programs; so
+git is told which repository and which work tree it works on, both ours, and reads no settings but those it is given.
 """
 
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 from etude.environments.repositories.failures import SourceError
 
+GIT = ".git"
 LEFT_FOLDERS = frozenset(
     {
-        *(".git", ".hg", ".svn", ".bzr", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
+        *(GIT, ".hg", ".svn", ".bzr", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
         *(".tox", ".nox", ".venv", "venv", "node_modules", ".eggs", "htmlcov", ".cache", ".idea", ".vscode", ".pytype"),
         *(
             "site-packages",
@@ -28,7 +32,8 @@ LEFT_FOLDERS = frozenset(
         ),
     }
 )
-"""Folders that hold history, caches or copies, wherever they are."""
+"""What folders with history, caches or copies are called, wherever they are, in lower case. A file of such a name is
+left as well: a file ``.git`` says where a repository is, with settings that name programs to run."""
 LEFT_TOP_FOLDERS = frozenset({"build", "dist", "_build", "sdist", "wheelhouse"})
 """Folders that hold copies when they lie at the top."""
 LEFT_FILES = re.compile(
@@ -49,20 +54,26 @@ IDENTITY = {
     "GIT_COMMITTER_DATE": "2024-01-01T00:00:00Z",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C",
 }
 """Who committed, the same for all, so that equal files make equal layers; settings of this machine play no part."""
+SAFE_OPTIONS = (
+    *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"),
+    *("-c", "core.attributesFile=/dev/null", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false"),
+)
+"""Settings by which git runs no other program."""
 GIT_TIMEOUT_S = 120.0
 
 
 def is_leftover(path: str, *, is_folder: bool) -> bool:
     """Whether a file or folder of a project, by its path in it, is something that a run or an author left behind."""
     place = PurePosixPath(path)
-    if place.name.endswith(LEFT_SUFFIXES):
+    if place.name.endswith(LEFT_SUFFIXES) or place.name.casefold() in LEFT_FOLDERS:
         return True
     if is_folder:
-        return place.name in LEFT_FOLDERS or (len(place.parts) == 1 and place.name in LEFT_TOP_FOLDERS)
+        return len(place.parts) == 1 and place.name in LEFT_TOP_FOLDERS
     return bool(LEFT_FILES.fullmatch(place.name))
 
 
@@ -105,27 +116,48 @@ def commit_all(tree: Path) -> None:
     """Make a repository of ``tree`` whose history is one commit of all there is, with nothing packed.
 
     The same files always make the same bytes: the index holds no times. Raises
-    :class:`~etude.environments.repositories.failures.SourceError` when git is missing or fails.
+    :class:`~etude.environments.repositories.failures.SourceError` when git is missing or fails, or when anything in
+    ``tree`` names a repository already.
     """
+    for folder, folders, files in os.walk(tree):
+        for name in (*folders, *files):
+            if name.casefold() == GIT:
+                raise SourceError(f"{Path(folder) / name} names a repository of its own: remove it")
     git(tree, "-c", "init.defaultBranch=main", "init", "--quiet", "--template=")
     git(tree, "-c", "core.autocrlf=false", "add", "--all", "--force")
     git(tree, "-c", "gc.auto=0", "commit", "--quiet", "--message", "Import", "--no-verify", "--allow-empty")
     for name in ("index", "COMMIT_EDITMSG", "logs/HEAD", "logs/refs/heads/main"):
-        (tree / ".git" / name).unlink(missing_ok=True)
+        (tree / GIT / name).unlink(missing_ok=True)
     git(tree, "read-tree", "HEAD")
 
 
-def git(folder: Path, *arguments: str, timeout_s: float = GIT_TIMEOUT_S) -> str:
-    """Run git without hooks and without this machine's settings, and return what it printed.
+def git(tree: Path, *arguments: str) -> str:
+    """Run git on the repository that :func:`commit_all` made of ``tree``, and return what it printed.
+
+    It looks for no other one, runs no hooks, and knows no settings of this machine. Raises
+    :class:`~etude.environments.repositories.failures.SourceError`.
+    """
+    place = tree.absolute()
+    return _git(tree, arguments, {"GIT_DIR": str(place / GIT), "GIT_WORK_TREE": str(place)}, GIT_TIMEOUT_S)
+
+
+def clone(url: str, target: Path, *, timeout_s: float) -> None:
+    """Clone the newest commit at ``url`` into the new folder ``target``, without hooks and this machine's settings.
 
     Raises :class:`~etude.environments.repositories.failures.SourceError`.
     """
-    safe = ("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never")
+    around = target.absolute().parent
+    arguments = ("clone", "--quiet", "--depth=1", "--no-tags", "--template=", "--", url, target.name)
+    _git(around, arguments, {"GIT_CEILING_DIRECTORIES": str(around.parent)}, timeout_s)
+
+
+def _git(folder: Path, arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> str:
+    machine = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")}
     try:
         done = subprocess.run(
-            ["git", *safe, *arguments],
+            ["git", *SAFE_OPTIONS, *arguments],
             cwd=folder,
-            env={"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/"), **IDENTITY},
+            env={**machine, **IDENTITY, **variables},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=timeout_s,

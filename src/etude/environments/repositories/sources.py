@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.environments.repositories.failures import SourceError
-from etude.environments.repositories.scrubbing import clean_files, copy_clean, git
+from etude.environments.repositories.scrubbing import clean_files, clone, copy_clean
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 FETCH_TIMEOUT_S = 600.0
@@ -45,7 +45,7 @@ def fetch(reference: str, folder: Path) -> Path:
         return folder / "tree"
     if path.is_dir() or re.match(r"(git\+)?(https?|ssh|git|file)://|[\w.-]+@[\w.-]+:", reference):
         url = reference.removeprefix("git+")
-        git(folder, "clone", "--quiet", "--depth=1", "--no-tags", "--", url, "tree", timeout_s=FETCH_TIMEOUT_S)
+        clone(url, folder / "tree", timeout_s=FETCH_TIMEOUT_S)
         return folder / "tree"
     raise SourceError(
         f"{reference!r} is no folder, git URL or archive ({', '.join(ARCHIVES)}) here; an index: pypi:NAME==VERSION"
