@@ -2,15 +2,13 @@
 
     requirements ──pip, wheels only──▶ /opt/site of a layer          the project itself stays in the working folder
 
-A wheel is unpacked, never run: no program of a dependency is started on this machine, and what has no wheel is refused.
+A wheel is unpacked, never run: no program of a dependency is started on this machine, and what has no wheel is refused
+(:mod:`~etude.environments.repositories.indexes` sees to both).
 The project is found by ``PYTHONPATH``, not installed, so that there is no second copy of it; a record of its name and
 version is left for programs that ask. Owns the layer, not the store.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +17,7 @@ from shutil import rmtree
 from types import MappingProxyType
 
 from etude.environments.repositories.failures import InstallError
+from etude.environments.repositories.indexes import index_requirements, install_wheels
 from etude.environments.repositories.projects import Project, bare_name
 from etude.errors import ConfigError
 from etude.worlds import WORKDIR
@@ -26,7 +25,6 @@ from etude.worlds import WORKDIR
 SITE = "/opt/site"
 """Where the dependencies are, inside."""
 RUNNER = "pytest"
-INSTALL_TIMEOUT_S = 900.0
 DATED_SINCE = 26
 """The major version of pip that can leave out what was uploaded after a date."""
 IMPORT_NAMES: Mapping[str, str] = MappingProxyType(
@@ -72,14 +70,15 @@ class Wants:
 
 
 def attempts(project: Project) -> Sequence[tuple[str, ...]]:
-    """Lists of requirements to try, the most faithful first; later ones let versions go, then what tests want."""
-    runner = () if any(bare_name(line) == RUNNER for line in project.test_requirements) else (RUNNER,)
-    loose = tuple(bare_name(line) for line in project.test_requirements if bare_name(line) != RUNNER)
-    tries = (
-        (*project.requirements, *project.test_requirements, *runner),
-        (*project.requirements, *loose, RUNNER),
-        (*project.requirements, RUNNER),
-    )
+    """Lists of requirements to try, the most faithful first; later ones let versions go, then what tests want.
+
+    Raises :class:`~etude.environments.repositories.failures.InstallError` for a requirement that no index has: what
+    has its name there may be another thing.
+    """
+    needed, tested = index_requirements(project.requirements), index_requirements(project.test_requirements)
+    runner = () if any(bare_name(line) == RUNNER for line in tested) else (RUNNER,)
+    loose = tuple(bare_name(line) for line in tested if bare_name(line) != RUNNER)
+    tries = ((*needed, *tested, *runner), (*needed, *loose, RUNNER), (*needed, RUNNER))
     return tuple(dict.fromkeys(tries))
 
 
@@ -98,32 +97,17 @@ def install(wants: Wants, tree: Path) -> tuple[str, ...]:
     """
     site = tree / SITE.strip("/")
     site.mkdir(parents=True)
-    argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--only-binary=:all:", "--no-compile"]
-    argv += ["--no-warn-conflicts", "--no-warn-script-location", "--target", str(site)]
-    argv += ["--python-version", wants.python, "--implementation", "cp"]
+    options = ["--no-warn-conflicts", "--no-warn-script-location", "--target", str(site)]
+    options += ["--python-version", wants.python, "--implementation", "cp"]
     if wants.before:
         if int(version("pip").partition(".")[0]) < DATED_SINCE:
             raise ConfigError(f"--before {wants.before} needs pip {DATED_SINCE}, here is {version('pip')}: upgrade pip")
-        argv += ["--uploaded-prior-to", wants.before if "T" in wants.before else f"{wants.before}T00:00:00Z"]
+        options += ["--uploaded-prior-to", wants.before if "T" in wants.before else f"{wants.before}T00:00:00Z"]
     try:
-        done = subprocess.run(
-            [*argv, "--", *wants.requirements],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=INSTALL_TIMEOUT_S,
-            check=False,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise InstallError(f"pip did not install {list(wants.requirements)} within {INSTALL_TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip()
-        errors = [line for line in said.splitlines() if line.startswith("ERROR")]
-        raise InstallError(
-            f"pip cannot install {list(wants.requirements)} from wheels for Python {wants.python}: "
-            f"{errors[-1] if errors else said[-200:]}",
-            log=said[-4000:],
-        )
+        install_wheels(wants.requirements, options)
+    except InstallError:
+        rmtree(site)
+        raise
     rmtree(site / "bin", ignore_errors=True)  # scripts that name this machine's Python
     for cache in sorted(site.rglob("__pycache__")):
         rmtree(cache)

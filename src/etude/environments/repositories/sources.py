@@ -2,7 +2,8 @@
 
 Owns the way to a plain folder with the project at its top. Archives are unpacked without leaving the folder; git runs
 without hooks. ``pip`` fetches from indexes with this machine's settings; note that pip asks the package's own build
-program for its metadata, so do not fetch by name what you would not install: fetch the file and give its path.
+program for its metadata, so do not fetch by name what you would not install: fetch the file and give its path. That
+program is told nobody's keys but those of the indexes.
 """
 
 import os
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.environments.repositories.failures import SourceError
+from etude.environments.repositories.indexes import pip_environment
 from etude.environments.repositories.scrubbing import clean_files, clone, copy_clean
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
@@ -74,7 +76,12 @@ def _download(requirement: str, folder: Path) -> Path:
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, "-d", str(folder)]
     try:
         done = subprocess.run(
-            [*argv, requirement], stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S, check=False
+            [*argv, requirement],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=FETCH_TIMEOUT_S,
+            check=False,
+            env=pip_environment(),
         )
     except subprocess.TimeoutExpired:
         raise SourceError(f"pip did not fetch {requirement} within {FETCH_TIMEOUT_S:g} s") from None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from etude.environments.repositories.failures import NoTestsError, SourceError
+from etude.environments.repositories.failures import InstallError, NoTestsError, SourceError
 from etude.environments.repositories.installs import attempts, missing_modules
 from etude.environments.repositories.projects import read_project
 
@@ -103,3 +103,22 @@ def test_attempts_let_go_of_versions_first_then_of_what_tests_want() -> None:
 def test_what_is_missing_is_read_off_the_errors() -> None:
     said = "ModuleNotFoundError: No module named 'yaml'\nNo module named 'six.moves'\nfixture 'mocker' not found"
     assert missing_modules(said, ["six>=1"]) == ("PyYAML", "pytest-mock")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"setup.py": "setup(install_requires=['evil @ https://x.example/evil.tar.gz'])"},
+        {"setup.py": "setup(tests_require=['git+https://x.example/evil.git'])"},
+        {"setup.cfg": "[options.extras_require]\ntest =\n  evil@git+https://x.example/evil.git\n"},
+        {"requirements/tests.txt": "https://x.example/evil-1-py3-none-any.whl\n"},
+        {"pyproject.toml": "[project]\nname = 'pkg'\ndependencies = ['./evil']\n"},
+        {"pyproject.toml": "[dependency-groups]\ntest = ['evil @ file:///evil']\n"},
+        {"PKG-INFO": "Name: pkg\nRequires-Dist: evil @ https://x.example/evil.zip ; extra == 'test'\n"},
+    ],
+)
+def test_requirements_that_are_no_names_with_versions_are_not_tried(files: dict[str, str]) -> None:
+    """Nor is another thing tried that has the name in an index."""
+    project = read_project({**files, "pkg/__init__.py": "", "tests/test_a.py": TEST})
+    with pytest.raises(InstallError, match=r"requirement '.*evil.*' cannot be installed here: .*; write NAME"):
+        attempts(project)
