@@ -12,7 +12,13 @@ import pytest
 from aiohttp import web
 
 from etude.environments.repositories.candidates import propose
-from etude.environments.repositories.failures import CopyError, InstallError, RepositoryError, TestsFailError
+from etude.environments.repositories.failures import (
+    CopyError,
+    InstallError,
+    RepositoryError,
+    SourceError,
+    TestsFailError,
+)
 from etude.environments.repositories.folder import PackageFolder, RepositoryTasks
 from etude.environments.repositories.installer import InstallerOptions, commands_in
 from etude.environments.repositories.preparation import Settings
@@ -243,6 +249,15 @@ def test_sandboxes_that_keep_failing_end_the_build_and_count_for_nothing(tmp_pat
     with pytest.raises(SandboxError, match="failed in a row, the last: out of everything"):
         asyncio.run(try_all(workshop, candidates, folder, options, lambda line: None))
     assert {verdict.outcome for verdict in folder.verdicts()} == {Refusal.FAILED}
+
+
+def test_a_project_s_name_does_not_choose_where_a_build_writes(tmp_path: Path) -> None:
+    repo = package(tmp_path / "repo")
+    (repo / "pyproject.toml").write_text('[project]\nname = "../outside"\nversion = "1.0"\n')
+    options = BuildOptions(reference=str(repo), out=tmp_path / "out")
+    with pytest.raises(SourceError, match=r"'\.\./outside' is no name of a project"):
+        asyncio.run(build(options, NoSandboxes(), say=lambda line: None))
+    assert not (tmp_path / "outside-1.0").exists()
 
 
 def test_a_copy_in_the_base_system_is_refused(

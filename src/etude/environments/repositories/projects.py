@@ -60,6 +60,8 @@ NOT_NEEDED = frozenset(
 )
 """Tools for people, which tests pass without."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PROJECT_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""What a project may be called; a folder gets this name, so it must not be a path."""
 KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
 """Of the project's own options of pytest, those that decide whether a test runs at all."""
 
@@ -112,19 +114,20 @@ class Project:
 def read_project(files: Mapping[str, str]) -> Project:
     """Look at a project's texts, by their path in it.
 
-    Raises :class:`~etude.environments.repositories.failures.SourceError` when there is no package, and
-    :class:`~etude.environments.repositories.failures.NoTestsError` when there is no test.
+    Raises :class:`~etude.environments.repositories.failures.SourceError` when there is no package, or none by a name
+    that indexes would take, and :class:`~etude.environments.repositories.failures.NoTestsError` when there is no test.
     """
     pyproject = _toml(files.get("pyproject.toml", ""))
     settings = _ini(files.get("setup.cfg", ""))
     info = HeaderParser().parsestr(files.get("PKG-INFO", ""))
     table = pyproject.get("project", {})
-    name = info.get("Name") or table.get("name") or settings.get("metadata", {}).get("name") or _setup_name(files)
+    stated = info.get("Name") or table.get("name") or settings.get("metadata", {}).get("name") or _setup_name(files)
     version = info.get("Version") or table.get("version") or settings.get("metadata", {}).get("version") or "0"
+    name = _project_name(stated) if stated else ""
     root, sources = _sources(files, name)
     tests = _tests(files, pyproject, settings)
     return Project(
-        name=name or PurePosixPath(sources[0]).stem,
+        name=name or _project_name(PurePosixPath(sources[0]).stem.strip("_")),
         version=version if re.fullmatch(r"[A-Za-z0-9.+!_-]+", version) else "0",
         root=root,
         sources=sources,
@@ -147,11 +150,21 @@ def bare_name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match.group()).lower() if match else ""
 
 
-def _sources(files: Mapping[str, str], name: str | None) -> tuple[str, tuple[str, ...]]:
+def _project_name(name: object) -> str:
+    """The name of a project, if it is one that indexes would take: folders of tasks are called by it."""
+    if not isinstance(name, str) or not PROJECT_NAME.fullmatch(name.strip()):
+        raise SourceError(
+            f"{name!r} is no name of a project: write letters, digits, '.', '-' and '_', the first and the last a "
+            "letter or digit, as name in [project] of pyproject.toml (in PKG-INFO, where there is one)"
+        )
+    return name.strip()
+
+
+def _sources(files: Mapping[str, str], name: str) -> tuple[str, tuple[str, ...]]:
     for root in ("src", "lib", "."):
         found = sorted(_packages(files, root))
         if found:
-            wanted = (name or "").replace("-", "_").replace(".", "_").lower()
+            wanted = name.replace("-", "_").replace(".", "_").lower()
             own = [path for path in found if wanted and PurePosixPath(path).stem.lower() in (wanted, f"py{wanted}")]
             without = [path for path in found if PurePosixPath(path).stem.lower() == wanted.removeprefix("python_")]
             return root, tuple(own or without or found)

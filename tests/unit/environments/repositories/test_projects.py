@@ -122,3 +122,31 @@ def test_requirements_that_are_no_names_with_versions_are_not_tried(files: dict[
     project = read_project({**files, "pkg/__init__.py": "", "tests/test_a.py": TEST})
     with pytest.raises(InstallError, match=r"requirement '.*evil.*' cannot be installed here: .*; write NAME"):
         attempts(project)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/tmp/outside", "..", "a/b", "-a", "a-", "über", "a b"])
+@pytest.mark.parametrize("place", ["PKG-INFO", "pyproject.toml", "setup.cfg", "setup.py"])
+def test_a_name_that_would_choose_a_path_is_refused(name: str, place: str) -> None:
+    """The folder that a build writes is called by it."""
+    said = {
+        "PKG-INFO": f"Name: {name}\n",
+        "pyproject.toml": f'[project]\nname = "{name}"\n',
+        "setup.cfg": f"[metadata]\nname = {name}\n",
+        "setup.py": f"setup(name='{name}')",
+    }
+    with pytest.raises(SourceError, match="is no name of a project: write letters"):
+        read_project({place: said[place], "pkg/__init__.py": "", "tests/test_a.py": TEST})
+
+
+@pytest.mark.parametrize("name", ["a", "A-b_c.d", "zope.interface", "7zip"])
+def test_a_name_of_an_index_is_taken(name: str) -> None:
+    files = {"setup.py": f"setup(name='{name}')", "pkg/__init__.py": "", "tests/test_a.py": TEST}
+    assert read_project(files).name == name
+
+
+def test_a_package_that_has_no_name_gives_its_own() -> None:
+    assert read_project({"_pkg/__init__.py": "", "tests/test_a.py": TEST}).name == "pkg"
+    with pytest.raises(SourceError, match="'größe' is no name of a project"):
+        read_project({"größe/__init__.py": "", "tests/test_a.py": TEST})
+    with pytest.raises(SourceError, match="5 is no name of a project"):
+        read_project({"pyproject.toml": "[project]\nname = 5\n", "pkg/__init__.py": "", "tests/test_a.py": TEST})
