@@ -28,6 +28,8 @@ ARCHIVE_BYTES = 512 << 20
 """The most that an archive may unpack to."""
 TEXT_BYTES = 2 << 20
 """A larger file is no source."""
+RECORD = "PKG-INFO"
+"""What a source distribution says of itself; read, though it is left out of every copy."""
 
 
 def fetch(reference: str, folder: Path) -> Path:
@@ -55,7 +57,10 @@ def fetch(reference: str, folder: Path) -> Path:
 
 
 def read_texts(tree: Path) -> Mapping[str, str]:
-    """Every file below ``tree`` that is text, by its path, leftovers not counted."""
+    """Every file below ``tree`` that is text, by its path, leftovers not counted but for the record at the top.
+
+    No link is followed: it may lead to a file of this machine.
+    """
     texts: dict[str, str] = {}
     for path in clean_files(tree):
         if (tree / path).stat().st_size <= TEXT_BYTES:
@@ -63,9 +68,9 @@ def read_texts(tree: Path) -> Mapping[str, str]:
                 texts[path] = (tree / path).read_bytes().decode()
             except UnicodeDecodeError:
                 continue
-    for path in ("PKG-INFO",):
-        if (tree / path).is_file():
-            texts.setdefault(path, (tree / path).read_text(encoding="utf-8", errors="replace"))
+    record = tree / RECORD
+    if not record.is_symlink() and record.is_file() and record.stat().st_size <= TEXT_BYTES:
+        texts.setdefault(RECORD, record.read_text(encoding="utf-8", errors="replace"))
     return texts
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from etude.environments.repositories.failures import SourceError
 from etude.environments.repositories.scrubbing import commit_all
-from etude.environments.repositories.sources import fetch, read_texts
+from etude.environments.repositories.sources import TEXT_BYTES, fetch, read_texts
 
 
 def project(folder: Path) -> Path:
@@ -41,6 +41,30 @@ def test_a_folder_is_copied_without_leftovers_and_a_repository_is_cloned(tmp_pat
     commit_all(source)
     tree = fetch(f"file://{source}", tmp_path / "clone")
     assert "pkg/__init__.py" in read_texts(tree)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_record_is_read_only_if_it_is_a_file_of_a_source_s_size(tmp_path: Path, is_large: bool) -> None:
+    """A repository may hold a link to a file of this machine, whose first lines would be in a log or a task."""
+    (tmp_path / "secret").write_text("Name: secret\n")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").write_text("a = 1\n")
+    if is_large:
+        (tmp_path / "tree" / "PKG-INFO").write_bytes(b"Name: a\n" + b" " * TEXT_BYTES)
+    else:
+        (tmp_path / "tree" / "PKG-INFO").symlink_to(tmp_path / "secret")
+    assert read_texts(tmp_path / "tree") == {"a.py": "a = 1\n"}
+
+
+def test_a_link_of_a_cloned_repository_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("Name: secret\n")
+    source = project(tmp_path / "pkg")
+    (source / "PKG-INFO").unlink()
+    (source / "PKG-INFO").symlink_to(tmp_path / "secret")
+    commit_all(source)
+    tree = fetch(f"file://{source}", tmp_path / "clone")
+    assert (tree / "PKG-INFO").is_symlink()
+    assert "PKG-INFO" not in read_texts(tree)
 
 
 def test_an_archive_cannot_leave_its_folder(tmp_path: Path) -> None:
