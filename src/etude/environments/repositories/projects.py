@@ -128,7 +128,7 @@ def read_project(files: Mapping[str, str]) -> Project:
     tests = _tests(files, pyproject, settings)
     return Project(
         name=name or _project_name(PurePosixPath(sources[0]).stem.strip("_")),
-        version=version if re.fullmatch(r"[A-Za-z0-9.+!_-]+", version) else "0",
+        version=str(version) if re.fullmatch(r"[A-Za-z0-9.+!_-]+", str(version)) else "0",
         root=root,
         sources=sources,
         tests=tests,
