@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,11 +15,37 @@ import pytest
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.sandboxes.gvisor import GvisorSandboxes
+from etude.worlds import Image, SandboxSpec
 from patience import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runsc") is None or os.geteuid() != 0, reason="it needs runsc, and root")
 
 T = TypeVar("T")
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    """Where a provider has its folder, and nothing else is."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A folder of this machine that no sandbox may reach, with a file of its root's."""
+    folder = tmp_path / "machine"
+    (folder / "inner").mkdir(parents=True, mode=0o700)
+    (folder / "inner" / "secret").write_text("secret", encoding="utf-8")
+    for path in (folder, folder / "inner", folder / "inner" / "secret"):
+        path.chmod(0o700)
+    return folder
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    """All that is in a folder, and whose."""
+    found = [folder, *sorted(folder.rglob("*"))]
+    return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in found]
 
 
 def play(scratch: Path, scenario: Callable[[GvisorSandboxes, Sandbox], Awaitable[T]]) -> T:
@@ -88,6 +115,7 @@ LAUNCH = """
 import asyncio, sys
 from pathlib import Path
 from etude.sandboxes.gvisor import GvisorSandboxes
+from etude.worlds import Image, SandboxSpec
 async def main():
     sandbox = await GvisorSandboxes(scratch=Path(sys.argv[1])).create({})
     print("up", flush=True)
@@ -116,6 +144,81 @@ def test_everything_dies_with_its_provider_and_the_next_one_sweeps(tmp_path: Pat
 
     assert play(tmp_path, look) == 1
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("place", "is_absolute"),
+    [
+        *((place, True) for place in ("tmp", "proc", "home", "home/agent", "work", "app/here", "srv", "usr")),
+        *((place, False) for place in ("tmp", "app")),
+    ],
+)
+def test_a_link_of_an_image_leads_nowhere_on_the_machine(
+    tmp_path: Path, scratch: Path, machine: Path, place: str, is_absolute: bool
+) -> None:
+    layer, shown = tmp_path / "layer", tmp_path / "shown"
+    (layer / place).parent.mkdir(parents=True)
+    (layer / place).symlink_to(machine if is_absolute else "../" * 12 + str(machine).lstrip("/"))
+    shown.mkdir()
+    workdir = "/work/inner" if place == "work" else "/app/here/inner"
+    spec = SandboxSpec(image=Image(layers=(layer,), workdir=workdir), mounts={"/srv/inner": shown})
+
+    async def enter(provider: GvisorSandboxes, sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxError, match=f"/{place} is a link, .* make it one in the image"):
+            await provider.create({"a": "b"}, spec)
+        assert (await sandbox.exec(["cat", "a"], timeout_s=30)).stdout == "b"
+
+    before = state(machine)
+    play(scratch, enter)
+    assert state(machine) == before
+
+
+def test_a_snapshot_with_links_leads_nowhere_on_the_machine(scratch: Path, machine: Path) -> None:
+    async def enter(provider: GvisorSandboxes, _: Sandbox) -> None:
+        builder = await provider.create({}, SandboxSpec(user="root"))
+        script = f"ln -s {machine} /app && rmdir /home/agent && ln -s {machine}/inner /home/agent"
+        assert (await builder.exec(["sh", "-c", script], timeout_s=30)).exit_code == 0
+        image = await builder.snapshot()
+        for workdir, link in (("/app/inner", "/app"), ("/work", "/home/agent")):
+            with pytest.raises(SandboxError, match=f"{link} is a link"):
+                await provider.create({}, replace(SandboxSpec(), image=replace(image, workdir=workdir)))
+
+    before = state(machine)
+    play(scratch, enter)
+    assert state(machine) == before
+
+
+def test_a_fork_of_what_put_a_link_in_the_way_is_refused_and_the_original_goes_on(
+    tmp_path: Path, scratch: Path, machine: Path
+) -> None:
+    shown = tmp_path / "shown"
+    shown.mkdir()
+
+    async def fork(provider: GvisorSandboxes, _: Sandbox) -> str:
+        sandbox = await provider.create({}, SandboxSpec(mounts={"/work/a/fresh": shown}))
+        script = f"mv a b && ln -s {machine} a"
+        result = await sandbox.exec(["sh", "-c", script], timeout_s=30)
+        assert (result.exit_code, result.stderr) == (0, "")
+        with pytest.raises(SandboxError, match="/work/a is a link"):
+            await sandbox.fork()
+        return (await sandbox.exec(["echo", "on"], timeout_s=30)).stdout
+
+    before = state(machine)
+    assert play(scratch, fork) == "on\n"
+    assert state(machine) == before
+
+
+def test_links_that_nothing_is_built_on_are_an_images_own(tmp_path: Path, scratch: Path) -> None:
+    layer = tmp_path / "layer"
+    (layer / "srv").mkdir(parents=True)
+    (layer / "srv" / "name").symlink_to("/etc/hostname")
+    (layer / "opt").symlink_to("srv")
+
+    async def look(provider: GvisorSandboxes, _: Sandbox) -> str:
+        sandbox = await provider.create({}, SandboxSpec(image=Image(layers=(layer,))))
+        return (await sandbox.exec(["sh", "-c", "cat /opt/name && touch /tmp/a"], timeout_s=30)).stdout
+
+    assert play(scratch, look) == "sandbox\n"
 
 
 def test_a_machine_without_the_runtime_is_told_what_to_install() -> None:

@@ -31,7 +31,7 @@ from etude.sandboxes.gvisor_bundle import Overlay, bundle, overlays, root_script
 from etude.sandboxes.gvisor_cell import Cell
 from etude.sandboxes.gvisor_sandbox import GvisorSandbox, Home
 from etude.sandboxes.gvisor_shim import build_shim
-from etude.sandboxes.layers import copy_tree, remove_tree
+from etude.sandboxes.layers import copy_tree, first_link, remove_tree
 from etude.sandboxes.ns_base import machine_folders, write_skeleton
 from etude.sandboxes.promises import check_spec
 from etude.sandboxes.scratch import Scratch
@@ -233,10 +233,12 @@ class GvisorSandboxes:
 
 
 def _copy_uppers(uppers: Path, targets: Sequence[str], layer: Path) -> None:
-    """Put what was written over each overlay where it belongs in a layer."""
+    """Put what was written over each overlay where it belongs in a layer. ``ValueError`` if a link leads there."""
     copy_tree(uppers / "0", layer)
     for number, target in enumerate(targets):
         if target:
+            if link := first_link(layer, target):
+                raise ValueError(f"{link} was made a link, below which the machine's {target} is shown: remove it")
             place = layer / target.lstrip("/")
             remove_tree(place)  # the folder that was mounted on
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from etude.worlds import WORKDIR
 
@@ -93,6 +93,13 @@ def copy_tree(source: Path, target: Path, owned: Sequence[str] = OWNED) -> str:
         copy.chmod(entry.mode)
         os.utime(copy, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
     return digest.hexdigest()
+
+
+def first_link(tree: Path, place: str) -> str | None:
+    """The first link on the way down to ``place`` in a tree, itself included, by its path inside; else ``None``."""
+    parts = PurePosixPath(place.lstrip("/")).parts
+    ways = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((f"/{way}" for way in ways if (tree / way).is_symlink()), None)
 
 
 def remove_tree(tree: Path) -> None:

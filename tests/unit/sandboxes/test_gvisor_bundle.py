@@ -23,6 +23,28 @@ def test_layers_lie_over_the_bottom_and_over_the_machines_folders(tmp_path: Path
     assert (usr.target, list(usr.lowers)) == ("/usr", [low / "usr", Path("/usr")])
 
 
+def test_a_link_of_a_layer_puts_nothing_of_the_machine_into_an_overlay(tmp_path: Path) -> None:
+    layer, machine = tmp_path / "layer", tmp_path / "machine"
+    (machine / "python").mkdir(parents=True)
+    layer.mkdir()
+    (layer / "usr").symlink_to(machine)
+    (layer / "opt").symlink_to(machine)
+    spec = SandboxSpec(image=Image(layers=(layer,)))
+    shown = {"/usr": Path("/usr"), "/opt/python": Path("/opt/python")}
+    _, usr, python = overlays(spec, (Path("/skeleton"),), shown)
+    assert (list(usr.lowers), list(python.lowers)) == ([Path("/usr")], [Path("/opt/python")])
+
+
+def test_no_place_is_used_before_the_links_to_it_are_refused(tmp_path: Path) -> None:
+    mounts = {"/a/b": tmp_path}
+    spec = SandboxSpec(image=Image(workdir="/srv/here"), mounts=mounts)
+    lines = root_script(STAGE, overlays(spec, (Path("/skeleton"),), {"/usr": Path("/usr")}), spec).splitlines()
+    for place in ("/usr", "/srv", "/srv/here", "/home", "/home/agent", "/tmp", "/proc", "/dev", "/sys", "/a", "/a/b"):
+        checked = next(number for number, line in enumerate(lines) if place in line.split() and "no_links" in line)
+        used = next(number for number, line in enumerate(lines) if f"/root{place}" in line)
+        assert checked < used, place
+
+
 @pytest.mark.parametrize("character", ":,\\")
 def test_a_path_that_no_overlay_can_have_is_refused(tmp_path: Path, character: str) -> None:
     layer = tmp_path / f"a{character}b"
