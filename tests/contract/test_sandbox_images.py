@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import stat
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -57,6 +58,22 @@ def test_a_sandbox_starts_from_its_image(stage: Stage, image: Image) -> None:
 
     expected = ["low 1\nboth 2\ngone 1\n", "tool image\n", "1 3 given\n", "given"]
     assert stage.play(look, spec=SandboxSpec(image=image)) == expected
+
+
+def test_nobody_on_the_machine_can_run_what_an_image_has_of_its_root(stage: Stage) -> None:
+    """A program of root's that lends its rights to whoever runs it: inside, that is the sandbox's root."""
+    stage.need(Capability.SNAPSHOT)
+
+    async def keep(sandbox: Sandbox) -> list[Path]:
+        await output(sandbox, "import os, shutil\nshutil.copy('/bin/sh', '/opt/lends')\nos.chmod('/opt/lends', 0o6755)")
+        await sandbox.snapshot()
+        return [path for path in stage.scratch.rglob("opt/lends") if path.stat().st_mode & stat.S_ISUID]
+
+    programs = stage.play(keep, spec=SandboxSpec(user="root"))
+    assert programs
+    for program in programs:
+        above = program.parents[: len(program.relative_to(stage.scratch).parts) - 1]
+        assert any(folder.stat().st_mode & 0o077 == 0 for folder in above), program
 
 
 def test_what_a_sandbox_writes_is_not_written_into_its_image(stage: Stage, image: Image) -> None:

@@ -8,6 +8,9 @@
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
       incoming/             what is being written; renamed into its place when it is whole
 
+Files in a layer keep their owner and mode, so that one of root's may lend root's rights to whoever runs it: the folders
+above them let nobody through but the user whose store this is.
+
 Everything under a digest is written once and never changed, so readers take no lock, and an interrupted writer leaves
 nothing but a folder in ``incoming``, which the next writer sweeps. Owns the folder; not how sandboxes use it.
 """
@@ -34,7 +37,9 @@ from etude.worlds import WORKDIR, Image
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
-FOLDERS = ("layers", "images", "names", "bases", "disks", "incoming")
+FOLDERS = ("images", "names")
+PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
+"""Where files of images are, which nobody else may run."""
 DISK_TIMEOUT_S = 1800.0
 """For ``mksquashfs`` to pack one layer."""
 DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
@@ -57,10 +62,16 @@ class ImageStore:
     """Layers and images in one folder; any number of processes may use it at once."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """``folder`` is made when it is missing; the default is :func:`default_folder`."""
+        """``folder`` is made when it is missing; the default is :func:`default_folder`.
+
+        Raises :class:`~etude.errors.ConfigError` when it cannot be closed to other users.
+        """
         self.folder = (folder or default_folder()).absolute()
         for name in FOLDERS:
             (self.folder / name).mkdir(mode=0o755, parents=True, exist_ok=True)
+        for name in PRIVATE_FOLDERS:
+            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+            _close_to_others(self.folder / name)
 
     @property
     def bases(self) -> Mapping[str, Path]:
@@ -208,7 +219,17 @@ class ImageStore:
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
-        """A fresh folder on the store's file system, removed in the end; those of dead writers are swept."""
+        """A fresh folder on the store's file system, removed in the end; those of dead writers are swept.
+
+        Raises :class:`~etude.errors.ConfigError` in another user's store, who could run what is ours.
+        """
+        for name in PRIVATE_FOLDERS:
+            owner = (self.folder / name).stat().st_uid
+            if owner != os.geteuid():
+                raise ConfigError(
+                    f"{self.folder / name} belongs to user {owner}, who could run what user {os.geteuid()} stores "
+                    "there: set ETUDE_IMAGES to a folder of your own"
+                )
         parent = self.folder / "incoming"
         hidden = parent / f".{uuid4().hex}"
         hidden.mkdir()
@@ -254,6 +275,18 @@ def default_folder() -> Path:
     """``$ETUDE_IMAGES``, else ``etude/images`` in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("ETUDE_IMAGES") or cache / "etude" / "images")
+
+
+def _close_to_others(folder: Path) -> None:
+    """Let nobody but its user reach what is in a folder of a store, which may be an old one."""
+    status = folder.stat()
+    if os.geteuid() not in (0, status.st_uid):
+        raise ConfigError(f"{folder} belongs to user {status.st_uid}: set ETUDE_IMAGES to a folder of your own")
+    if status.st_mode & 0o077:
+        try:
+            folder.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"{folder} is open to other users: {error}; set its mode to 700") from error
 
 
 def settle(source: Path, target: Path) -> None:

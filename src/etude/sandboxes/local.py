@@ -173,7 +173,7 @@ class LocalSandboxes:
 
     def _open_scratch(self) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch.open(self._parent)
+            self._scratch = Scratch.open(self._parent, passable=True)  # programs are another user's
         return self._scratch
 
     @asynccontextmanager

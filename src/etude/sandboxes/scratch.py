@@ -28,8 +28,11 @@ class Scratch:
         self._created = 0
 
     @classmethod
-    def open(cls, parent: Path | None) -> Self:
+    def open(cls, parent: Path | None, *, passable: bool = False) -> Self:
         """Make one in ``parent`` (default: memory if there is any, else the temporary directory) and sweep dead ones.
+
+        Other users get no further than its path, for below it may be files of root's that lend its rights: layers of
+        images. With ``passable`` they reach, but cannot list, what its directories let them.
 
         Raises :class:`~etude.errors.SandboxError` if ``parent`` cannot be written.
         """
@@ -43,7 +46,8 @@ class Scratch:
         lock = os.open(unlocked, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = unlocked.rename(parent / unlocked.name.removeprefix("new-"))  # from now on others may sweep it
-        path.chmod(0o711)  # sandboxes of another user must be reachable, not listable
+        if passable:
+            path.chmod(0o711)
         for other in parent.glob(PREFIX + "*"):
             _remove_if_dead(other)
         return cls(path, lock)

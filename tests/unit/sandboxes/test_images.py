@@ -161,6 +161,40 @@ def test_what_a_dead_writer_left_is_swept(store: ImageStore, tmp_path: Path) -> 
         assert alive.exists()
 
 
+def test_nobody_else_reaches_what_images_have_also_in_an_old_store(store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "lends").touch()
+    (tmp_path / "tree" / "lends").chmod(0o4755)
+    layer = store.layer(store.add_layer(tmp_path / "tree"))
+    assert (layer / "lends").stat().st_mode & 0o7777 == 0o4755
+    private = [store.folder / name for name in ("layers", "bases", "disks", "incoming")]
+    assert {folder.stat().st_mode & 0o777 for folder in private} == {0o700}
+    for folder in private:
+        folder.chmod(0o755)
+    ImageStore(store.folder)
+    assert {folder.stat().st_mode & 0o777 for folder in private} == {0o700}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+@pytest.mark.parametrize("name", ["layers", "incoming"])
+def test_root_reads_another_users_store_and_writes_nothing_that_the_user_could_run(
+    store: ImageStore, tmp_path: Path, name: str
+) -> None:
+    image = store.add([store.add_layer(plant(tmp_path / "tree"))])
+    (store.folder / name).chmod(0o755)
+    os.chown(store.folder / name, 12345, 12345)
+    assert ImageStore(store.folder).open(image.digest) == image
+    assert (store.folder / name).stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match=f"{name} belongs to user 12345, .*: set ETUDE_IMAGES"):
+        store.add_layer(plant(tmp_path / "other"))
+
+
+def test_a_store_of_somebody_else_is_refused(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=f"layers belongs to user {os.getuid()}: set ETUDE_IMAGES"):
+        ImageStore(store.folder)
+
+
 def test_a_disk_has_the_layers_files_and_owners(store: ImageStore, tmp_path: Path) -> None:
     if shutil.which("mksquashfs") is None:
         pytest.skip("squashfs-tools are not installed")

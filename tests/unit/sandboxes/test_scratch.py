@@ -78,3 +78,10 @@ def test_a_sandbox_is_readable_for_one_user_alone(tmp_path: Path) -> None:
         0o700,
     )
     scratch.close()
+
+
+def test_other_users_get_no_further_unless_they_are_meant_to(tmp_path: Path) -> None:
+    closed, passable = Scratch.open(tmp_path), Scratch.open(tmp_path, passable=True)
+    assert (closed.path.stat().st_mode & 0o777, passable.path.stat().st_mode & 0o777) == (0o700, 0o711)
+    for scratch in (closed, passable):
+        scratch.close()
