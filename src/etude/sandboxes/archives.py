@@ -20,6 +20,8 @@ NAME_LIMIT_BYTES, PART_LIMIT_BYTES = 4096, 255
 """Of a path and of one part of it, as Linux has them."""
 PERMISSIONS = 0o777
 """What is kept of a mode: nothing that would lend a user's rights to others."""
+MTIME_END_S = 1 << 33
+"""First date that is refused, in the year 2242: what a tar can write as a plain number, and any file system keep."""
 BLOCK_BYTES = 512
 """What a tar is made of."""
 
@@ -67,7 +69,7 @@ def read_archive(tar: bytes) -> tuple[Entry, ...]:
     """What an uncompressed tar holds, in its order; ``ValueError`` unless all of it is fit to be unpacked.
 
     A name must be relative and without ``..``, appear once (a folder may again), and have nothing but folders above it.
-    Hard links, devices, pipes, sparse files and archives that are cut short are refused.
+    Hard links, devices, pipes, sparse files, dates that no file has and archives that are cut short are refused.
     """
     try:
         with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive:
@@ -110,6 +112,15 @@ def too_much(name: str, limit_bytes: int) -> ValueError:
     return ValueError(f"more than {limit_bytes} bytes, at {name!r}: ask for fewer files, or raise limit_bytes")
 
 
+def check_date(member: tarfile.TarInfo) -> None:
+    """Raise ``ValueError`` for a date of a tar's member that cannot be given to a file: pax headers hold any number."""
+    if not 0 <= member.mtime < MTIME_END_S:  # so is what is no number
+        raise ValueError(
+            f"{member.name!r} in the archive has the date {member.mtime} s, no file's: "
+            f"use one from 0 to {MTIME_END_S - 1} s after 1970"
+        )
+
+
 def _entries(archive: tarfile.TarFile, tar: bytes) -> tuple[Entry, ...]:
     found: dict[str, Entry] = {}
     end = 0
@@ -146,6 +157,7 @@ def _header(entry: Entry) -> tarfile.TarInfo:
 
 def _entry(member: tarfile.TarInfo, tar: bytes) -> Entry:
     name = plain_name(member.name)
+    check_date(member)
     mode, mtime_s = member.mode & PERMISSIONS, int(member.mtime)
     if member.isdir():
         return Entry(name=name, kind=EntryKind.FOLDER, mode=mode, mtime_s=mtime_s)

@@ -12,7 +12,16 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from etude.errors import SandboxError
-from etude.sandboxes.archives import PERMISSIONS, Budget, Entry, EntryKind, plain_name, read_archive, write_archive
+from etude.sandboxes.archives import (
+    MTIME_END_S,
+    PERMISSIONS,
+    Budget,
+    Entry,
+    EntryKind,
+    plain_name,
+    read_archive,
+    write_archive,
+)
 
 READ_LIMIT_BYTES = 8 << 20
 """Most that is read of one file as text."""
@@ -246,7 +255,7 @@ def _entry(folder: int, name: str, shown: str, budget: Budget, depth: int = 0) -
     """What ``name`` in an open folder is, and all below it; nothing for what cannot be carried or just went away."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        mode, mtime_s = stat.S_IMODE(status.st_mode) & PERMISSIONS, max(0, int(status.st_mtime))
+        mode, mtime_s = stat.S_IMODE(status.st_mode) & PERMISSIONS, min(max(0, int(status.st_mtime)), MTIME_END_S - 1)
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(name, dir_fd=folder)
             yield Entry(name=shown, kind=EntryKind.LINK, target=target, mtime_s=mtime_s)

@@ -30,7 +30,7 @@ def contents(draw: st.DrawFn) -> Sequence[Entry]:
             mode=0o777 if kind is EntryKind.LINK else draw(st.integers(0, 0o777)),
             data=draw(st.binary(max_size=2000)) if kind is EntryKind.FILE else b"",
             target=draw(parts) if kind is EntryKind.LINK else "",
-            mtime_s=draw(st.integers(0, 1 << 33)),
+            mtime_s=draw(st.integers(0, (1 << 33) - 1)),
         )
     return list(found.values())
 
@@ -118,6 +118,17 @@ def info(
 def test_what_could_be_written_through_is_refused(members: Sequence[tarfile.TarInfo], fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
         read_archive(tar_of(*members))
+
+
+@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE])
+@pytest.mark.parametrize("date", ["1e30", "inf", "8589934592", "-1", "-0.5", "nan"])
+def test_a_date_that_no_file_has_is_refused(kind: bytes, date: str) -> None:
+    dated = info("a", kind, "b")
+    dated.pax_headers = {"mtime": date}
+    with pytest.raises(
+        ValueError, match=r"'a' in the archive has the date .* s, no file's: use one from 0 to 8589934591"
+    ):
+        read_archive(tar_of(dated))
 
 
 def test_the_rights_of_others_are_not_lent() -> None:

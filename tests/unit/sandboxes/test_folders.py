@@ -80,6 +80,23 @@ def test_what_is_in_the_way_stops_all_of_it(tmp_path: Path, kind: EntryKind) -> 
     assert there.read("first") is None
 
 
+@pytest.mark.parametrize("date_s", [-1000, 1 << 33])
+def test_what_is_exported_can_be_unpacked_whatever_its_date(tmp_path: Path, date_s: int) -> None:
+    there = folder(tmp_path)
+    there.write("a", "text")
+    os.utime(there.work / "a", (date_s, date_s))
+    there.unpack(there.pack(["."], 1 << 20))
+    assert 0 <= (there.work / "a").stat().st_mtime < 1 << 33
+
+
+def test_a_date_that_no_file_has_leaves_nothing_behind(tmp_path: Path) -> None:
+    there = folder(tmp_path)
+    first = Entry(name="first", kind=EntryKind.FILE)
+    with pytest.raises(ValueError, match="'a' in the archive has the date"):
+        there.unpack(write_archive([first, Entry(name="a", kind=EntryKind.FILE, mtime_s=10**30)]))
+    assert there.read("first") is None
+
+
 def test_an_export_without_end_is_stopped(tmp_path: Path) -> None:
     there = folder(tmp_path)
     deep = there.work

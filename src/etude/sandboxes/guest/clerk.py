@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import SandboxError
+from etude.sandboxes.archives import MTIME_END_S
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.guest.frames import Inbox, Message, Outbox
 from etude.sandboxes.guest.world import UPPER, WORLD
@@ -124,6 +125,7 @@ def _header(tar: tarfile.TarFile, path: Path, name: str) -> tarfile.TarInfo | No
     info = tar.gettarinfo(str(path), arcname=name)
     if info.islnk():  # the same file under a second name: a layer has it twice
         info.type, info.linkname, info.size = tarfile.REGTYPE, "", status.st_size
+    info.mtime = min(max(0, info.mtime), MTIME_END_S - 1)  # what its reader takes
     if info.isdir() and OPAQUE in os.listxattr(path):
         info.pax_headers = {XATTR_HEADER: "y"}
     return info

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path, PurePosixPath
 
 from etude.errors import SandboxError
+from etude.sandboxes.archives import check_date
 from etude.sandboxes.guest.clerk import XATTR_HEADER
 from etude.sandboxes.layers import AGENT, PATH_LIMIT_BYTES, WHITEOUT_XATTRS
 
@@ -42,6 +43,7 @@ def _check(member: tarfile.TarInfo, folders: dict[str, tarfile.TarInfo | None]) 
         raise ValueError(f"{member.name!r} is not below a folder of the layer")
     if len(os.fsencode(member.name)) > PATH_LIMIT_BYTES:
         raise ValueError(f"{member.name[:60]}… is longer than {PATH_LIMIT_BYTES} bytes")
+    check_date(member)
 
 
 def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:

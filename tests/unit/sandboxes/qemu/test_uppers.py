@@ -51,9 +51,24 @@ def test_whiteouts_and_folders_that_hide_others_are_kept(tmp_path: Path) -> None
     assert (tmp_path / "layer/gone").is_char_device()
 
 
-def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+def test_dates_that_no_archive_has_become_the_next_that_one_has(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "old").mkdir(parents=True)
+    (source / "young").touch()
+    os.utime(source / "old", (-1000, -1000))
+    os.utime(source / "young", (1 << 33, 1 << 33))
+    (tmp_path / "tar").write_bytes(b"".join(_pieces(source)))
+    unpack_upper(tmp_path / "tar", tmp_path / "layer")
+    dates = [(tmp_path / "layer" / name).stat().st_mtime for name in ("old", "young")]
+    assert dates == [0, min((1 << 33) - 1, (source / "young").stat().st_mtime)]
+
+
+def member(
+    name: str, kind: bytes = tarfile.REGTYPE, target: str = "", headers: dict[str, str] | None = None
+) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.devmajor, info.devminor = kind, target, 1, 3
+    info.pax_headers = headers or {}
     return info
 
 
@@ -70,6 +85,10 @@ BAD = {
     "a pipe": [member("a", tarfile.FIFOTYPE)],
     "itself": [member(".", tarfile.DIRTYPE)],
     "long": [member("a" * 4000)],
+    "a date that is too large": [member("a", headers={"mtime": "1e30"})],
+    "a folder with such a date": [member("a", tarfile.DIRTYPE, headers={"mtime": "8589934592"})],
+    "a link with a date before all": [member("a", tarfile.SYMTYPE, "b", headers={"mtime": "-1"})],
+    "a date that is none": [member("a", headers={"mtime": "nan"})],
 }
 
 
