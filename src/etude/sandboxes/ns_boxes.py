@@ -35,6 +35,11 @@ MOVES: Mapping[BoxState, frozenset[BoxState]] = MappingProxyType(
 """State → where it may go."""
 
 
+def is_own_folder(path: str) -> bool:
+    """Whether a folder is there, and no link of an image: that would lead out of it, to the machine's."""
+    return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
+
+
 class Box:
     """One sandbox, as its launcher sees it."""
 
@@ -67,7 +72,7 @@ class Box:
         """Where trees lie over each other in it: the root, and ``/usr`` where that is the machine's and can change."""
         if self.creation["root"]:
             return [""]
-        changes = self.as_root or any(Path(layer, "usr").is_dir() for layer in self.creation["layers"])
+        changes = self.as_root or any(is_own_folder(f"{layer}/usr") for layer in self.creation["layers"])
         return ["", "/usr"] if changes else [""]
 
     def is_dying(self) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.sandboxes import ns_kernel as kernel
-from etude.sandboxes.ns_boxes import Box
+from etude.sandboxes.ns_boxes import Box, is_own_folder
 from etude.sandboxes.ns_root import AGENT, HOME, Overlay, RootPlan, Shown
 from etude.worlds import WORKDIR
 
@@ -87,7 +87,7 @@ def plan_root(box: Box, parcel: Parcel, *, skeleton: str, devices: str, maps_ran
     for target in box.overlays:
         bottom = creation["root"] or (target or skeleton)
         paths = [f"{layer}{target}" for layer in reversed(creation["layers"])]
-        there = [path for path in paths if not target or os.path.isdir(path)]  # noqa: PTH112
+        there = [path for path in paths if not target or is_own_folder(path)]
         trees = tuple(parcel.add(path, GUARDED, mapped=True) for path in (*there, bottom))
         overlays.append(Overlay(target, trees))
     shown = []

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -299,6 +300,28 @@ def test_a_layer_of_programs_lies_over_the_machines_own(tmp_path: Path) -> None:
         return (await sandbox.exec(["sh", "-c", use], timeout_s=TIMEOUT_S)).stdout
 
     assert act(run) == "own\ntheirs\n"
+
+
+@pytest.mark.parametrize("spec", [SandboxSpec(), ROOT], ids=["agent", "root"])
+def test_a_link_in_a_layer_leads_to_nothing_of_the_machine(tmp_path: Path, spec: SandboxSpec) -> None:
+    machines, lower, upper = tmp_path / "machines", tmp_path / "lower", tmp_path / "upper"
+    (upper / "usr").mkdir(parents=True)  # over the link, which would be no place for programs
+    lower.mkdir()
+    (lower / "usr").symlink_to(machines)
+    machines.mkdir()
+    (machines / "secret").write_text("told", encoding="utf-8")
+    for path in (tmp_path, machines, lower, upper, upper / "usr"):
+        path.chmod(0o755)
+
+    async def look(provider: NamespaceSandboxes) -> ExecResult:
+        if Capability.IMAGES not in await provider.capabilities():
+            pytest.skip("only the machine's root can build images")
+        sandbox = await provider.create({}, replace(spec, image=Image(layers=(lower, upper))))
+        return await sandbox.exec(["cat", "/usr/secret"], timeout_s=TIMEOUT_S)
+
+    seen = act(look)
+    assert seen.stdout == ""
+    assert "No such file" in seen.stderr
 
 
 def test_without_root_what_cannot_be_held_to_is_refused() -> None:
