@@ -28,10 +28,11 @@ from etude.errors import InfrastructureError
 HEAD_END = b"\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 SLACK_S = 60.0
-"""How much longer than it should an order may take before it has failed."""
+"""Beyond ``MOST_S``, for connecting and for the last answers; then the order has failed."""
 MOST_S = 40.0
 """When calls are not counted any more, however few were answered."""
 QUOTED_BYTES = 300
+"""Of a wrong answer, in the error: its end says most."""
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CONTENT = re.compile(rb'"content": ?"[^"]')
@@ -57,7 +58,7 @@ class Order:
     bodies: tuple[str, ...]
     """The calls of a conversation, in order; it is held again and again."""
     expected: str
-    """Stands in the end of every right answer."""
+    """Every right answer contains it."""
     concurrency: int
     """Callers."""
     seconds: float
@@ -204,7 +205,7 @@ class Crowd:
         self._started = self._ended = 0.0
 
     async def run(self) -> Measured:
-        """Everybody calls until time is up. Raises ``ConnectionError`` and ``TimeoutError``."""
+        """Everybody calls until time is up. Raises an ``ExceptionGroup`` of what went wrong, or ``TimeoutError``."""
         connections: list[Connection] = []
         try:
             async with asyncio.timeout(MOST_S + SLACK_S), asyncio.TaskGroup() as group:
@@ -290,7 +291,7 @@ def _filled(line: str) -> Mapping[str, object]:
     """What was measured, or the first thing that went wrong."""
     try:
         return asdict(uvloop.run(Crowd(Order.parse(line)).run()))
-    except (ConnectionError, TimeoutError) as error:
+    except TimeoutError as error:
         return {"error": f"{type(error).__name__}: {error}"}
     except ExceptionGroup as group:
         first = group.exceptions[0]

@@ -8,7 +8,8 @@ replaces those of them that the live router finds implausible. In invariant arit
 other engines get low-precision weights decoded, since they know nothing of our formats: they leave activations as they
 are, which the trainer does not, and that mismatch no replay removes.
 
-Shape legend: B sessions, T positions, P prompt tokens, C sampled tokens, N = B·C, S sparse layers, k experts per token.
+Shape legend: B sessions, T positions, P prompt tokens, C sampled tokens, N = B·C, M = B·T, the last token
+of each session included, S sparse layers, k experts per token.
 """
 
 import sys
@@ -77,11 +78,14 @@ class NumericsOptions:
         if unknown := sorted(set(self.engines) - set(ENGINES)) + sorted(set(self.formats) - set(FORMATS)):
             raise UserError(f"bench numerics: no {unknown[0]!r} among {', '.join((*ENGINES, *FORMATS))}")
         if not 1 <= self.sessions <= RUNNING or self.prompt_tokens + self.new_tokens > LENGTH:
-            raise UserError(f"bench numerics: at most {RUNNING} sessions of {LENGTH} tokens")
+            raise UserError(
+                f"bench numerics: {self.sessions} sessions of {self.prompt_tokens + self.new_tokens} tokens: choose "
+                f"1 to {RUNNING} of at most {LENGTH}"
+            )
 
 
 def numerics_options(engines: tuple[str, ...] | None = None, *, quick: bool = False) -> NumericsOptions:
-    """The options of a call; ``None`` stands for all engines, or our exact one where it shall be ``quick``.
+    """The options of a call; ``None`` stands for all engines, or with ``quick`` for ``native-invariant`` alone.
 
     Raises :class:`~etude.errors.UserError` as the options do.
     """
@@ -145,8 +149,8 @@ class Samples:
     """int64."""
     prompt_tokens: int
     logprobs_N: Floats
-    routes_NSk: Tensor | None
-    """int64 [B·T, S, k], ``NO_ROUTE`` for the last token of each session, which nobody read."""
+    routes_MSk: Tensor | None
+    """int64, ``NO_ROUTE`` for the last token of each session, which nobody read."""
 
 
 def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:
@@ -205,7 +209,7 @@ def _rows(name: str, model: TrainedModel, options: NumericsOptions, scratch: Pat
         if arithmetic == "invariant":
             yield _compared(engine, name, "invariant", trained, samples, None)
             continue
-        flipped_N = None if samples.routes_NSk is None else _flipped(trained, samples)
+        flipped_N = None if samples.routes_MSk is None else _flipped(trained, samples)
         for mode in REPLAYS:
             if engine in ROUTED or mode == "none":
                 yield _compared(engine, name, mode, trained, samples, flipped_N)
@@ -246,16 +250,16 @@ def _decoded(name: str, master: Path, scratch: Path) -> Path:
 
 def _samples(order: Order, sampled: Sequence[dict[str, Any]]) -> Samples:
     rows = [[*prompt, *one["token_ids"]] for prompt, one in zip(order.prompts, sampled, strict=True)]
-    routes_NSk = None
+    routes_MSk = None
     if all(one["routes"] for one in sampled):
         routes_BTSk = torch.tensor([one["routes"] for one in sampled])
         unread_B1Sk = torch.full_like(routes_BTSk[:, :1], NO_ROUTE)
-        routes_NSk = torch.cat([routes_BTSk, unread_B1Sk], 1).flatten(0, 1)
+        routes_MSk = torch.cat([routes_BTSk, unread_B1Sk], 1).flatten(0, 1)
     return Samples(
         ids_BT=torch.tensor(rows),
         prompt_tokens=len(order.prompts[0]),
         logprobs_N=np.array([one["logprobs"] for one in sampled], np.float32).ravel(),
-        routes_NSk=routes_NSk,
+        routes_MSk=routes_MSk,
     )
 
 
@@ -263,9 +267,9 @@ def _flipped(trained: Decoder, samples: Samples) -> Mask:
     """[N] sampled tokens whose own forward pass goes to other experts than in the engine, in any layer."""
     routing = Routing(record=True)
     _scored(trained, samples, routing)
-    assert samples.routes_NSk is not None
-    same_NSk = (samples.routes_NSk.unsqueeze(-1) == routing.recorded().unsqueeze(-2)).any(-1)
-    same_BT = same_NSk.flatten(1).all(-1).view(samples.ids_BT.shape)
+    assert samples.routes_MSk is not None
+    same_MSk = _agreed(routing, samples.routes_MSk)
+    same_BT = same_MSk.flatten(1).all(-1).view(samples.ids_BT.shape)
     flipped: Mask = (~same_BT[:, samples.prompt_tokens - 1 : -1]).flatten().numpy()
     return flipped
 
@@ -273,9 +277,9 @@ def _flipped(trained: Decoder, samples: Samples) -> Mask:
 def _compared(engine: str, name: str, mode: str, trained: Decoder, samples: Samples, flipped_N: Mask | None) -> Row:
     """Score an engine's tokens with the trainer's model."""
     floor = REPLAYS.get(mode)
-    routing = Routing(record=True) if floor is None else Routing(replay=samples.routes_NSk, floor=floor)
+    routing = Routing(record=True) if floor is None else Routing(replay=samples.routes_MSk, floor=floor)
     trained_N = _scored(trained, samples, routing)
-    pairs, flips = route_flips(routing, samples.routes_NSk) if floor is None else (routing.pairs, routing.flips)
+    pairs, flips = route_flips(routing, samples.routes_MSk) if floor is None else (routing.pairs, routing.flips)
     differences_N = trained_N - samples.logprobs_N
     return Row(
         engine=engine,
@@ -300,13 +304,17 @@ def _scored(trained: Decoder, samples: Samples, routing: Routing) -> Floats:
     return scored
 
 
-def route_flips(routing: Routing, engine_NSk: Tensor | None) -> tuple[int, int]:
+def route_flips(routing: Routing, engine_MSk: Tensor | None) -> tuple[int, int]:
     """Pairs of token and expert that the engine recorded, and those of them that the trainer did not choose."""
-    if engine_NSk is None:
+    if engine_MSk is None:
         return 0, 0
-    chosen_NSkk = engine_NSk.unsqueeze(-1) == routing.recorded().unsqueeze(-2)
-    known_NSk = engine_NSk != NO_ROUTE
-    return int(known_NSk.sum()), int((known_NSk & ~chosen_NSkk.any(-1)).sum())
+    known_MSk = engine_MSk != NO_ROUTE
+    return int(known_MSk.sum()), int((known_MSk & ~_agreed(routing, engine_MSk)).sum())
+
+
+def _agreed(routing: Routing, engine_MSk: Tensor) -> Tensor:
+    """[M,S,k] whether the trainer chose the engine's expert, too."""
+    return (engine_MSk.unsqueeze(-1) == routing.recorded().unsqueeze(-2)).any(-1)
 
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,8 +42,8 @@ TOKENS_VS_TRANSFORMERS = Goal("tokens_vs_transformers", "at least", 1.0)
 """Our tokens per second over those of the faster of transformers' ways."""
 PEAK_SHARE = Goal("peak_share", "at least", 0.4)
 """Judged where a GPU is: models that a CPU trains are too narrow for its matmul peak to be what limits them."""
-DEADLINE_S = 900.0
-"""For all steps of one contestant."""
+MESSAGE_DEADLINE_S = 900.0
+"""For each message of a contestant: that it is ready, or that a step is done."""
 SHEET_PEAKS: Mapping[str, float] = MappingProxyType({"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12})
 """Part of a card's name → bfloat16 operations per second, dense, as its data sheet has them."""
 
@@ -213,7 +213,7 @@ async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) ->
         for name in names:
             try:
                 rivals[name] = await stack.enter_async_context(_opened(name, options.setup, scratch))
-                ready = await rivals[name].receive(DEADLINE_S)
+                ready = await rivals[name].receive(MESSAGE_DEADLINE_S)
                 assert ready is not None and isinstance(ready["settings"], dict)
                 rows[name] = replace(rows[name], settings=ready["settings"])
             except InfrastructureError as error:
@@ -235,7 +235,7 @@ async def _step(rival: Rival, row: Row, *, timed: bool) -> Row:
     """One step more; the first one compiles and allocates, and does not count."""
     try:
         await rival.answer({"go": True})
-        said = await rival.receive(DEADLINE_S)
+        said = await rival.receive(MESSAGE_DEADLINE_S)
     except InfrastructureError as error:
         return replace(row, missing=str(error))
     assert said is not None and isinstance(said["seconds"], float) and isinstance(said["peak"], float)

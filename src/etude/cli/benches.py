@@ -136,10 +136,12 @@ def _run_once(options: argparse.Namespace) -> Measured:
             result = bench_faults(
                 fault_options(options.faults, seed=options.seed, out=options.out, quick=options.quick)
             )
-        case _:
+        case "sync":
             from etude.benchmarks.sync import bench_sync, table
 
             result = bench_sync()
+        case other:
+            raise AssertionError(f"no bench {other!r}")
     return result, table
 
 
@@ -161,7 +163,7 @@ def _run_trials(options: argparse.Namespace) -> Measured:
             from etude.benchmarks.hints import bench_hints, table
 
             result = bench_hints(options.recipe, options.out, seeds=seeds, weight=options.weight, overrides=options.set)
-        case _:
+        case "summaries":
             from etude.benchmarks.summaries import ARMS, bench_summaries, table
 
             result = bench_summaries(
@@ -171,4 +173,6 @@ def _run_trials(options: argparse.Namespace) -> Measured:
                 arms=names(options.contestants) or ARMS,
                 overrides=options.set,
             )
+        case other:
+            raise AssertionError(f"no bench {other!r}")
     return result, table

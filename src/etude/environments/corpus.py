@@ -29,6 +29,8 @@ STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 """How many modules of the standard library are read, and how much of each."""
 TOKENIZER_SESSIONS = 1_500
 """Sessions that a tokenizer is learnt from."""
+TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
+"""And of the library: every how manieth module, and how much of it."""
 
 
 class Practice(Protocol):
@@ -125,11 +127,13 @@ def _message(said: Said) -> Message:
 
 
 def tokenizer_texts(practice: Practice, seed: int) -> Iterator[str]:
-    """Text to learn a tokenizer from: the same sources, never anything held out."""
+    """Text to learn a tokenizer from: sessions of the practice's side, and the beginnings of library modules, held-out
+    ones among them: a tokenizer learns which letters go together, and no line.
+    """
     rng = Random(f"tokenizer|{seed}")
     for _ in range(TOKENIZER_SESSIONS):
         yield from (message.content for message in practice.session(rng))
-    yield from (text[:8000] for text in _library()[::4])
+    yield from (text[:TOKENIZER_CHARACTERS] for text in _library()[::TOKENIZER_EVERY])
 
 
 def stdlib_texts(side: Side) -> list[str]:

@@ -23,6 +23,7 @@ Labels = npt.NDArray[np.int64]
 RIDGE = 0.02
 """Strength of the penalty, per row: weak enough that a plain tell stands out, strong enough for more D than N."""
 ITERATIONS = 150
+"""Of gradient descent."""
 DRAWS = 2_000
 """Of the bootstrap: the interval's ends are good to about one hundredth of its width."""
 CONFIDENCE = 0.95

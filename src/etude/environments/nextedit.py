@@ -8,8 +8,9 @@
 
 Code is the Python standard library's: every local variable or parameter of every function, at any two of its lines
 that follow one another. Whole modules are held out, by hash, and with the same hash as text for mid-training, so that
-held-out lines are read nowhere; what also occurs in another module is left out. The new names are the most frequent
-ones of other variables: a tokenizer of some hundred words knows them as one or two.
+no weight is trained on held-out lines (the tokenizer may have read them); what also occurs in another module is left
+out. The new names are the most frequent ones of other variables: a tokenizer of some hundred words knows them as one or
+two.
 
 Owns the material and the split. Does not grade (:mod:`etude.rewards.answers`), nor say what a wrong suggestion costs,
 which is the recipe's (``[reward]``).

@@ -107,8 +107,8 @@ class SummariesPractice:
         return [Message("user", prompt_of(function)), Message("assistant", f"{ANSWER} {line}")]
 
     def _exchanged(self, rng: Random) -> Function:
-        """A function with the name of a second one that returns what a third one does. Of the few hundred there are, a
-        line could be learnt by heart; of their combinations it has to be copied.
+        """A function put together from three: the body of one, the name of another, what a third returns. A few hundred
+        right lines could be learnt by heart; so many combinations have to be copied.
         """
         one, name, returned = (self._family.function(self._split, rng) for _ in range(3))
         body = one.text.removeprefix(f"def {one.name}").removesuffix(one.returned)
@@ -143,7 +143,7 @@ def functions_of(module: str, source: str) -> Iterator[Function]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
             last = node.body[-1]
-            if isinstance(last, ast.Return) and last.value is not None and _returns(node) == 1:
+            if isinstance(last, ast.Return) and last.value is not None and _exits(node) == 1:
                 function = Function(
                     module=module, name=node.name, text=_text(node, lines), returned=_segment(last.value, lines)
                 )
@@ -151,7 +151,8 @@ def functions_of(module: str, source: str) -> Iterator[Function]:
                     yield function
 
 
-def _returns(node: ast.FunctionDef) -> int:
+def _exits(node: ast.FunctionDef) -> int:
+    """Returns, and inner functions and lambdas, which are not allowed either: 1 means one return and none of them."""
     return sum(isinstance(inner, (ast.Return, ast.FunctionDef, ast.Lambda)) for inner in ast.walk(node)) - 1
 
 

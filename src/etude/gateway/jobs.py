@@ -41,7 +41,7 @@ class Job:
 
     @property
     def session(self) -> str:
-        """Calls of one session go to one engine, which has read what they begin with."""
+        """The session's id: all its calls go to one engine, which has read what they begin with."""
         return self.caller.conversation.session_id
 
     @property
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def bulky(self) -> bool:
-        """Whether the engine's record holds more than tokens: it comes at the very end only, so that is waited for."""
+        """Whether the engine's record holds more than tokens. It comes with the last token: that is waited for."""
         return self.params.want_routes or self.params.cuts
 
     def params_of(self, index: int) -> SamplingParams:

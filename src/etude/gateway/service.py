@@ -120,7 +120,11 @@ class Service:
 
 
 def _known(call: Call, caller: Caller) -> Answer | None:
-    """What this very request was answered before: its caller says that it asks again, or its session was forked."""
+    """The answer that this request had before; ``None`` for a new one.
+
+    It is the same request by its id, by the order of calls in a forked session, or by its caller's word. Raises
+    :class:`~etude.gateway.calls.Refusal` where the caller of a forked session asks something else.
+    """
     if caller.request_id and (known := caller.conversation.answered(caller.request_id, call)) is not None:
         return known
     try:

@@ -35,15 +35,13 @@ from etude.ledger.states import GroupState
 from etude.rollouts.bounds import Limits
 from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
-from etude.rollouts.worker import Beginning, Rig, Ties, Trunk, give_back, run_rollout
+from etude.rollouts.worker import UNWATCHED, Beginning, Rig, Ties, Trunk, give_back, run_rollout
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog
-from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Verdict
+from etude.types import Branch, Rollout, RolloutStatus, Task
 
 CLEANUP_S = 60.0
 """For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
-UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
-"""Of a rollout that nobody looked at."""
 
 
 class Flight:
@@ -222,7 +220,9 @@ class _Beginnings:
         return self._waiting.pop(place_of(slot), None)
 
     def give_back(self, group_index: int | None = None) -> list[asyncio.Task[None]]:
-        """Nobody starts any more, of that group or at all; what is being closed."""
+        """Close what waits for branches of one group, or of all, that will not start any more; returns every closing
+        under way.
+        """
         for place in [place for place in self._waiting if group_index in (None, place[0])]:
             self._close(self._waiting.pop(place))
         return list(self._closings)

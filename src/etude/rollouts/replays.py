@@ -70,7 +70,7 @@ class NotedSandbox:
         """Run one command, or say how it ended."""
         call = ("exec", tuple(argv), stdin, timeout_s, dict(environment or {}))
         if (note := self._recalled(call)) is not None:
-            result = cast("ExecResult", note.outcome)
+            result = cast("ExecResult", _again(note))
             granted_s = self._agent.grant(timeout_s)
             self._agent.sign_of_life()
             self._agent.spend(result, asked_s=timeout_s, granted_s=granted_s)
@@ -114,9 +114,7 @@ class NotedSandbox:
         if (note := self._recalled(call)) is None:
             return await self._do(call, work())
         self._agent.sign_of_life()
-        if isinstance(note.outcome, ValueError):
-            raise ValueError(*note.outcome.args)
-        return cast("T", note.outcome)
+        return cast("T", _again(note))
 
     async def _do(self, call: tuple[object, ...], work: Awaitable[T]) -> T:
         try:
@@ -139,3 +137,10 @@ class NotedSandbox:
                 f"does not do the same again; set credit.branches = 1"
             )
         return note
+
+
+def _again(note: Note) -> object:
+    """What a noted call returned. Raises the ``ValueError`` that it raised."""
+    if isinstance(note.outcome, ValueError):
+        raise ValueError(*note.outcome.args)
+    return note.outcome

@@ -28,6 +28,8 @@ INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
 that is raised is a bug, and passes.
 """
+UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
+"""Of a rollout that nobody looked at."""
 GRADINGS = 2
 """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
 
@@ -137,7 +139,7 @@ class Trunk:
     """Its own."""
     point: ForkPoint
     branches: int
-    """How many they are, itself not counted."""
+    """How many rollouts branch off it, itself not counted."""
     hand_over: Callable[[Sequence[Beginning]], None]
     """Takes them over; called once at most."""
 
@@ -317,14 +319,14 @@ class _Fork:
 
 
 def _weigh(verdict: Verdict | None, appraisal: Appraisal, graded: Reward) -> Verdict | None:
-    """The verdict, which was on what the grader saw, once all is considered: what it keeps is worth what it was
-    appraised at, or is kept out of training where the appraiser wants that.
+    """The verdict on the rollout as a whole; ``None`` where nobody watched and nothing is masked.
+
+    One that keeps it takes the appraised reward, or becomes a quarantine where the appraiser masks; any other stands.
     """
     if verdict is None and not appraisal.masked:
         return None
-    keep = Disposition.KEEP
-    kept = verdict or Verdict(disposition=keep, reward=0.0, reason="", flags=(), hacked=False, graded=graded.value)
-    if kept.disposition is not keep:
+    kept = verdict or replace(UNWATCHED, graded=graded.value)
+    if kept.disposition is not Disposition.KEEP:
         return kept
     if appraisal.masked:
         return replace(kept, disposition=Disposition.QUARANTINE, reward=0.0, reason=appraisal.masked)

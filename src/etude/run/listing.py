@@ -8,7 +8,7 @@ from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, Scrip
 
 
 def task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
-    """The first ``count`` tasks of a split: prompt, files, one visible case."""
+    """The first ``count`` tasks of a split: prompt, files, and in a line what is asked for."""
     family = open_family(config)
     for index in range(count):
         task = family.task(Split(split), index)

@@ -25,6 +25,7 @@ MEMORY_LIMIT_BYTES = 512 << 20
 FILE_LIMIT_BYTES = 8 << 20
 """Largest file a process may write."""
 DESCRIPTOR_LIMIT = 32
+"""Files that one process may have open."""
 PROCESS_LIMIT = 64
 """Processes and threads of one worker at any time; only a user namespace makes this count private."""
 

@@ -3,8 +3,9 @@
 Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
 only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
 and the socket families that no network namespace holds back: a virtual machine's ``AF_VSOCK`` reaches its host.
-Everything else is allowed, debuggers included. A refused call fails with ``EPERM``, as it does for an ordinary user;
-``clone3`` and io_uring with ``ENOSYS``, on which C libraries fall back to what can be inspected.
+Everything else is allowed, debuggers included, except of process 1. A refused call fails with ``EPERM``, as it does for
+an ordinary user; a refused socket family with ``EAFNOSUPPORT``; ``clone3``, io_uring and x32 calls with ``ENOSYS``, on
+which C libraries fall back to what can be inspected. A 32-bit program is killed.
 """
 
 import errno

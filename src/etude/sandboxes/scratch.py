@@ -53,7 +53,9 @@ class Scratch:
         return cls(path, lock)
 
     def create(self, *, reader: int | None) -> Path:
-        """Make the directory of a new sandbox, which the user ``reader`` may read, and nobody else but us."""
+        """Make the directory of a new sandbox; besides us, only the group number ``reader`` may read it: the user of a
+        sandbox has a group of the same number.
+        """
         self._created += 1
         path = self.path / f"{self._created:06d}"
         os.mkdir(path, 0o700)  # noqa: PTH102 - the mode at birth is the point

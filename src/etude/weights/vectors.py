@@ -32,7 +32,7 @@ def unequal(_context: Any, first: Any, second: Any, offset: Any) -> Any:
 def trailing_zeros(_context: Any, mask: Any) -> Any:
     """Index of the lowest set bit; undefined for 0."""
 
-    def generate(_ctx: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
 
     return types.int64(types.uint64), generate
@@ -42,7 +42,7 @@ def trailing_zeros(_context: Any, mask: Any) -> Any:
 def popcount(_context: Any, mask: Any) -> Any:
     """Number of set bits."""
 
-    def generate(_ctx: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
 
     return types.int64(types.uint64), generate
@@ -50,7 +50,7 @@ def popcount(_context: Any, mask: Any) -> Any:
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
     data = context.make_array(array_type)(context, builder, array).data
-    vector = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
-    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), vector.as_pointer()))
+    lanes = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
+    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), lanes.as_pointer()))
     loaded.align = array_type.dtype.bitwidth // 8
     return loaded

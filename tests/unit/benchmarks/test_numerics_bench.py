@@ -38,7 +38,7 @@ def test_invariant_arithmetic_is_exact_and_fast_is_close(tmp_path: Path) -> None
     exact, plain = rows[:2]
     assert exact["tokens"] == plain["tokens"] == 4 * 24
     assert exact["max"] == 0 and exact["equal_share"] == 1 and exact["flip_share"] == 0
-    assert 0 < plain["max"] < 0.5
+    assert plain["max"] < 0.5  # on some processors the two sides round alike, and it is 0
     assert goals["invariant_max_abs"]["met"] is True
     assert goals["replay_p99_removed"]["met"] is False
     assert "native-invariant" in table(result)
@@ -59,8 +59,8 @@ def test_the_model_is_trained_once(tmp_path: Path) -> None:
 def test_flips_are_counted_as_sets_and_unknown_routes_are_not() -> None:
     routing = Routing(record=True)
     routing._recorded_NSk = torch.tensor([[[0, 1]], [[2, 3]], [[4, 5]]])
-    engine_NSk = torch.tensor([[[1, 0]], [[2, 9]], [[NO_ROUTE, NO_ROUTE]]])
-    assert route_flips(routing, engine_NSk) == (4, 1)
+    engine_MSk = torch.tensor([[[1, 0]], [[2, 9]], [[NO_ROUTE, NO_ROUTE]]])
+    assert route_flips(routing, engine_MSk) == (4, 1)
     assert route_flips(routing, None) == (0, 0)
 
 

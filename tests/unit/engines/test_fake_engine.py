@@ -1,3 +1,5 @@
+"""The scripted engine of other tests: it behaves as an engine does, at once and the same every time."""
+
 import asyncio
 
 import pytest

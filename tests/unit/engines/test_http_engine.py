@@ -1,3 +1,5 @@
+"""The client of an engine behind HTTP: what it insists on, what it gives up, and whose fault that is."""
+
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing

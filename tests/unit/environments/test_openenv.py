@@ -1,3 +1,5 @@
+"""OpenEnv's environments, played over their own protocol: a real server, and one that misbehaves."""
+
 import asyncio
 import importlib.util
 import json

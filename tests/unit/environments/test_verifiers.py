@@ -1,3 +1,5 @@
+"""Environments of the verifiers library, played through our gateway in a process of their own."""
+
 import asyncio
 import importlib.util
 import json
@@ -18,6 +20,7 @@ from etude.protocols import HarnessResult, Reward, Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes.local import LocalSandboxes
 from etude.types import Json, Split
+from patience import wait_until
 from scripted_model import ScriptedModel, serving
 
 PYTHON = os.environ.get("ETUDE_VERIFIERS_PYTHON", sys.executable if importlib.util.find_spec("verifiers") else "")
@@ -164,7 +167,7 @@ def test_what_an_environment_left_running_goes_with_it_and_holds_nobody_up(tmp_p
             await environment.close()
 
     asyncio.run(act())
-    assert not is_alive(tmp_path / "left")
+    wait_until(lambda: not is_alive(tmp_path / "left"))
 
 
 def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) -> None:
@@ -178,7 +181,7 @@ def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) 
             opening.cancel()
             await asyncio.wait({opening})
         assert opening.cancelled()
-        assert not is_alive(tmp_path / "pid")
+        wait_until(lambda: not is_alive(tmp_path / "pid"))
 
     asyncio.run(act())
 

@@ -1,3 +1,5 @@
+"""The access log: a line for each visit, none lost without being counted."""
+
 import asyncio
 import os
 from pathlib import Path

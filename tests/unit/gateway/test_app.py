@@ -1,3 +1,5 @@
+"""The gateway over real HTTP: calls in, captured turns out."""
+
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable

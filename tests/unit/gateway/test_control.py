@@ -1,3 +1,5 @@
+"""The gateway's own requests over real HTTP: sessions, keys, engines, health and metrics."""
+
 import asyncio
 import fcntl
 from collections.abc import AsyncIterator, Awaitable, Callable

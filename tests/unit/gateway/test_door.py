@@ -1,3 +1,5 @@
+"""HTTP at the door: bodies, limits, hang-ups, and answers that end as they should."""
+
 import asyncio
 from collections.abc import Awaitable, Callable
 

@@ -1,3 +1,5 @@
+"""The OpenAPI document: tools read it, and it says what the gateway does."""
+
 from collections.abc import Iterator
 
 import jsonschema_rs

@@ -1,3 +1,5 @@
+"""One call from question to answer: stops, several replies, places in the line, replays, failures."""
+
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager

@@ -256,6 +256,6 @@ def test_every_detector_meets_three_of_each() -> None:
     assert all(len(table[name]) >= 3 for table in (CHEATS, HONEST) for name in names)
 
 
-def test_honest_work_is_hardly_ever_weighty_anywhere() -> None:
+def test_no_honest_work_is_weighty() -> None:
     every = [(dict(act.arguments), f) for acts in HONEST.values() for act in acts for f in inspect([act], SCENE)]
     assert [(arguments, f) for arguments, f in every if f.severity > 1] == []

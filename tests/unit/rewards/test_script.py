@@ -1,3 +1,5 @@
+"""Verifiers that are scripts: what a reward file may say, what an agent cannot forge, whose fault a failure is."""
+
 import asyncio
 import json
 import tempfile

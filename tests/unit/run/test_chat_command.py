@@ -1,3 +1,5 @@
+"""``etude chat``: what is printed, and which commands are obeyed."""
+
 import io
 from collections.abc import Iterator
 

@@ -1,3 +1,5 @@
+"""``etude gateway`` by itself: certificates, key files, engines by URL, settings that would do nothing."""
+
 import asyncio
 import ssl
 from collections.abc import AsyncIterator

@@ -1,6 +1,5 @@
 """Scoring again finds what an engine's numbers are off by, and says where it cannot."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +29,7 @@ def make_model(version: int) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run that has published versions 0 and 1."""
     config = default_recipe(["engine.device=cpu", "trainer.device=cpu"])
     made = RunFolder.create(tmp_path_factory.mktemp("rescoring") / "run", config)
@@ -42,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
         for version in (0, 1):
             publishing.start(published_state(make_model(version), config.numerics), version)
             publishing.land()
-    yield made
+    return made
 
 
 def make_turn(prompt: list[int], said: list[int], version: int, off_by: float = 0.0) -> Turn:

@@ -246,8 +246,7 @@ def test_replaying_what_the_router_chooses_anyway_changes_no_bit() -> None:
         trajectory = replace(trajectory, routes=own_routes(trainer.model, IDS))
         stats = trainer.step(1, [(trajectory, make_trajectory(trainer.model, [1, 2, 6], 1, -0.5))], totals(4))
         assert (stats.flipped_pairs, stats.replaced_pairs) == (0, 0)
-    for one, other in zip(live.model.parameters(), replayed.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert_same_weights(live, replayed)
 
 
 def test_a_router_learns_from_tokens_whose_experts_the_engine_chose() -> None:

@@ -124,7 +124,9 @@ class Source:
         return text[: len(text) - len(text.lstrip(" \t"))]
 
     def functions(self) -> Iterator[Function]:
-        """Every function that is not inside of another one, in the order of the text."""
+        """Every function at the top of the module or of a class, branches of ``if`` and ``try`` included, in the order
+        of the text.
+        """
         yield from _functions(self.tree.body, (), ())
 
     def classes(self) -> Iterator[ast.ClassDef]:
@@ -153,7 +155,7 @@ def last_line(node: Located) -> int:
 def _functions(
     body: Sequence[ast.stmt], names: tuple[str, ...], parents: tuple[ast.ClassDef, ...]
 ) -> Iterator[Function]:
-    """Descend into classes and into the branches of conditions, never into functions."""
+    """Descend into classes, ``if`` and ``try`` (not ``finally``), and into nothing else."""
     for node in body:
         if isinstance(node, FUNCTION_NODES):
             yield Function(qualname=".".join((*names, node.name)), node=node, parents=parents)

@@ -73,8 +73,8 @@ class Agreement:
 
     @property
     def worst_kappa(self) -> float:
-        """The lower end of its interval; for judges that were never wrong, which no resample would tell from those that
-        seldom are, it is no higher than the lower end of Clopper and Pearson's for the share of items judged rightly.
+        """The lower end of kappa's interval. Resamples of a judge that was never wrong are never wrong either: for such
+        a judge it is at most Clopper and Pearson's lower end for the share of items judged rightly.
         """
         never_wrong = (TAIL / 100) ** (1 / max(1, self.items)) if self.exact == 1.0 else 1.0
         return min(self.kappa.low, never_wrong)

@@ -107,7 +107,7 @@ class Link:
             while data := await loop.sock_recv(port, CHUNK_BYTES):
                 for message in inbox.feed(data):
                     self._hear(message)
-        except (OSError, FrameError, KeyError, TypeError) as error:
+        except (OSError, FrameError, KeyError, TypeError, ValueError, OverflowError) as error:
             self._fail(f"the virtual machine talks nonsense: {error!r}")
         else:
             self._fail("the virtual machine ended")

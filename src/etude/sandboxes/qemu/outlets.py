@@ -26,7 +26,10 @@ class Outlets:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hear(self, head: dict[str, Any], body: bytes) -> None:
-        """Take what the agent says of a tunnel. Raises ``KeyError`` for what is no such word."""
+        """Take what the agent says of a tunnel; an unknown word says nothing.
+
+        Raises ``KeyError``, ``TypeError``, ``ValueError`` or ``OverflowError`` for a head without its numbers.
+        """
         number = int(head["tunnel"])
         if head["do"] == "open":
             self._start(number, str(head["place"]))
@@ -64,6 +67,7 @@ class _Outlet:
         self._ahead_bytes = 0
         self._ended = self._broken = False
         self._news = asyncio.Event()
+        self._taken = asyncio.Event()
 
     def hear(self, do: str, body: bytes, count: int) -> None:
         """Take ``data``, ``end``, ``ack`` or ``shut``."""
@@ -72,6 +76,7 @@ class _Outlet:
         self._ended |= do == "end"
         self._broken |= do == "shut" or len(self._waiting) > 2 * WINDOW_BYTES
         self._news.set()
+        self._taken.set()
 
     async def run(self, place: str) -> None:
         """Connect, carry, close."""
@@ -122,7 +127,8 @@ class _Outlet:
     async def _settle(self, limit_bytes: int) -> None:
         """Wait until the command has taken all but less than ``limit_bytes``."""
         while self._ahead_bytes >= limit_bytes and not self._broken:
-            await asyncio.sleep(0.005)
+            self._taken.clear()
+            await self._taken.wait()
 
     async def _pause(self) -> None:
         self._news.clear()

@@ -1,3 +1,5 @@
+"""Dockerfiles read without Docker: each step as it is meant, and what cannot be built refused with its line."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Our tasks in Harbor's format: they come back as they were, and grade as they did."""
+
 import subprocess
 import sys
 import tarfile

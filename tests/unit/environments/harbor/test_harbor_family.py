@@ -1,3 +1,5 @@
+"""A folder of Harbor tasks as a family: which task is on which side, and what becomes of broken ones."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""One task in Harbor's format, read from its folder: nothing of the grading reaches the agent."""
+
 import re
 from pathlib import Path
 

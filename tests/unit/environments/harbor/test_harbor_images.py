@@ -1,3 +1,5 @@
+"""Images of Harbor tasks, built from their Dockerfiles, and tasks that are checked before they are used."""
+
 import asyncio
 import io
 import tarfile

@@ -1,3 +1,5 @@
+"""``task.toml``: what is held to is read, what would change the task is refused by name."""
+
 import pytest
 
 from etude.environments.harbor.settings import PROCESSES, TaskFolderError, fill_variables, parse_settings

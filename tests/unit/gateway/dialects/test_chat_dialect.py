@@ -1,3 +1,5 @@
+"""OpenAI's chat completions: what is read, and that all else is refused by name."""
+
 import orjson
 import pytest
 from hypothesis import given

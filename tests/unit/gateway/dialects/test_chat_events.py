@@ -1,3 +1,5 @@
+"""OpenAI's chat completions: answers, whole and as events, as its own SDK reads them."""
+
 from collections.abc import Sequence
 
 import numpy as np

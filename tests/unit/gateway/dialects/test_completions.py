@@ -1,3 +1,5 @@
+"""OpenAI's legacy completions: prompts of text or token ids, and answers as its own SDK reads them."""
+
 import numpy as np
 import orjson
 import pytest

@@ -1,3 +1,5 @@
+"""Reading JSON bodies field by field: bounds, and refusals that name path, value and what was expected."""
+
 import orjson
 import pytest
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Anthropic's Messages API: what is read, and that all else is refused by name."""
+
 import json
 from itertools import pairwise
 

@@ -1,3 +1,5 @@
+"""The list of models, as the SDKs of both dialects read it."""
+
 import anthropic.pagination
 import anthropic.types
 import openai.pagination

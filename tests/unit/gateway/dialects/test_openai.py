@@ -1,3 +1,5 @@
+"""What OpenAI's dialects share: sampling options, fingerprints, the shape of errors."""
+
 import numpy as np
 import orjson
 import pytest

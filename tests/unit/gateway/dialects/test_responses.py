@@ -1,3 +1,5 @@
+"""OpenAI's Responses API: items become messages, and what was answered can be sent back."""
+
 import json
 from itertools import pairwise
 
