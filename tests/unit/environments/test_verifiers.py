@@ -20,7 +20,7 @@ from etude.protocols import HarnessResult, Reward, Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes.local import LocalSandboxes
 from etude.types import Json, Split
-from patience import wait_until
+from patience import until, wait_until
 from scripted_model import ScriptedModel, serving
 
 PYTHON = os.environ.get("ETUDE_VERIFIERS_PYTHON", sys.executable if importlib.util.find_spec("verifiers") else "")
@@ -181,7 +181,7 @@ def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) 
             opening.cancel()
             await asyncio.wait({opening})
         assert opening.cancelled()
-        wait_until(lambda: not is_alive(tmp_path / "pid"))
+        await until(lambda: not is_alive(tmp_path / "pid"))
 
     asyncio.run(act())
 
