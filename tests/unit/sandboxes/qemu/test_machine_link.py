@@ -96,6 +96,18 @@ def test_everybody_learns_that_a_machine_is_gone(noise: bytes) -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize("tunnel", ["x", None, float("inf")], ids=str)
+def test_a_tunnel_that_is_no_number_is_nonsense(tunnel: Any) -> None:
+    async def scenario(link: Link, peer: Peer) -> None:
+        asked = asyncio.create_task(link.ask("do", {}, timeout_s=60))
+        await peer.hear()
+        await peer.say({"do": "open", "tunnel": tunnel, "place": "a:1"})
+        with pytest.raises(SandboxError, match="talks nonsense"):
+            await asked
+
+    play(scenario)
+
+
 def test_a_command_that_nobody_waits_for_is_killed() -> None:
     async def scenario(link: Link, peer: Peer) -> None:
         asked = asyncio.create_task(link.ask("exec", {}, timeout_s=60))
