@@ -217,16 +217,17 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
         return asdict(difference_of(*_sides(pairs, lambda tries: _mean(tries, value))))
 
+    passed = _sides(pairs, lambda tries: _mean(tries, measure.passed))
     found: dict[str, Json] = {
         "tasks": len(pairs),
         "reward": change(_reward),
         "pass": _pass_differences(pairs, measure.ks if way == "sampled" else (1,), measure),
         "over_templates": _over_templates(
             [after for _, after in pairs],
-            [_mean(after, measure.passed) - _mean(before, measure.passed) for before, after in pairs],
+            [after - before for before, after in zip(*passed, strict=True)],
             least=-1.0,
         ),
-        "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
+        "sign_test": asdict(sign_test(*passed)),
         **{name: change(effort) for name, effort in EFFORTS.items()},
     }
     return found if measure.prices is None else found | {"cost": change(measure.prices.of)}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
 from torch import Tensor
 
 from etude.config.recipe import RunConfig
@@ -47,7 +46,7 @@ from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.distillation import NO_COURSE, Course
 from etude.trainer.losses import Totals
-from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung, summarise
+from etude.trainer.mismatch import NOTHING_COMPARED, POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import StepStats, sample_share
 from etude.trainer.reference import Reference
@@ -65,8 +64,6 @@ LONGEST_ROLLOUT_S = 24 * 3600.0
 """How old those have to be: the ledger refers to what a rollout left when it ends."""
 MOST_IN_VAIN = 3
 """Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
-
-NO_DIFFERENCES = np.empty(0, np.float32)
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +228,7 @@ class TrainerProcess:
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
         if self._probe is None:
-            return summarise(NO_DIFFERENCES)
+            return NOTHING_COMPARED
         config = self.config.trainer
         rollouts = sample_share(
             [rollout for group in groups for rollout in group.rollouts], config.mismatch_share, step

@@ -59,7 +59,7 @@ async def _carry(place: Place, reader: asyncio.StreamReader, writer: asyncio.Str
     ends = [writer]
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            answers, beyond = await connect(place.host, place.port, limit=COPY_BYTES)
+            answers, beyond = await connect(place.host, place.port)
         ends.append(beyond)
         async with asyncio.TaskGroup() as both:
             both.create_task(_copy(reader, beyond))

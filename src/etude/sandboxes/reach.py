@@ -10,9 +10,6 @@ import errno
 import ipaddress
 import socket
 
-LIMIT_BYTES = 1 << 16
-"""Of what a reader holds back."""
-
 
 def is_inward(host: str) -> bool:
     """Whether a host, if it is no other name, is this machine or a neighbour that no router stands before."""
@@ -27,12 +24,10 @@ def is_inward(host: str) -> bool:
     return address.is_loopback or address.is_link_local or address.is_unspecified
 
 
-async def connect(
-    host: str, port: int, *, limit: int = LIMIT_BYTES
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection to an allowed place. Raises ``OSError`` where none accepts, or a name leads inwards."""
     if is_inward(host):
-        return await asyncio.open_connection(host, port, limit=limit)
+        return await asyncio.open_connection(host, port)
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(place[0]) for *_, place in found))
     for address in addresses:
@@ -40,7 +35,7 @@ async def connect(
             raise OSError(errno.EACCES, f"{host} leads to {address}, which is this machine or its neighbour")
     for address in addresses[:-1]:
         try:
-            return await asyncio.open_connection(address, port, limit=limit)
+            return await asyncio.open_connection(address, port)
         except OSError:
             continue  # the next one may accept
-    return await asyncio.open_connection(addresses[-1], port, limit=limit)
+    return await asyncio.open_connection(addresses[-1], port)

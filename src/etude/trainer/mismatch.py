@@ -58,6 +58,10 @@ class Mismatch:
     """Of those, the pairs that the trainer's own router would not have chosen."""
 
 
+NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
+"""Without tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
     """One measurement, whole and broken down."""
@@ -89,7 +93,7 @@ def rung(mismatch: Mismatch, config: NumericsConfig, before: Rung) -> Rung:
 def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Mismatch:
     """The statistics of differences in logprob; all zero when there are none."""
     if not len(differences_N):
-        return Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
+        return NOTHING_COMPARED
     d = differences_N.astype(np.float64)
     return Mismatch(
         tokens=len(d),

@@ -175,10 +175,9 @@ def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) 
 
     async def act() -> None:
         opening = asyncio.create_task(VerifiersEnvironment({"taskset": {"id": "x"}}, python=python).open())
+        await until((tmp_path / "pid").exists)
+        opening.cancel()
         async with asyncio.timeout(30):
-            while not (tmp_path / "pid").exists():
-                await asyncio.sleep(0.01)
-            opening.cancel()
             await asyncio.wait({opening})
         assert opening.cancelled()
         await until(lambda: not is_alive(tmp_path / "pid"))

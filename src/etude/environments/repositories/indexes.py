@@ -48,6 +48,21 @@ def pip_environment() -> dict[str, str]:
     return {**told, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def run_pip(
+    argv: Sequence[str], *, timeout_s: float, folder: Path | None = None
+) -> "subprocess.CompletedProcess[bytes]":
+    """Run a pip to its end, in ``folder`` if one is given. Raises :class:`subprocess.TimeoutExpired`."""
+    return subprocess.run(
+        argv,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=timeout_s,
+        check=False,
+        env=pip_environment(),
+    )
+
+
 def index_requirements(lines: Iterable[str]) -> tuple[str, ...]:
     """The same requirements, written as pip cannot misread them.
 
@@ -85,15 +100,8 @@ def install_wheels(requirements: Sequence[str], options: Sequence[str]) -> None:
         empty.mkdir()
         argv = [*PIP, "install", "--no-input", "--progress-bar=off", "--only-binary=:all:", "--no-compile", *options]
         try:
-            done = subprocess.run(
-                [*argv, "--report", str(report), "--", *asked],
-                cwd=empty,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=INSTALL_TIMEOUT_S,
-                check=False,
-                env=pip_environment(),
-            )
+            argv += ["--report", str(report), "--", *asked]
+            done = run_pip(argv, timeout_s=INSTALL_TIMEOUT_S, folder=empty)
         except subprocess.TimeoutExpired:
             raise InstallError(f"pip did not install {list(asked)} within {INSTALL_TIMEOUT_S:g} s") from None
         if done.returncode != 0:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.environments.repositories.failures import SourceError
-from etude.environments.repositories.indexes import pip_environment
+from etude.environments.repositories.indexes import run_pip
 from etude.environments.repositories.scrubbing import clean_files, clone, copy_clean
 
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
@@ -80,14 +80,7 @@ def _download(requirement: str, folder: Path) -> Path:
     name = requirement.partition("==")[0]
     argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, "-d", str(folder)]
     try:
-        done = subprocess.run(
-            [*argv, requirement],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=FETCH_TIMEOUT_S,
-            check=False,
-            env=pip_environment(),
-        )
+        done = run_pip([*argv, requirement], timeout_s=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise SourceError(f"pip did not fetch {requirement} within {FETCH_TIMEOUT_S:g} s") from None
     found = sorted(folder.glob("*")) if folder.is_dir() else []
