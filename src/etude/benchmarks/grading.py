@@ -194,8 +194,7 @@ def runner_layer(folder: Path) -> Path:
             files = importlib.metadata.files(name) or []
         except importlib.metadata.PackageNotFoundError:
             raise UserError(
-                "bench grading runs pytest, which is not installed: in étude's checkout, "
-                "pip install -c constraints.txt -e '.[bench]'"
+                "bench grading runs pytest, which is not installed: in étude's checkout, pip install -e '.[bench]'"
             ) from None
         for file in files:
             if ".." not in file.parts and file.suffix != ".pyc":

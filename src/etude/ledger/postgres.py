@@ -25,7 +25,7 @@ try:
 except ImportError as missing:
     raise ConfigError(
         "a ledger in PostgreSQL needs psycopg, which is not installed: in étude's checkout, "
-        "pip install -c constraints.txt -e '.[postgres]'"
+        "pip install -e '.[postgres]'"
     ) from missing
 
 CONNECT_TIMEOUT_S = 5
