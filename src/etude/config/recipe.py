@@ -203,6 +203,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _controlled(self) -> Self:
+        others = {"credit.kind = 'shaped'": self.credit.kind == "shaped", "hints.weight": self.hints.weight > 0}
+        taught = [name for name, teaches in others.items() if teaches]
+        if self.reward.shuffled and taught:
+            raise ValueError(
+                f"reward.shuffled = true is a control in which nothing can be learnt, but {taught[0]} teaches without "
+                f"the rewards that are shuffled: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _hinted(self) -> Self:
         if self.hints.judge and self.judge.url in ("", "rules"):
             raise ValueError("hints.judge = true needs a model that can be asked: set judge.url and judge.model")

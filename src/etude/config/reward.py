@@ -99,6 +99,10 @@ class RewardConfig(Section):
 
     parts: tuple[PartConfig, ...] = ()
     """``[[reward.parts]]``, in any order."""
+    shuffled: bool = False
+    """A control: trains on each group's rewards dealt out to its rollouts at random, so that nothing can be learnt from
+    them. What is recorded stays what each rollout earned.
+    """
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -53,6 +53,7 @@ from etude.trainer.reference import Reference
 from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.packing import Cost, MicroBatch, pack
+from etude.trajectories.shuffling import shuffle_rewards
 from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Turn
 from etude.weights.pull import pull
 
@@ -102,7 +103,7 @@ class TrainerProcess:
             started_s = time.perf_counter()
             self._in_use[step] = payload_refs(groups)
             groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = build_batch(step, groups, self.config.loss.baseline, self._penalties.of(groups), self.config.credit)
+            batch = batch_of(step, groups, self._penalties.of(groups), self.config)
             mismatch = self._measure_mismatch(step, groups)
             course = self._course(groups)
             shares, release = self._shares(batch), self.publishing.release
@@ -253,6 +254,13 @@ class TrainerProcess:
             bound = self._numerics.warn_k3
             self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
+
+
+def batch_of(step: int, groups: Sequence[Group], penalties: Mapping[str, float], config: RunConfig) -> Batch:
+    """The batch of a step as a recipe compares rewards; a control's are shuffled before."""
+    if config.reward.shuffled:
+        groups = [shuffle_rewards(group, seed=config.seed) for group in groups]
+    return build_batch(step, groups, config.loss.baseline, penalties, config.credit)
 
 
 def totals_of(batch: Batch) -> Totals:

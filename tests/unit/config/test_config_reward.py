@@ -123,3 +123,10 @@ def test_parts_must_make_sense_together(parts: tuple[dict[str, Any], ...], said:
 def test_a_judged_part_needs_its_rubric() -> None:
     with pytest.raises(ConfigError, match=r"there is no judge\.rubrics\.style"):
         parse_config({"reward": {"parts": [STYLE]}}, source="test")
+
+
+def test_a_control_with_shuffled_rewards_has_no_other_teacher() -> None:
+    assert parse_config({"reward": {"shuffled": True}}, source="test").reward.shuffled
+    shaped = {"credit": {"kind": "shaped", "shaping": 0.5}, "reward": {"shuffled": True}}
+    with pytest.raises(ConfigError, match=r"reward\.shuffled.*credit\.kind = 'shaped' teaches"):
+        parse_config(shaped, source="test")
