@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import main
+from etude.cli.runs import status_of
 from etude.cli.words import own_name
 from etude.config.loading import load_recipe
 from etude.environments.harbor.family import read_tasks
@@ -197,6 +198,12 @@ def test_an_evaluation_that_cannot_be_had_is_refused_at_once(
 ) -> None:
     folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
     assert words in fail(capsys, "eval", folder.path, *options)
+
+
+def test_a_run_that_learnt_nothing_does_not_end_as_if_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of({"learning": {"nothing_learnt": None}}) == 0
+    assert status_of({"learning": {"nothing_learnt": "nothing was learnt: why"}}) == 3
+    assert capsys.readouterr().err == "etude: nothing was learnt: why\n"
 
 
 def test_a_process_outside_a_run_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

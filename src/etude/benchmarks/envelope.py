@@ -1,6 +1,5 @@
 """What every bench prints around its own figures: where and when it was measured, and how its goals are judged."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,16 +53,17 @@ class Goal:
 
     def judge_seeds(self, values: Sequence[float]) -> dict[str, Json]:
         """The goal for the mean of one figure per seed, which is met where the far end of its interval is good enough:
-        the mean of a few seeds does not show that two differ by no more than so much.
+        the mean of a few seeds does not show that two differ by no more than so much. ``method`` says what seeds share.
         """
         judged = self.judge(statistics.fmean(values) if values else None) | {"seeds": len(values)}
         if len(values) < 2:
-            return judged | {"met": False, "interval": None, "stderr_seeds": None}
+            return judged | {"met": False, "interval": None, "stderr_seeds": None, "method": None}
         mean = mean_over_seeds(values)
         return judged | {
             "met": self.met(mean.high if self.sense == "at most" else mean.low),
             "interval": [round(mean.low, 4), round(mean.high, 4)],
-            "stderr_seeds": round(statistics.stdev(values) / math.sqrt(len(values)), 4),
+            "stderr_seeds": round(mean.stderr, 4),
+            "method": mean.method,
         }
 
     def judge_worst(self, each: Mapping[str, float], reason: str | None = None) -> dict[str, Json]:

@@ -212,7 +212,8 @@ def _over_seeds(values: Sequence[float]) -> Json:
     if len(values) < 2:
         return None
     mean = mean_over_seeds(values)
-    return {"value": round(mean.value, 4), "interval": [round(mean.low, 4), round(mean.high, 4)]}
+    interval: list[Json] = [round(mean.low, 4), round(mean.high, 4)]
+    return {"value": round(mean.value, 4), "interval": interval, "method": mean.method}
 
 
 def _steps(trial: Trial) -> int:

@@ -7,13 +7,12 @@ runs are over. A rate of a few hundred tasks is some points off, and the first v
 would win; so a curve is the rising function that is closest to what was measured.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 
 from etude.benchmarks.loop_contestants import Course
-from etude.dashboard.evaluation import Try
+from etude.dashboard.evaluation import Measure, figures
+from etude.dashboard.report import figure
 from etude.run.evaluate import Wanted, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -32,6 +31,7 @@ class Point:
     passed: float
     """Share of held-out tasks, sampled at temperature 1: what is optimised."""
     stderr: float
+    """Over templates."""
     greedy: float
 
     def to_json(self) -> dict[str, Json]:
@@ -92,15 +92,11 @@ def rising(values: Sequence[float]) -> list[float]:
 
 def _measured(folder: RunFolder, version: int, tasks: int, *, step: int, seconds: float) -> Point:
     evaluation = evaluate(folder, Wanted(version=version, tasks=tasks))
-    sampled, greedy = (_rewards(evaluation.tries[way]) for way in ("sampled", "greedy"))
+    found = figures(evaluation, Measure(pass_at=folder.config().eval.pass_at))
     return Point(
         step=step,
         seconds=seconds,
-        passed=fmean(sampled),
-        stderr=stdev(sampled) / math.sqrt(len(sampled)),
-        greedy=fmean(greedy),
+        passed=figure(found, "sampled.pass.1.value") or 0.0,
+        stderr=figure(found, "sampled.pass.1.stderr") or 0.0,
+        greedy=figure(found, "greedy.pass.1.value") or 0.0,
     )
-
-
-def _rewards(passes: Sequence[Sequence[Try | None]]) -> list[float]:
-    return [attempt.reward for tries in passes for attempt in tries if attempt is not None]

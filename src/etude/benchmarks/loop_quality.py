@@ -7,19 +7,18 @@ once with 4, all else equal, and both ends are measured on the same held-out tas
                             └──▶ staleness 4 ──▶ RL ──▶ held-out pass rate  ┴─ difference, task by task
 
 RL is chaotic: two runs of one seed differ by several points. So the difference comes with two standard errors, over
-the tasks of these very models and over seeds, and the goal is judged by the far end of the interval over seeds. Run
-folders are kept, and a call goes on where an earlier one stopped.
+the templates of the tasks of these very models and over seeds, and the goal is judged by the far end of the interval
+over seeds. All seeds have the same held-out tasks: that interval says nothing of other ones. Run folders are kept, and
+a call goes on where an earlier one stopped.
 """
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.loop_runs import begin_from
-from etude.benchmarks.quantised import WAYS, paired
+from etude.benchmarks.quantised import WAYS, TaskRewards, mean_reward, paired, task_rewards
 from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
@@ -42,8 +41,8 @@ class Trial:
 
     seed: int
     max_staleness: int
-    rewards: Mapping[str, Sequence[float]]
-    """Way → the reward of each held-out task after RL, in the order of tasks."""
+    rewards: Mapping[str, TaskRewards]
+    """Way → template and reward of each held-out task after RL."""
     staleness_mean: float
     rl_s: float
     seconds: float
@@ -60,11 +59,9 @@ def figures(trials: Sequence[Trial]) -> dict[str, Json]:
     """Rows, and the goal over all seeds."""
     fresh = {trial.seed: trial for trial in trials if trial.max_staleness == FRESH}
     stale = [trial for trial in trials if trial.max_staleness == STALE]
-    losses = [paired(fresh[trial.seed].rewards["sampled"], trial.rewards["sampled"]) for trial in stale]
-    means = [mean for mean, _ in losses]
-    judged = SHORTFALL.judge_seeds(means) | {
-        "stderr_tasks": round(math.sqrt(sum(error**2 for _, error in losses)) / max(1, len(losses)), 4),
-    }
+    pairs = [(fresh[trial.seed].rewards["sampled"], trial.rewards["sampled"]) for trial in stale]
+    judged = SHORTFALL.judge_seeds([paired([pair])[0] for pair in pairs])
+    judged["stderr_templates"] = round(paired(pairs)[1], 4) if pairs else None
     return {
         "results": [_row(trial, fresh[trial.seed]) for trial in trials],
         "goals": {SHORTFALL.name: judged},
@@ -88,7 +85,7 @@ def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[s
 def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
     report = report_of(folder, config)
     with Ledger.open(folder.ledger) as ledger:
-        rewards = {way: ledger.rewards(f"after-{way}") for way in WAYS}
+        rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     return Trial(
         seed=seed,
         max_staleness=bound,
@@ -100,7 +97,7 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
 
 
 def _row(trial: Trial, fresh: Trial) -> dict[str, Json]:
-    difference, error = paired(trial.rewards["sampled"], fresh.rewards["sampled"])
+    difference, error = paired([(trial.rewards["sampled"], fresh.rewards["sampled"])])
     return {
         "contestant": f"staleness {trial.max_staleness}",
         "case": f"seed {trial.seed}",
@@ -108,7 +105,7 @@ def _row(trial: Trial, fresh: Trial) -> dict[str, Json]:
         "max_staleness": trial.max_staleness,
         "staleness_mean": trial.staleness_mean,
         "tasks": len(trial.rewards["sampled"]),
-        **{way: round(statistics.fmean(trial.rewards[way]), 4) for way in WAYS},
+        **{way: round(mean_reward(trial.rewards[way]), 4) for way in WAYS},
         "sampled_minus_fresh": round(difference, 4),
         "sampled_minus_fresh_stderr": round(error, 4),
         "rl_s": trial.rl_s,

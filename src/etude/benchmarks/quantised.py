@@ -12,18 +12,19 @@ RL is chaotic: two runs of one seed differ by several points although their numb
 So a difference comes with two standard errors: over the tasks of these very models, and over seeds.
 """
 
-import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from etude.benchmarks.envelope import Goal, envelope
 from etude.benchmarks.tables import results_page
 from etude.benchmarks.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
+from etude.dashboard.estimates import difference_of
 from etude.dashboard.report import figure
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
@@ -42,6 +43,8 @@ FORMATS = ("fp8", "mxfp8", "nvfp4")
 MAX_SHORTFALL = 0.02
 """What a format may lose against the reference, as a share of the tasks: two points."""
 WAYS = ("sampled", "greedy")
+TaskRewards: TypeAlias = Mapping[str, tuple[str, float]]
+"""Id of a held-out task → its template and its reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,8 @@ class Trial:
     experts: str
     before: Mapping[str, float]
     """Way → pass rate of the start."""
-    rewards: Mapping[str, list[float]]
-    """Way → the reward of each held-out task after RL, in the order of tasks."""
+    rewards: Mapping[str, TaskRewards]
+    """Way → template and reward of each held-out task after RL."""
     k3: float
     """Mean mismatch over the steps."""
     seconds: float
@@ -61,7 +64,7 @@ class Trial:
 
     def passed(self, way: str) -> float:
         """The pass rate after RL."""
-        return statistics.fmean(self.rewards[way])
+        return mean_reward(self.rewards[way])
 
     def gain(self, way: str) -> float:
         """How much of it RL brought."""
@@ -121,7 +124,7 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, experts: str) -> Tria
     report = report_of(folder, config)
     ledger = Ledger.open(folder.ledger)
     try:
-        rewards = {way: ledger.rewards(f"after-{way}") for way in WAYS}
+        rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     finally:
         ledger.close()
     return Trial(
@@ -151,7 +154,7 @@ def _row(trial: Trial, reference: Trial) -> dict[str, Json]:
         "k3": trial.k3,
     }
     for way in WAYS:
-        difference, error = paired(trial.rewards[way], reference.rewards[way])
+        difference, error = paired([(trial.rewards[way], reference.rewards[way])])
         row |= {
             f"{way}_before": round(trial.before[way], 4),
             way: round(trial.passed(way), 4),
@@ -169,19 +172,38 @@ def _judged(trials: Sequence[Trial], experts: str) -> dict[str, Json]:
     What is left in the end is told beside it.
     """
     pairs = [(trial, _reference(trials, trial.seed)) for trial in trials if trial.experts == experts]
-    ends = [paired(other.rewards["sampled"], trial.rewards["sampled"]) for trial, other in pairs]
+    end, error = paired([(other.rewards["sampled"], trial.rewards["sampled"]) for trial, other in pairs])
     gains = [other.gain("sampled") - trial.gain("sampled") for trial, other in pairs]
     return Goal(f"{experts}_shortfall", "at most", MAX_SHORTFALL).judge_seeds(gains) | {
-        "in_the_end": round(statistics.fmean([loss for loss, _ in ends]), 4),
-        "in_the_end_stderr_tasks": round(math.sqrt(sum(error**2 for _, error in ends)) / len(ends), 4),
+        "in_the_end": round(end, 4),
+        "in_the_end_stderr_templates": round(error, 4),
     }
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The mean difference of two measurements of the same tasks, and its standard error."""
-    if len(first) != len(second):
-        raise UserError(f"{len(first)} tasks were measured in one run and {len(second)} in the other: not comparable")
-    differences = [a - b for a, b in zip(first, second, strict=True)]
-    if len(differences) < 2:
-        return statistics.fmean(differences), 0.0
-    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+def task_rewards(ledger: Ledger, purpose: str) -> TaskRewards:
+    """Of each task of an evaluation that has a reward."""
+    groups = [group for group in ledger.groups(purpose) if group.rollouts]
+    return {
+        group.task.task_id: (group.task.template or group.task.task_id, group.rollouts[0].reward or 0.0)
+        for group in groups
+    }
+
+
+def mean_reward(rewards: TaskRewards) -> float:
+    """Over tasks."""
+    return statistics.fmean(reward for _, reward in rewards.values())
+
+
+def paired(seeds: Sequence[tuple[TaskRewards, TaskRewards]]) -> tuple[float, float]:
+    """The mean difference, first − second, over the tasks that all have, and its standard error over templates.
+
+    Seeds are measured on the same held-out tasks, so they are averaged task by task first: more of them are no further
+    tasks. Raises :class:`~etude.errors.UserError` where no task is in all of them.
+    """
+    runs = [run for pair in seeds for run in pair]
+    common = [task for task in runs[0] if all(task in run for run in runs)]
+    if not common:
+        raise UserError("the runs were measured on different tasks: not comparable")
+    first, second = ([statistics.fmean(pair[place][task][1] for pair in seeds) for task in common] for place in (0, 1))
+    found = difference_of(second, first, [runs[0][task][0] for task in common])
+    return found.value, found.stderr

@@ -1,6 +1,7 @@
 """The command line: arguments in, one module of ``run/`` out, exit codes.
 
-    0  done      1  a process of the run failed      2  the user can fix it      130  interrupted      143  terminated
+    0  done        1  a process of the run failed        2  the user can fix it        3  finished, nothing learnt
+    130  interrupted        143  terminated
 
 Every subcommand imports its own composition when it is called, so that ``etude --help`` needs no torch.
 """

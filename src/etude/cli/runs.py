@@ -3,11 +3,13 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from etude.cli.words import SANDBOXES, USER_ERROR, Commands, numbers, own_name
+from etude.cli.words import NOTHING_LEARNT, SANDBOXES, USER_ERROR, Commands, numbers, own_name
 from etude.config.loading import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
+from etude.types import Json
 
 OF_NEW_RUNS = ("recipe", "seed", "out", "sandbox", "ledger")
 """Options of ``etude run`` that decide what a run is, and would have no effect on one that exists."""
@@ -69,7 +71,10 @@ def _add_eval(commands: Commands) -> None:
     evaluate.add_argument("--k", metavar="K,…", help="of which pass@k is told (default: 1 and --passes)")
     evaluate.add_argument("--no-greedy", action="store_true", help="sampled tries only")
     evaluate.add_argument(
-        "--passes-above", type=float, default=0.0, metavar="X", help="graded above this, a try passes (default: 0)"
+        "--pass-at",
+        type=float,
+        metavar="X",
+        help="graded X or better, a try passes (default: the recipe's eval.pass_at)",
     )
     evaluate.add_argument(
         "--prices",
@@ -167,7 +172,17 @@ def _run(options: argparse.Namespace) -> int:
         raise
     Console().print(final_table(report))
     print(f"report: {folder.report_html}")
-    return 0
+    return status_of(report)
+
+
+def status_of(report: Mapping[str, Json]) -> int:
+    """The exit status of a run that came to its end; one that learnt nothing is told on stderr."""
+    learning = report["learning"]
+    assert isinstance(learning, dict)
+    if learning["nothing_learnt"] is None:
+        return 0
+    print(f"etude: {learning['nothing_learnt']}", file=sys.stderr)
+    return NOTHING_LEARNT
 
 
 def run_process(options: argparse.Namespace) -> int:
@@ -190,7 +205,7 @@ def _eval(options: argparse.Namespace) -> int:
     folder = RunFolder.open(options.run)
     wanted = Wanted(version=options.version, tasks=options.tasks, passes=options.passes, greedy=not options.no_greedy)
     measure = Measure(
-        passes_above=options.passes_above,
+        pass_at=folder.config().eval.pass_at if options.pass_at is None else options.pass_at,
         ks=tuple(numbers("--k", options.k)) if options.k else tuple(sorted({1, options.passes})),
         prices=options.prices and Prices(new=options.prices[0], cached=options.prices[1], sampled=options.prices[2]),
     )

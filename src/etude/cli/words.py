@@ -12,8 +12,8 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """A set of subcommands; argparse has no public name for it."""
 SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
 """Kinds of sandboxes."""
-USER_ERROR, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit codes: the user can fix it; a process of the run failed; interrupted."""
+USER_ERROR, FAILED, NOTHING_LEARNT, INTERRUPTED = 2, 1, 3, 130
+"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; interrupted."""
 
 
 def own_name() -> str:

@@ -63,7 +63,13 @@ class EvalConfig(Section):
     enabled: bool = True
     """Whether a run measures at all; benches of throughput switch it off."""
     tasks: int = Field(default=256, ge=1)
-    """Held-out tasks, or all there are; each is tried once sampled at temperature 1 and once greedily."""
+    """Held-out tasks, or all there are, templates in equal shares; each is tried once sampled at temperature 1 and once
+    greedily.
+    """
+    pass_at: float = Field(default=1.0, gt=0)
+    """What a grader has to give for a task to count as passed: full marks, unless less will do where it pays fractions.
+    It decides what is *shown* as passed or solved; what is learnt comes from rewards.
+    """
     every_steps: int = Field(default=0, ge=0)
     """Steps of any phase between two measurements on the way; 0: only before and after."""
     tasks_on_the_way: int = Field(default=64, ge=1)
@@ -72,6 +78,15 @@ class EvalConfig(Section):
     """Held-out documents of each source on which the loss of mid-training and SFT is measured."""
     document_one_in: int = Field(default=20, ge=2)
     """Every how manieth text file, module and conversation is held out, by its hash."""
+
+
+ROUNDING = 1e-9
+"""By which a sum of a grader's fractions may miss what it stands for."""
+
+
+def is_pass(graded: float, pass_at: float) -> bool:
+    """Whether a grader's word is a pass, by ``eval.pass_at``."""
+    return graded >= pass_at - ROUNDING
 
 
 class RunConfig(Section):

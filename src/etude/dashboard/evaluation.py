@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
+from etude.config.recipe import is_pass
 from etude.dashboard.estimates import (
     Estimate,
     difference_of,
-    mean_effort,
+    mean_amount,
     mean_of,
-    mean_over_templates,
     pass_at_k,
     sign_test,
 )
@@ -34,7 +34,7 @@ class Try:
 
     task_id: str
     template: str
-    """What the task is an instance of."""
+    """What the task is an instance of; empty: of nothing that others are, too."""
     reward: float
     graded: float
     """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""
@@ -91,8 +91,8 @@ class Evaluation:
 class Measure:
     """How figures are made of tries."""
 
-    passes_above: float = 0.0
-    """A try that was graded above this passes."""
+    pass_at: float = 1.0
+    """A try that was graded this or better passes."""
     ks: tuple[int, ...] = (1,)
     """Of which pass@k is told."""
     prices: Prices | None = None
@@ -103,7 +103,7 @@ class Measure:
 
     def passed(self, attempt: Try) -> bool:
         """Whether an attempt counts as a pass."""
-        return attempt.graded > self.passes_above
+        return is_pass(attempt.graded, self.pass_at)
 
 
 EFFORTS: Mapping[str, Callable[[Try], float]] = {
@@ -124,7 +124,7 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "version": evaluation.version,
         "digest": evaluation.digest,
         "tasks": evaluation.tasks,
-        "passes_above": measure.passes_above,
+        "pass_at": measure.pass_at,
         "engine_seconds": round(evaluation.engine_s, 3),
         **{way: _way(way, evaluation, measure) for way in evaluation.tries},
     }
@@ -156,19 +156,29 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
     if not tried:
         raise ConfigError(f"every {way} try failed by infrastructure: see the logs, and evaluate again")
     ks = measure.ks if way == "sampled" else (1,)
+    clusters = _clusters(tried)
     found: dict[str, Json] = {
         "passes": passes,
         "tries": sum(map(len, tasks)),
         "missing": passes * len(tasks) - sum(map(len, tasks)),
-        "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried])),
+        "templates": len(set(clusters)),
+        "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried], clusters)),
         "parts": _part_means(tried, evaluation.parts),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
-        "over_templates": _over_templates(tried, [_mean(tries, measure.passed) for tries in tried]),
-        **{name: asdict(mean_effort([_mean(tries, effort) for tries in tried])) for name, effort in EFFORTS.items()},
+        **{name: _amount(tried, effort) for name, effort in EFFORTS.items()},
     }
     if measure.prices is not None:
-        found["cost"] = asdict(mean_effort([_mean(tries, measure.prices.of) for tries in tried]))
+        found["cost"] = _amount(tried, measure.prices.of)
     return found
+
+
+def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> dict[str, Json]:
+    return asdict(mean_amount([_mean(tries, value) for tries in tasks], _clusters(tasks)))
+
+
+def _clusters(tasks: Sequence[Sequence[Try]]) -> list[str]:
+    """The template of each task; of one that has none, itself."""
+    return [tries[0].template or tries[0].task_id for tries in tasks]
 
 
 def _part_means(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
@@ -177,7 +187,7 @@ def _part_means(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[st
     for name in names:
         known = [tries for tries in (_having(name, tries) for tries in tasks) if tries]
         if known:
-            means[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in known]))
+            means[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in known], _clusters(known)))
     return means
 
 
@@ -186,15 +196,7 @@ def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
     enough = [tries for tries in tasks if len(tries) >= k]
     if not enough:
         raise ConfigError(f"pass@{k} takes {k} tries of a task: no task has so many, raise --passes")
-    return mean_of([_rate(tries, k, measure) for tries in enough])
-
-
-def _over_templates(tasks: Sequence[Sequence[Try]], passed: Sequence[float], least: float = 0.0) -> dict[str, Json]:
-    """pass@1 once more, where other tasks would be of other templates: nothing where each task has one of its own."""
-    templates = [tries[0].template for tries in tasks]
-    count = len(set(templates))
-    found = mean_over_templates(passed, templates, least=least) if count < len(templates) else None
-    return {"templates": count, "pass": None if found is None else asdict(found)}
+    return mean_of([_rate(tries, k, measure) for tries in enough], _clusters(enough))
 
 
 def _pairs(
@@ -215,22 +217,21 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     """``pairs`` has the tries of each task, before and after."""
 
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
-        return asdict(difference_of(*_sides(pairs, lambda tries: _mean(tries, value))))
+        return asdict(_paired(pairs, lambda tries: _mean(tries, value)))
 
-    passed = _sides(pairs, lambda tries: _mean(tries, measure.passed))
     found: dict[str, Json] = {
         "tasks": len(pairs),
+        "templates": len(set(_clusters([after for _, after in pairs]))),
         "reward": change(_reward),
         "pass": _pass_differences(pairs, measure.ks if way == "sampled" else (1,), measure),
-        "over_templates": _over_templates(
-            [after for _, after in pairs],
-            [after - before for before, after in zip(*passed, strict=True)],
-            least=-1.0,
-        ),
-        "sign_test": asdict(sign_test(*passed)),
+        "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
         **{name: change(effort) for name, effort in EFFORTS.items()},
     }
     return found if measure.prices is None else found | {"cost": change(measure.prices.of)}
+
+
+def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]) -> Estimate:
+    return difference_of(*_sides(pairs, value), _clusters([after for _, after in pairs]))
 
 
 def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Sequence[str]) -> dict[str, Json]:
@@ -240,7 +241,7 @@ def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Seque
         known = [(_having(name, before), _having(name, after)) for before, after in pairs]
         both = [pair for pair in known if all(pair)]
         if both:
-            changes[name] = asdict(difference_of(*_sides(both, partial(_mean, value=_part(name)))))
+            changes[name] = asdict(_paired(both, partial(_mean, value=_part(name))))
     return changes
 
 
@@ -252,7 +253,7 @@ def _pass_differences(
     for k in ks:
         enough = [pair for pair in pairs if min(map(len, pair)) >= k]
         rate = partial(_rate, k=k, measure=measure)
-        rates[str(k)] = asdict(difference_of(*_sides(enough, rate))) if enough else None
+        rates[str(k)] = asdict(_paired(enough, rate)) if enough else None
     return rates
 
 

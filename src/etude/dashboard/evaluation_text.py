@@ -14,7 +14,7 @@ from rich.text import Text
 
 from etude.dashboard.report import figure
 from etude.dashboard.terminal import ACCENT, DIM, WARN
-from etude.dashboard.units import MISSING, count, decimal, percent, points, small
+from etude.dashboard.units import MISSING, count, decimal, percent, points, signed, small
 from etude.types import Json
 
 WAYS = ("sampled", "greedy")
@@ -65,7 +65,7 @@ def _title(versions: list[Mapping[str, Json]]) -> RenderableType:
     if len(names) > 1 and first["run"] == last["run"]:
         names[1] = f"v{last['version']}"
     text = Text(" → ".join(names), f"bold {ACCENT}")
-    passes = f"graded above {figure(last, 'passes_above') or 0.0:g} passes"
+    passes = f"graded {figure(last, 'pass_at'):g} or better passes"
     return text.append(f" · {count(figure(last, 'tasks'))} held-out tasks · {passes}", DIM)
 
 
@@ -93,11 +93,11 @@ def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Not
     assert isinstance(rates, dict)
     for k in rates:
         yield f"pass@{k}", f"{way}.pass.{k}", percent, points
-    yield "reward", f"{way}.reward", partial(decimal, digits=3), _signed
+    yield "reward", f"{way}.reward", partial(decimal, digits=3), partial(signed, digits=3)
     parts = section["parts"]
     assert isinstance(parts, dict)
     for name in parts:
-        yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), _signed
+        yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), partial(signed, digits=3)
     for name in ("sampled_tokens", "new_tokens", "prompt_tokens", "turns", "seconds", "summaries", "cost"):
         if name in section and (name != "summaries" or figure(figures, f"{way}.{name}.value")):
             yield LABELS[name], f"{way}.{name}", _number, _signed_number
@@ -125,26 +125,14 @@ def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
 def _footnotes(figures: Mapping[str, Json]) -> Iterator[RenderableType]:
     methods: dict[str, None] = {}
     for way in _ways(figures):
-        section = {name: part for name, part in _section(figures, way).items() if name != "over_templates"}
-        methods |= dict.fromkeys(_methods(section))
+        methods |= dict.fromkeys(_methods(_section(figures, way)))
+    templates = max(figure(figures, f"{way}.templates") or 0.0 for way in _ways(figures))
     yield Text()
-    yield Text(f"intervals over tasks: {'; '.join(methods)}", DIM)
-    for way in _ways(figures):
-        yield from _over_templates(figures, way)
+    yield Text(f"intervals over {count(templates)} templates: {'; '.join(methods)}", DIM)
     yield Text("tokens, turns, seconds and cost are per try; tokens read leave out what an earlier turn had", DIM)
     busy_s = figure(figures, "engine_seconds")
     if busy_s is not None:
         yield Text(f"engine busy {decimal(busy_s, 1)} s for all tries that were ever made of this version", DIM)
-
-
-def _over_templates(figures: Mapping[str, Json], way: str) -> Iterator[RenderableType]:
-    """How sure pass@1 is where other tasks would be of other templates."""
-    of = partial(figure, figures)
-    templates, low, high = (of(f"{way}.over_templates.{name}") for name in ("templates", "pass.low", "pass.high"))
-    if low is None:
-        return
-    written = points if "sign_test" in _section(figures, way) else percent
-    yield Text(f"{way} pass@1 over its {count(templates)} templates: {written(low)} to {written(high)}", DIM)
 
 
 def _methods(section: Json) -> Iterator[str]:
@@ -173,7 +161,3 @@ def _number(value: float | None) -> str:
 
 def _signed_number(value: float | None) -> str:
     return MISSING if value is None else f"{'+' if value >= 0 else '−'}{_number(abs(value))}"
-
-
-def _signed(value: float | None) -> str:
-    return MISSING if value is None else f"{value:+.3f}".replace("-", "−")

@@ -2,6 +2,7 @@
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.story import RunStory
+from etude.dashboard.units import decimal
 
 
 def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
@@ -19,9 +20,11 @@ def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
         last = recent[-1]
         bound = config.numerics.warn_k3
         warning = f" above {bound:g}!" if last.mismatch_k3 > bound else ""
+        entropy = decimal(last.entropy if last.loss_tokens else None, 3)
+        signal = f"signal in {last.groups - last.degenerate_groups} of {last.groups} groups, " if last.groups else ""
         hints = f"{last.hinted_turns} turns hinted at {last.hint_kl:.2f} nats, " if last.hinted_turns else ""
         return (
-            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, entropy {last.entropy:.3f}, "
-            f"{hints}staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
+            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, {signal}"
+            f"entropy {entropy}, {hints}staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
         )
     return start

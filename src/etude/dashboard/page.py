@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from etude.dashboard import units
+from etude.dashboard.gains import about_errors, comparison, full_marks
 from etude.dashboard.plots import Estimate, Line, Points, estimate_plot, line_plot, share_bars, smooth
 from etude.dashboard.report import figure
-from etude.dashboard.summary import summary
+from etude.dashboard.summary import phases, summary
 from etude.types import Json
 
 NO_BREAK_HYPHEN = "\u2011"
@@ -23,12 +24,13 @@ STYLE = """
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;
   font-variant-numeric: tabular-nums; -webkit-text-size-adjust: 100%; }
 main { max-width: 900px; margin: 0 auto; padding: 56px 28px 40px; }
-header p { margin: 0; color: var(--soft); }
+header p { margin: 0; color: var(--soft); } header p.warning { margin-top: 12px; color: var(--warn); }
 h1 { margin: 6px 0 8px; max-width: 26ch; font: 500 34px/1.2 Charter, Georgia, "Noto Serif", "DejaVu Serif", serif;
   letter-spacing: -.01em; text-wrap: balance; }
 h2 { margin: 48px 0 20px; padding-top: 10px; border-top: 1px solid var(--hair); color: var(--soft);
   font: 600 13px/1.4 system-ui, sans-serif; }
 .below { margin-top: 24px; }
+.note { margin: 8px 0 0; color: var(--soft); font-size: 13px; }
 section.pair { margin-top: 44px; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(290px, 1fr)); gap: 36px 56px; }
 .gain { font: 500 44px/1.1 Charter, Georgia, "Noto Serif", "DejaVu Serif", serif; }
@@ -39,10 +41,8 @@ figure { margin: 0; min-width: 0; }
 figure > svg { display: block; overflow: visible; }
 .plot { padding: 0 72px 28px 38px; }
 .plot figcaption { margin: 0 -72px 12px -38px; }
-.plot .empty { margin: 0 0 0 -38px; }
 .estimate { padding: 0 16px 24px 52px; }
 .bars figcaption { margin-bottom: 10px; }
-.empty { color: var(--soft); }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
 svg .name, svg .value { fill: var(--ink); font-size: 13px; }
 .grid { stroke: var(--hair); }
@@ -90,21 +90,9 @@ def render_page(report: Mapping[str, Json]) -> str:
 <body>
 <main>
 {_header(report)}
-<section class="pair" aria-label="Held-out result">
-{_card(report, "Sampled, temperature 1", "pass", "stderr")}
-{_card(report, "Greedy", "greedy", "greedy_stderr")}
-</section>
-<h2>Learning</h2>
-{_reward(report)}
-<div class="pair below">
-{_midtrain(report)}
-{_entropy(report)}
-</div>
-<h2>Health</h2>
-<div class="pair">
-{_staleness(report)}
-{_mismatch(report)}
-</div>
+{_result(report)}
+{_charts("Learning", _reward(report), (_midtrain(report), _entropy(report)))}
+{_charts("Health", "", (_staleness(report), _mismatch(report)))}
 {_positions(report)}
 <h2>Machine</h2>
 <div class="pair">
@@ -121,45 +109,78 @@ def render_page(report: Mapping[str, Json]) -> str:
 """
 
 
-def _is_grade_alone(report: Mapping[str, Json]) -> bool:
-    """Whether rewards are what graders said, so that their mean is a share of tasks solved."""
-    config = report["config"]
-    assert isinstance(config, dict)
-    reward = config.get("reward")
-    return not (isinstance(reward, dict) and reward.get("parts"))
-
-
 def _header(report: Mapping[str, Json]) -> str:
-    before, after = figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")
-    tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
-    said = f"of {tasks} solved" if _is_grade_alone(report) else f"mean reward on {tasks}"
-    if before is not None and after is not None:
-        headline = f"From {units.percent(before)} to {units.percent(after)} {said}"
-    elif before is not None:
-        headline = f"{units.percent(before)} {said} before RL"
-    else:
-        headline = "Not evaluated"
     steps, seconds = units.count(figure(report, "steps")), units.duration(figure(report, "seconds.total"))
-    extent = "from random weights to the last evaluation" if report["finished"] else "so far, not finished"
+    extent = f"{_start(report)} to the last evaluation" if report["finished"] else "so far, not finished"
+    learning = report["learning"]
+    assert isinstance(learning, dict)
+    warning = learning["nothing_learnt"] or learning["warning"]
+    said = f'<p class="warning">{escape(str(warning))}</p>' if warning else ""
     return (
         f"<header><p>étude · {escape(str(report['name']))} · seed {escape(str(report['seed']))}</p>"
-        f"<h1>{headline}</h1><p>{steps} RL steps, {seconds} {extent}</p></header>"
+        f"<h1>{_headline(report)}</h1><p>{steps} RL steps, {seconds} {extent}</p>{said}</header>"
     )
 
 
-def _card(report: Mapping[str, Json], title: str, key: str, stderr: str) -> str:
-    before, after = figure(report, f"heldout.{key}_before"), figure(report, f"heldout.{key}_after")
-    error = figure(report, f"heldout.{stderr}")
-    gain = units.points(after - before) if before is not None and after is not None else units.MISSING
-    spread = f" <small>± {100 * error:.1f} points</small>" if error is not None else ""
+def _headline(report: Mapping[str, Json]) -> str:
+    """What is sampled, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
+    found, marks = comparison(report, "sampled"), full_marks(report, "sampled")
+    before, after = found.value(found.before), found.value(found.after)
+    tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
+    if found.before is None:
+        return "Not evaluated"
+    if not found.is_rate:
+        way = before if found.after is None else f"{before} → {after}"
+        return f"Mean reward {way} on {tasks} ({marks})"
+    return (
+        f"{before} of {tasks} solved before RL"
+        if found.after is None
+        else f"From {before} to {after} of {tasks} solved"
+    )
+
+
+def _start(report: Mapping[str, Json]) -> str:
+    """What a finished run set out from."""
+    config = report["config"]
+    assert isinstance(config, dict)
+    model = config["model"]
+    assert isinstance(model, dict)
+    return f"from {escape(str(model['checkpoint']))}" if model["checkpoint"] else "from random weights"
+
+
+def _result(report: Mapping[str, Json]) -> str:
+    if figure(report, "heldout.n") is None:
+        return ""
+    cards = _card(report, "Sampled, temperature 1", "sampled") + _card(report, "Greedy", "greedy")
+    note = f'<p class="note">{escape(about_errors(report))}</p>'
+    return f'<section class="pair" aria-label="Held-out result">{cards}</section>{note}'
+
+
+def _card(report: Mapping[str, Json], title: str, way: str) -> str:
+    found, marks = comparison(report, way), full_marks(report, way)
+    unit = " points" if found.is_rate else ""
+    spread = f" <small>± {found.error(found.stderr)}{unit}</small>" if found.stderr is not None else ""
+    parts = [f"{found.value(found.before)} → {found.value(found.after)}"]
+    if found.interval is not None:
+        low, high = map(found.change, found.interval)
+        parts.append(f"95 % interval {low} to {high}")
     estimates = [
-        Estimate(label="before", share=before, stderr=figure(report, f"heldout.{stderr}_before"), style="side"),
-        Estimate(label="after", share=after, stderr=figure(report, f"heldout.{stderr}_after"), style="main"),
+        Estimate(label="before", share=found.before, stderr=found.stderr_before, style="side"),
+        Estimate(label="after", share=found.after, stderr=found.stderr_after, style="main"),
     ]
     return (
-        f'<div class="card"><h3>{title}</h3><div class="gain">{gain}{spread}</div>'
-        f"<p>{units.percent(before)} → {units.percent(after)}</p>{estimate_plot(title, estimates)}</div>"
+        f'<div class="card"><h3>{title}</h3><div class="gain">{found.change(found.gain)}{spread}</div>'
+        f"<p>{' · '.join([*parts, marks] if marks else parts)}</p>{estimate_plot(title, estimates)}</div>"
     )
+
+
+def _charts(title: str, wide: str, pair: Sequence[str]) -> str:
+    """A section of charts; those of phases that were not are left out, and so is a section without any."""
+    known = [chart for chart in pair if chart]
+    if not known and not wide:
+        return ""
+    beside = f'<div class="pair below">{"".join(known)}</div>' if known else ""
+    return f"<h2>{title}</h2>{wide}{beside}"
 
 
 def _reward(report: Mapping[str, Json]) -> str:
@@ -242,13 +263,12 @@ def _busy(report: Mapping[str, Json]) -> str:
 
 
 def _time(report: Mapping[str, Json]) -> str:
-    """Phases as shares of the whole; the rest is starting and stopping."""
+    """Phases that were, as shares of the whole; the rest is starting and stopping."""
     total_s = figure(report, "seconds.total")
     bars: list[tuple[str, float | None, str]] = []
-    for label, key in (("midtrain", "midtrain"), ("RL", "rl"), ("evaluation", "eval")):
-        seconds = figure(report, f"seconds.{key}")
-        bars.append((label, seconds / total_s if seconds and total_s else None, units.duration(seconds)))
-    return share_bars("Time", bars)
+    for label, seconds in phases(report):
+        bars.append((label, seconds / total_s if total_s else None, units.duration(seconds)))
+    return share_bars("Time", bars) if bars else ""
 
 
 def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Points:

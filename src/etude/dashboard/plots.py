@@ -63,10 +63,10 @@ class Estimate:
 def line_plot(
     title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
 ) -> str:
-    """Curves over steps. ``bound`` is a level that must not be passed, with its name."""
+    """Curves over steps; empty where none has a point. ``bound`` is a level not to be passed, with its name."""
     known = [line for line in lines if line.points]
     if not known:
-        return f'<figure class="plot"><figcaption>{escape(title)}</figcaption><p class="empty">No data.</p></figure>'
+        return ""
     values = [y for line in known for _, y in line.points] + ([bound[0]] if bound else [])
     steps = [x for line in known for x, _ in line.points]
     scale = _log_scale(values, height) if log else _linear_scale(values, height)
@@ -104,9 +104,11 @@ def estimate_plot(title: str, estimates: Sequence[Estimate]) -> str:
         if one.share is None:
             continue
         error = one.stderr or 0.0
-        low, high = 100 * max(0.0, one.share - error), 100 * min(1.0, one.share + error)
+        low, high = (100 * max(0.0, min(1.0, one.share + side)) for side in (-error, error))
         shapes.append(f'<line class="error {one.style}" x1="{low:.2f}%" x2="{high:.2f}%" y1="{y}" y2="{y}"/>')
-        shapes.append(f'<circle class="dot {one.style}" cx="{100 * one.share:.2f}%" cy="{y}" r="5"/>')
+        shapes.append(
+            f'<circle class="dot {one.style}" cx="{100 * max(0.0, min(1.0, one.share)):.2f}%" cy="{y}" r="5"/>'
+        )
         spoken.append(f"{one.label} {units.percent(one.share)} ± {100 * error:.1f}")
     return _figure("", f"{title}: {', '.join(spoken) or 'not measured'}", shapes, height, "estimate")
 

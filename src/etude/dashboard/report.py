@@ -5,11 +5,14 @@ Everything that is averaged over tokens is weighted by tokens.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TypeAlias
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.heldout import heldout_figures
+from etude.dashboard.learning import cut_short, learning_figures
 from etude.dashboard.story import TRAIN, RunStory, Tally
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
@@ -32,6 +35,7 @@ def build_report(
         "machine": dict(machine),
         "finished": story.phase == "done",
         "steps": len(steps),
+        "learning": learning_figures(story),
         "heldout": _heldout(story),
         "seconds": _seconds(story),
         "tokens": _tokens(story, steps),
@@ -63,44 +67,14 @@ def figure(report: Mapping[str, Json], path: str) -> float | None:
 
 
 def _heldout(story: RunStory) -> Figures:
-    """Pass rates; ``stderr`` is that of the difference, the two evaluations taken as independent (tasks not paired)."""
     before, after = story.evals.get("before"), story.evals.get("after")
-    newest = after or before
-    pass_before, stderr_before, greedy_before, greedy_stderr_before = _scores(before)
-    pass_after, stderr_after, greedy_after, greedy_stderr_after = _scores(after)
-    return {
-        "n": newest.tasks if newest else None,
-        "pass_before": pass_before,
-        "pass_after": pass_after,
-        "stderr": _joint(stderr_before, stderr_after),
-        "stderr_before": stderr_before,
-        "stderr_after": stderr_after,
-        "greedy_before": greedy_before,
-        "greedy_after": greedy_after,
-        "greedy_stderr": _joint(greedy_stderr_before, greedy_stderr_after),
-        "greedy_stderr_before": greedy_stderr_before,
-        "greedy_stderr_after": greedy_stderr_after,
-        "recall_before": _recall(before),
-        "recall_after": _recall(after),
-    }
-
-
-def _scores(result: EvalDone | None) -> tuple[float | None, float | None, float | None, float | None]:
-    if result is None:
-        return None, None, None, None
-    sampled, greedy = _ratio(result.sampled_pass), _ratio(result.greedy_pass)
-    return sampled, _ratio(result.sampled_stderr), greedy, _ratio(result.greedy_stderr)
+    return heldout_figures(before, after) | {"recall_before": _recall(before), "recall_after": _recall(after)}
 
 
 def _recall(result: EvalDone | None) -> float | None:
     """Of the facts that a task takes and that had been seen by then, the share that stood in summaries."""
     parts = result.sampled_parts if result else {}
     return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
-
-
-def _joint(before: float | None, after: float | None) -> float | None:
-    """The standard error of a difference of two independent measurements."""
-    return None if before is None or after is None else _ratio(math.hypot(before, after))
 
 
 def _seconds(story: RunStory) -> Figures:
@@ -263,11 +237,21 @@ def _imitation_curve(story: RunStory, phase: str) -> list[Json]:
 
 
 def _curve(story: RunStory) -> list[Json]:
+    changed = story.changed
     return [
         {
             "step": timed.event.step,
             "seconds": _tenth(story.phase_s("rl", until_s=timed.at_s)),
             "reward_mean": _ratio(timed.event.reward_mean),
+            "groups": timed.event.groups or None,
+            "groups_without_signal": timed.event.degenerate_groups,
+            "ended": dict(timed.event.ended),
+            "cut_short": cut_short(Counter(timed.event.ended)),
+            "grad_norm": _significant(timed.event.grad_norm if timed.event.loss_tokens else None),
+            "loss_tokens": timed.event.loss_tokens,
+            "truncated_share": _ratio(timed.event.truncated_share if timed.event.loss_tokens else None),
+            "masked_share": _ratio(timed.event.masked_share if timed.event.loss_tokens else None),
+            "weights_changed": changed.get(timed.event.step),
             "reward_parts": _ratios(timed.event.reward_parts),
             "staleness_mean": _ratio(_divide(timed.event.staleness_sum, timed.event.staleness_tokens)),
             "staleness_max": timed.event.staleness_max if timed.event.staleness_tokens else None,

@@ -163,6 +163,16 @@ class RunStory:
                 self.evals[event.label] = event
 
     @property
+    def changed(self) -> dict[int, bool]:
+        """Version from 1 on → whether its weights differ from those of the one before; only those that are known."""
+        digests = {timed.event.version: timed.event.digest for timed in self.published if timed.event.digest}
+        return {
+            version: digest != digests[version - 1]
+            for version, digest in sorted(digests.items())
+            if version - 1 in digests
+        }
+
+    @property
     def phase(self) -> str | None:
         """The phase the run is in; ``None`` before the first."""
         return self._phases[-1].event if self._phases else None

@@ -3,11 +3,24 @@
 Owns the wording, not the layout and not the figures (:mod:`~etude.dashboard.report`).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
+from etude.dashboard.learning import shares
 from etude.dashboard.report import figure
-from etude.dashboard.units import brief, count, decimal, duration, milliseconds, percent, size, small, small_percent
+from etude.dashboard.units import (
+    MISSING,
+    brief,
+    count,
+    decimal,
+    duration,
+    milliseconds,
+    percent,
+    size,
+    small,
+    small_percent,
+)
 from etude.types import Json
 
 
@@ -17,10 +30,11 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
     return [
         (
             "time",
-            f"{duration(of('seconds.total'))} in all; midtrain {duration(of('seconds.midtrain'))}, RL "
-            f"{duration(of('seconds.rl'))}, evaluation {duration(of('seconds.eval'))}",
+            f"{duration(of('seconds.total'))} in all"
+            + "".join(f", {name} {duration(seconds)}" for name, seconds in phases(report)),
         ),
         ("steps", count(of("steps"))),
+        ("signal", _signal(report)),
         (
             "tokens",
             f"{brief(of('tokens.midtrain'))} in midtrain, {brief(of('tokens.generated'))} generated, "
@@ -66,6 +80,38 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         ("memory", f"{size(of('memory_bytes_max'))} at most, sandboxes aside"),
         ("restarts", f"{count(of('restarts'))} of processes, {count(of('interruptions'))} of the run"),
     ]
+
+
+def phases(report: Mapping[str, Json]) -> list[tuple[str, float]]:
+    """The phases that were, in order, and the seconds that each took."""
+    config = report["config"]
+    assert isinstance(config, dict)
+    names = {"midtrain": "midtrain", "sft": "SFT", "rl": "RL", "eval": "evaluation"}
+    found = [(name, figure(report, f"seconds.{key}")) for key, name in names.items() if not _is_off(config, key)]
+    return [(name, seconds) for name, seconds in found if seconds is not None]
+
+
+def _is_off(config: Mapping[str, Json], phase: str) -> bool:
+    """Whether there was nothing to do in a phase: it is entered all the same, to hand the model on."""
+    section = config.get(phase)
+    return phase == "midtrain" and isinstance(section, dict) and section.get("tokens") == 0
+
+
+def _signal(report: Mapping[str, Json]) -> str:
+    """Groups that there was something to learn from, and how rollouts ended."""
+    groups, without = figure(report, "learning.groups"), figure(report, "learning.groups_without_signal")
+    if groups is None or without is None:
+        return MISSING
+    learning = report["learning"]
+    assert isinstance(learning, dict)
+    ended = learning["ended"]
+    assert isinstance(ended, dict)
+    counts = Counter({name: number for name, number in ended.items() if isinstance(number, int)})
+    parts = [f"in {count(groups - without)} of {count(groups)} groups"]
+    parts += [f"rollouts ended: {shares(counts)}"] if counts else []
+    unchanged = figure(report, "learning.versions_unchanged")
+    parts += [f"{count(unchanged)} versions without a change"] if unchanged else []
+    return "; ".join(parts)
 
 
 def _summaries(before: float | None, after: float | None) -> tuple[tuple[str, str], ...]:

@@ -17,9 +17,13 @@ from rich.text import Text
 
 from etude.config.recipe import RunConfig
 from etude.dashboard import units
+from etude.dashboard.gains import Comparison, about_errors, comparison, full_marks
+from etude.dashboard.heldout import pays_fractions
+from etude.dashboard.learning import ends, shares, warning
 from etude.dashboard.report import figure
 from etude.dashboard.story import PHASES, TRAIN, RunStory, Tally
 from etude.dashboard.summary import summary
+from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
 
 RECENT_STEPS = 6
@@ -55,8 +59,9 @@ def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
         _processes_row(story),
     ):
         rows.add_row(*row)
+    said = warning([timed.event for timed in story.steps])
     return Panel(
-        Group(_track(story, config, now_s), Text(), rows),
+        Group(_track(story, config, now_s), Text(), rows, *([Text(said, WARN)] if said else [])),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
         title_align="left",
         subtitle=_clock(story, config, now_s),
@@ -84,17 +89,19 @@ def final_table(report: Mapping[str, Json]) -> RenderableType:
     """What a finished run came to: the held-out gain, then how it was come by."""
     gains = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
     gains.add_column(f"{units.count(figure(report, 'heldout.n'))} held-out tasks")
-    for name in ("before", "after", "points gained"):
+    for name in ("before", "after", "points gained" if comparison(report, "sampled").is_rate else "reward gained"):
         gains.add_column(name, justify="right")
-    for name, key, stderr in (("sampled", "pass", "stderr"), ("greedy", "greedy", "greedy_stderr")):
-        gains.add_row(name, *_gain_cells(report, key, stderr))
+    for way in ("sampled", "greedy"):
+        gains.add_row(way, *_gain_cells(comparison(report, way)))
+        if marks := full_marks(report, way):
+            gains.add_row(Text(f"  {marks}", DIM))
     facts = Table.grid(padding=(0, 3))
     facts.add_column(style=DIM, no_wrap=True)
     facts.add_column()
     for label, text in summary(report):
         facts.add_row(label, text)
     return Panel(
-        Group(gains, Text(), facts),
+        Group(*_verdict(report), gains, Text(about_errors(report), DIM), Text(), facts),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{report['name']} · seed {report['seed']}", "default")),
         title_align="left",
         box=box.ROUNDED,
@@ -139,7 +146,7 @@ def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
     """``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
     text = Text(no_wrap=True, overflow="ellipsis")
     left_out = [] if config.eval.enabled else ["eval-before", "eval-after"]
-    left_out += [] if config.sft.file else ["sft"]
+    left_out += [phase for phase in ("midtrain", "sft") if phase not in _imitation(config)]
     planned = [phase for phase in PHASES if phase not in left_out]
     for index, phase in enumerate(planned):
         seconds = story.phase_s(phase, until_s=None if story.phase == "done" else now_s)
@@ -184,10 +191,15 @@ def _left_s(story: RunStory, config: RunConfig, now_s: float) -> float | None:
 
 def _course_rows(story: RunStory, config: RunConfig) -> list[Row]:
     """What the run goes through, in order."""
-    rl = [_step_row(story, config), _reward_row(story)]
+    rl = [_step_row(story, config), _reward_row(story), _signal_row(story)]
     if config.eval.enabled:
         rl = [_heldout_row(story, config, "before"), *rl, _heldout_row(story, config, "after")]
-    return [*(_imitation_row(story, phase) for phase in ("midtrain", *(["sft"] if config.sft.file else []))), *rl]
+    return [*(_imitation_row(story, phase) for phase in _imitation(config)), *rl]
+
+
+def _imitation(config: RunConfig) -> list[str]:
+    """The phases that imitate something in a run."""
+    return ["midtrain"] * bool(config.midtrain.tokens) + ["sft"] * bool(config.sft.file)
 
 
 def _imitation_row(story: RunStory, phase: str) -> Row:
@@ -207,11 +219,7 @@ def _heldout_row(story: RunStory, config: RunConfig, label: str) -> Row:
     graded = [tally.statuses[RolloutStatus.GRADED] for tally in tallies]
     result = story.evals.get(label)
     if result is not None:
-        words = Text.assemble(
-            ("sampled ", DIM), (units.percent(result.sampled_pass), "bold"), f" ± {100 * result.sampled_stderr:.1f}",
-            (" · greedy ", DIM), (units.percent(result.greedy_pass), "bold"), f" ± {100 * result.greedy_stderr:.1f}",
-        )  # fmt: skip
-        return f"{label} RL", Bar(1.0), words
+        return f"{label} RL", Bar(1.0), _measured(result)
     if not any(tally.closed for tally in tallies):
         return f"{label} RL", Bar(0.0), _missing()
     words = _words(f"{graded[0]} sampled", f"{graded[1]} greedy, of {config.eval.tasks} each")
@@ -225,8 +233,8 @@ def _step_row(story: RunStory, config: RunConfig) -> Row:
     step = story.steps[-1].event.step if story.steps else 0
     words = Text.assemble(("step ", DIM), (f"{step}", "bold"), (f" of {config.trainer.steps}", DIM))
     if story.steps:
-        entropy = story.steps[-1].event.entropy
-        words.append(" · ", DIM).append(f"entropy {entropy:.3f}")
+        last = story.steps[-1].event
+        words.append(" · ", DIM).append(f"entropy {units.decimal(last.entropy if last.loss_tokens else None, 3)}")
     return "RL", Bar(step / config.trainer.steps), words
 
 
@@ -238,6 +246,16 @@ def _reward_row(story: RunStory) -> Row:
     if len(rewards) > 1:
         words.append(f" · {units.decimal(rewards[0], 3)} at first", DIM)
     return "reward", Sparkline(rewards, ACCENT), words
+
+
+def _signal_row(story: RunStory) -> Row:
+    """Groups of the newest step with something to learn from, and how its rollouts ended."""
+    last = story.steps[-1].event if story.steps else None
+    if last is None or not last.groups:
+        return "signal", "", _missing()
+    learnt_from, ended = last.groups - last.degenerate_groups, ends([last])
+    text = Text(f"in {learnt_from} of {last.groups} groups", "default" if learnt_from else WARN)
+    return "signal", text, _words(shares(ended)) if ended else _missing()
 
 
 def _trainer_row(story: RunStory) -> Row:
@@ -301,7 +319,10 @@ def _weights_row(story: RunStory) -> Row:
         swap = story.swapped[-1].event
         version += f", engine at v{swap.version}"
         parts.append(f"pause {units.milliseconds(swap.pause_ms)}")
-    return "weights", version, _words(*parts)
+    words = _words(*parts)
+    if story.changed.get(newest.version) is False:
+        words.append(" · no change", WARN)
+    return "weights", version, words
 
 
 def _rollouts_row(story: RunStory) -> Row:
@@ -324,6 +345,29 @@ def _processes_row(story: RunStory) -> Row:
     return "processes", f"{len(story.processes)} started", words
 
 
+def _measured(result: EvalDone) -> Text:
+    """An evaluation in a line: pass rates, or mean rewards where these are no shares of tasks."""
+    text = Text()
+    for way, passed, error, rewards in (
+        ("sampled ", result.sampled_pass, result.sampled_stderr, result.sampled_rewards),
+        (" · greedy ", result.greedy_pass, result.greedy_stderr, result.greedy_rewards),
+    ):
+        text.append(way, DIM)
+        if pays_fractions(result):
+            tried = [reward for reward in rewards if reward is not None]
+            text.append(f"{sum(tried) / len(tried):.3f}", "bold").append(f" ({units.percent(passed, 0)} passed)")
+        else:
+            text.append(units.percent(passed), "bold").append(f" ± {100 * error:.1f}")
+    return text
+
+
+def _verdict(report: Mapping[str, Json]) -> list[RenderableType]:
+    """What has to be said before any figure: that nothing was learnt."""
+    learning = report["learning"]
+    said = learning["nothing_learnt"] or learning["warning"] if isinstance(learning, dict) else None
+    return [Text(str(said), f"bold {WARN}"), Text()] if said else []
+
+
 def _words(*parts: str) -> Text:
     return Text(" · ", DIM).join(Text(part, "default") for part in parts)
 
@@ -332,10 +376,11 @@ def _missing() -> Text:
     return Text(units.MISSING, DIM)
 
 
-def _gain_cells(report: Mapping[str, Json], key: str, stderr: str) -> tuple[Text, Text, Text]:
-    before, after, error = (figure(report, f"heldout.{name}") for name in (f"{key}_before", f"{key}_after", stderr))
+def _gain_cells(found: Comparison) -> tuple[Text, Text, Text]:
+    before, after, error = found.before, found.after, found.stderr
     if before is None or after is None or error is None:
-        return Text(units.percent(before)), Text(units.percent(after)), _missing()
-    style = f"bold {GOOD if after > before + 2 * error else 'default' if after >= before else WARN}"
-    gain = Text.assemble((units.points(after - before), style), (f" ± {100 * error:.1f}", DIM))
-    return Text(units.percent(before)), Text(units.percent(after), "bold"), gain
+        return Text(found.value(before)), Text(found.value(after)), _missing()
+    low = found.interval[0] if found.interval else 0.0
+    style = f"bold {GOOD if low > 0 else 'default' if after >= before else WARN}"
+    gain = Text.assemble((found.change(found.gain), style), (f" ± {found.error(error)}", DIM))
+    return Text(found.value(before)), Text(found.value(after), "bold"), gain

@@ -18,6 +18,11 @@ def points(difference: float | None) -> str:
     return MISSING if difference is None else f"{100 * difference:+.1f}".replace("-", "−")
 
 
+def signed(number: float | None, digits: int = 2) -> str:
+    """A difference with a fixed number of decimals: 0.0394 → ``+0.04``."""
+    return MISSING if number is None else f"{number:+.{digits}f}".replace("-", "−")
+
+
 def duration(seconds: float | None) -> str:
     """Time as a clock shows it: 4000 → ``1:06:40``, 65 → ``1:05``."""
     if seconds is None:

@@ -18,12 +18,11 @@ from random import Random
 import orjson
 
 from etude.config.tasks import TaskConfig
+from etude.environments.heldout import HeldoutTasks
 from etude.environments.programs import FUNCTION_NAMES, KINDS, Kind, Lines, Naming, Parts
 from etude.types import Case, FunctionChecks, Json, Split, Task
 
 FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
-HELDOUT_SEED = "heldout"
-"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
 PROBES = 40
 """Random calls that tell two behaviours apart; taking two for one would only hold out more."""
 VISIBLE_CASES = 2
@@ -68,6 +67,8 @@ class BugfixFamily:
         self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
         self._heldout = choose_heldout(self.kinds, config.heldout_one_in)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
+        chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
+        self._heldout_tasks = HeldoutTasks([each for each in chosen if self._can_be_broken(*each)], self._heldout_task)
 
     @cached_property
     def forbidden(self) -> frozenset[str]:
@@ -85,26 +86,30 @@ class BugfixFamily:
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
-        seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
-        rng = Random(f"task|{seed}|{split}|{index}")
-        return _task(*self.graded_problem(split, rng), split)
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        return _task(*self.graded_problem(split, Random(f"task|{self._seed}|{split}|{index}")), split)
 
-    def graded_problem(self, split: Split, rng: Random) -> tuple[Problem, FunctionChecks]:
-        """Draw a problem together with cases on which its bug shows."""
+    def graded_problem(
+        self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None
+    ) -> tuple[Problem, FunctionChecks]:
+        """Draw a problem together with cases on which its bug shows; ``of`` is as in :meth:`problem`."""
         while True:
-            problem = self.problem(split, rng)
+            problem = self.problem(split, rng, of)
             checks = self._checks(problem, rng)
             if checks is not None:
                 return problem, checks
 
-    def problem(self, split: Split, rng: Random) -> Problem:
-        """Draw a program and break it; on the training side nothing forbidden is used."""
+    def problem(self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None) -> Problem:
+        """Draw a program and break it; on the training side nothing forbidden is used. ``of`` gives kind and template,
+        which are drawn otherwise.
+        """
         while True:
-            kind = rng.choice(self.kinds)
-            template = rng.choice(self._choices[kind.name, split])
+            kind = of[0] if of else rng.choice(self.kinds)
+            template = of[1] if of else rng.choice(self._choices[kind.name, split])
             naming = rng.choice(kind.namings)
             function = rng.choice(FUNCTION_NAMES)
-            slips = tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
+            slips = self._slips(kind, template, naming)
             if len(slips) >= MIN_SLIPS:
                 return Problem(
                     kind=kind,
@@ -116,6 +121,16 @@ class BugfixFamily:
                     bug=rng.choice(slips),
                     slips=slips,
                 )
+
+    def _slips(self, kind: Kind, template: Parts, naming: Naming) -> tuple[str, ...]:
+        """Wrong answer lines that are not forbidden."""
+        return tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
+
+    def _can_be_broken(self, kind: Kind, template: Parts) -> bool:
+        return any(len(self._slips(kind, template, naming)) >= MIN_SLIPS for naming in kind.namings)
+
+    def _heldout_task(self, of: tuple[Kind, Parts], rng: Random) -> Task:
+        return _task(*self.graded_problem(Split.HELDOUT, rng, of), Split.HELDOUT)
 
     def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
         """Cases on which the bug shows often enough, or ``None``."""

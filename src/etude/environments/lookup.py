@@ -23,12 +23,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import comb
 from random import Random
 from string import ascii_lowercase
 
 import orjson
 
 from etude.config.tasks import TaskConfig
+from etude.environments.heldout import HeldoutTasks
 from etude.errors import ConfigError
 from etude.types import AnswerChecks, Split, Task
 
@@ -48,8 +50,8 @@ LAST = "none"
 """What follows the last page."""
 SMALLEST, LARGEST = 10, 99
 """Values: two digits."""
-HELDOUT_SEED = "heldout"
-"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
+MOST_SETS = 10_000
+"""Sets of names that are gone through; of more a random one hardly ever comes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +129,22 @@ class LookupFamily:
         self._seed = seed
         self.askable = self._askable() if config.askable else NAMES
         """Names that are ever asked for."""
+        self._heldout_tasks = HeldoutTasks(self._heldout_sets(), self._heldout_task)
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
-        seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
-        return self.inquiry(split, Random(f"lookup|{seed}|{split}|{index}")).task(split)
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        return self.inquiry(split, Random(f"lookup|{self._seed}|{split}|{index}")).task(split)
 
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
         """Draw a material, and names to ask for that are on a side of the hold-out."""
         while True:
             asked = tuple(rng.sample(self.askable, self._config.asked))
             if self.is_heldout(asked) == (split is Split.HELDOUT):
-                break
+                return self._about(asked, rng)
+
+    def _about(self, asked: tuple[str, ...], rng: Random) -> Inquiry:
         size = self._config.page_facts
         facts = self.facts(self._config.pages * size, rng, about=asked)
         pages = tuple(tuple(facts[start : start + size]) for start in range(0, len(facts), size))
@@ -155,6 +161,17 @@ class LookupFamily:
         """Whether a set of names is never asked for in training."""
         digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._config.heldout_one_in == 0
+
+    def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
+        """Every set of names that is held out; of too many one that stands for any."""
+        if comb(len(self.askable), self._config.asked) > MOST_SETS:
+            return [None]
+        return [chosen for chosen in combinations(self.askable, self._config.asked) if self.is_heldout(chosen)]
+
+    def _heldout_task(self, chosen: tuple[str, ...] | None, rng: Random) -> Task:
+        if chosen is None:
+            return self.inquiry(Split.HELDOUT, rng).task(Split.HELDOUT)
+        return self._about(tuple(rng.sample(chosen, len(chosen))), rng).task(Split.HELDOUT)
 
     def _askable(self) -> tuple[str, ...]:
         """A few names, spread over all of them, with sets on either side of the hold-out."""

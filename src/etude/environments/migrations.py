@@ -20,6 +20,7 @@ from random import Random
 import orjson
 
 from etude.environments import migrations_columns, migrations_keys, migrations_tables, migrations_types
+from etude.environments.heldout import HeldoutTasks
 from etude.environments.migrations_problems import Kind, Problem, exchange, inserts
 from etude.types import QueryChecks, Split, Task
 from etude.worlds import Service, ServiceKind, World
@@ -32,8 +33,6 @@ KINDS: tuple[Kind, ...] = (
 )
 PATH = "migration.sql"
 """The file that the agent writes."""
-HELDOUT_SEED = "heldout"
-"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
 RULES = (
     f"The PostgreSQL database is up: psql needs no arguments. Try what you like in it. Leave one SQL file, {PATH}. It "
     "is sent to a fresh copy of this database, with other rows of the same sort, as one script in one transaction, by "
@@ -58,6 +57,8 @@ class MigrationFamily:
             for kind in self.kinds
             for split in Split
         }
+        chosen = [(kind, variant) for kind in self.kinds for variant in self.variants(kind, Split.HELDOUT)]
+        self._heldout_tasks = HeldoutTasks(chosen, lambda of, rng: _drawn(*of, Split.HELDOUT, rng))
 
     def variants(self, kind: Kind, split: Split) -> Sequence[str]:
         """The variants of one kind on one side of the hold-out."""
@@ -65,11 +66,15 @@ class MigrationFamily:
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
-        seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
-        rng = Random(f"migration|{seed}|{split}|{index}")
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        rng = Random(f"migration|{self._seed}|{split}|{index}")
         kind = rng.choice(self.kinds)
-        variant = rng.choice(self.variants(kind, split))
-        return migration_task(kind.write(variant, rng), f"{kind.name}: {variant}", split)
+        return _drawn(kind, rng.choice(self.variants(kind, split)), split, rng)
+
+
+def _drawn(kind: Kind, variant: str, split: Split, rng: Random) -> Task:
+    return migration_task(kind.write(variant, rng), f"{kind.name}: {variant}", split)
 
 
 def migration_task(problem: Problem, template: str, split: Split) -> Task:

@@ -30,6 +30,7 @@ from random import Random
 from typing import TypeAlias
 
 from etude.environments.corpus import STDLIB_CHARACTERS
+from etude.environments.heldout import HeldoutTasks
 from etude.environments.mixture import Side
 from etude.types import AnswerChecks, Split, Task
 
@@ -41,8 +42,6 @@ LONGEST_NAME = 6
 """Letters of a variable's name."""
 NEW_NAMES = 100
 """How many there are to choose from."""
-HELDOUT_SEED = "heldout"
-"""The evaluation set does not depend on a run's seed, so that runs can be compared."""
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Variable: TypeAlias = ast.Name | ast.arg
 
@@ -106,26 +105,38 @@ class NextEditFamily:
         names = Counter(site.name for site in train if len(site.name) > 1)
         self.names: Sequence[str] = [name for name, _ in names.most_common(NEW_NAMES)]
         """New names, of both sides."""
+        by_name: defaultdict[str, list[Site]] = defaultdict(list)
+        for site in self._sites[Split.HELDOUT]:
+            by_name[site.name].append(site)
+        self._heldout_tasks = HeldoutTasks(
+            sorted(by_name), lambda name, rng: _task(self._renamed(rng.choice(by_name[name]), rng), Split.HELDOUT)
+        )
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
-        seed = self._seed if split is Split.TRAIN else HELDOUT_SEED
-        edit = self.edit(split, Random(f"nextedit|{seed}|{split}|{index}"))
-        return Task(
-            task_id=hashlib.sha256(edit.prompt.encode()).hexdigest()[:16],
-            family="nextedit",
-            template=edit.site.name,
-            split=split,
-            prompt=edit.prompt,
-            files={},
-            checks=AnswerChecks(answer=edit.line),
-        )
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        return _task(self.edit(split, Random(f"nextedit|{self._seed}|{split}|{index}")), split)
 
     def edit(self, split: Split, rng: Random) -> Edit:
         """Draw a site, and a name that neither of its lines has."""
-        site = rng.choice(self._sites[split])
+        return self._renamed(rng.choice(self._sites[split]), rng)
+
+    def _renamed(self, site: Site, rng: Random) -> Edit:
         taken = set(re.findall(r"\w+", f"{site.edited.text} {site.cursor.text}"))
         return Edit(site=site, new=rng.choice([name for name in self.names if name not in taken]))
+
+
+def _task(edit: Edit, split: Split) -> Task:
+    return Task(
+        task_id=hashlib.sha256(edit.prompt.encode()).hexdigest()[:16],
+        family="nextedit",
+        template=edit.site.name,
+        split=split,
+        prompt=edit.prompt,
+        files={},
+        checks=AnswerChecks(answer=edit.line),
+    )
 
 
 @cache

@@ -26,6 +26,7 @@ from textwrap import dedent
 
 import orjson
 
+from etude.environments.heldout import in_turns
 from etude.environments.transcripts import Message
 from etude.sandboxes.tools import ANSWER
 from etude.types import AnswerChecks, Split, Task
@@ -73,12 +74,12 @@ class SummariesFamily:
             split: [one for one in found if is_heldout(one.module, heldout_one_in) == (split is Split.HELDOUT)]
             for split in Split
         }
+        self._heldout = in_turns(self._functions[Split.HELDOUT], lambda one: one.module)
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split: drawn by the seed (training), or each once in a fixed order (held out)."""
+        """Task number ``index`` of a split: drawn by the seed (training), or each once, modules in turns (held out)."""
         if split is Split.HELDOUT:
-            heldout = self._functions[split]
-            return _task(heldout[index % len(heldout)], split)
+            return _task(self._heldout[index % len(self._heldout)], split)
         return _task(self.function(split, Random(f"summaries|{self._seed}|{index}")), split)
 
     def function(self, split: Split, rng: Random) -> Function:

@@ -22,8 +22,10 @@ import orjson
 from etude.config.reward import PartConfig, RewardConfig
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards.behaviour import TERMS
-from etude.types import Group
+from etude.types import Disposition, Group, Rollout
 
+GRADER = "grader"
+"""In the record of a reward that has parts: what the task's grader said."""
 MakeUp: TypeAlias = Mapping[str, Mapping[str, object]]
 """Part → what decides its contribution: source, version, weight, range, …, and the digest of its rubric."""
 
@@ -139,6 +141,13 @@ def differences(before: MakeUp, now: MakeUp) -> list[str]:
             if old.get(key) != new.get(key)
         ]
     return said
+
+
+def grade_of(rollout: Rollout) -> float:
+    """The grader's word; 0 where a verdict did not let it stand. A reward without parts is that word."""
+    if rollout.verdict is not None:
+        return rollout.verdict.graded if rollout.verdict.disposition is Disposition.KEEP else 0.0
+    return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)
 
 
 def mean_parts(groups: Iterable[Group]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
+from etude.config.recipe import is_pass
 from etude.config.rollouts import RolloutConfig
 from etude.errors import UserError
 from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
@@ -137,7 +138,7 @@ class Flight:
         due = None
         for ended in (rollout, *(_copied(rollout, other) for other in copied)):
             due = self._ledger.record(ended, self._purpose)
-            self._events.write(_closed(ended, slot.task, self._purpose))
+            self._events.write(_closed(ended, slot.task, self._purpose, self._rig.pass_at))
         if slot in self._schedule:
             self._go_on(slot, rollout, due)
 
@@ -259,7 +260,7 @@ def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
     )
 
 
-def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:
+def _closed(rollout: Rollout, task: Task, purpose: str, pass_at: float) -> RolloutClosed:
     verdict = rollout.verdict or UNWATCHED
     shared = 0 if rollout.branch is None else rollout.branch.turns
     return RolloutClosed(
@@ -279,5 +280,5 @@ def _closed(rollout: Rollout, task: Task, purpose: str) -> RolloutClosed:
         hacked=verdict.hacked,
         cheat_reason=verdict.reason,
         impossible=verdict.impossible,
-        passed=(verdict.graded if rollout.verdict else rollout.reward or 0.0) > 0,
+        passed=is_pass(verdict.graded if rollout.verdict else rollout.reward or 0.0, pass_at),
     )

@@ -25,7 +25,7 @@ from etude.protocols import Appraisal, Clock, HarnessResult, Reward
 from etude.rewards.behaviour import measure, observe
 from etude.rewards.effort import effort_of
 from etude.rewards.hints import HintFinder
-from etude.rewards.parts import Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
+from etude.rewards.parts import GRADER, Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
 from etude.rewards.slips import slip_rewards
 from etude.rewards.transcript import SpokenTurn, attributed
 from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
@@ -99,11 +99,11 @@ class RolloutAppraiser:
             bare_shell=self.bare_shell,
         )
         beside = {
-            "grader": done.reward.value,
+            GRADER: done.reward.value,
             **_under("behaviour", measure(conduct)),
             **_under("judge", await self._judged(done)),
         }
-        combined = combine(self.reward, beside | _under("grader", parts) | _under("measure", result.measures))
+        combined = combine(self.reward, beside | _under(GRADER, parts) | _under("measure", result.measures))
         _check_names(self.reward, parts.keys() | result.measures.keys())
         effort = effort_of(done.turns, result.counts, self.thinking_end_id)
         return combined, beside | _under("effort", asdict(effort))

@@ -20,6 +20,7 @@ from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive, Outcome
 from etude.ledger.ledger import Ledger
+from etude.rewards.parts import GRADER, grade_of
 from etude.rewards.transcript import continued
 from etude.run.folder import RunFolder
 from etude.run.rollouts import TEMPERATURES, RolloutParts, open_parts
@@ -28,7 +29,7 @@ from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
 from etude.together import alongside, together
-from etude.types import Disposition, Group, Rollout, Task, TurnKind
+from etude.types import Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """How often engine and gateway are looked after."""
@@ -36,8 +37,6 @@ AT_ONCE = 2
 """Passes that are under way at a time: a run tries its two ways together, too."""
 EVALUATIONS = "evaluations"
 """Where ledgers of tries are, in the run folder."""
-GRADER = "grader"
-"""In the record of a reward that has parts: what the task's grader said."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
 
@@ -245,7 +244,7 @@ def _try(task: Task, rollout: Rollout) -> Try:
         task_id=task.task_id,
         template=task.template,
         reward=rollout.reward or 0.0,
-        graded=_graded(rollout),
+        graded=grade_of(rollout),
         parts=rollout.reward_parts,
         prompt_tokens=prompt_tokens,
         new_tokens=prompt_tokens - sum(known),
@@ -254,11 +253,3 @@ def _try(task: Task, rollout: Rollout) -> Try:
         summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),
         seconds=rollout.seconds,
     )
-
-
-def _graded(rollout: Rollout) -> float:
-    """The grader's word; 0 where a verdict did not let it stand. A reward without parts is that word."""
-    verdict = rollout.verdict
-    if verdict is None:
-        return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)
-    return verdict.graded if verdict.disposition is Disposition.KEEP else 0.0

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.learning import warning
 from etude.dashboard.line import render_line
 from etude.dashboard.story import RunStory
-from etude.dashboard.terminal import render
+from etude.dashboard.terminal import WARN, render
 from etude.telemetry.log import EventReader
 
 PANEL_S = 0.5
@@ -30,6 +31,8 @@ class Progress:
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
+        self._said: str | None = None
+        """The newest warning: it is a line once, however long it holds."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -56,3 +59,7 @@ class Progress:
             self._live.update(render(self._story, self._config, time.time()), refresh=True)
         else:
             self._console.print(render_line(self._story, self._config, time.time()), soft_wrap=True)
+            said = warning([timed.event for timed in self._story.steps])
+            if said and said != self._said:
+                self._console.print(f"warning: {said}", style=WARN, soft_wrap=True)
+            self._said = said

@@ -82,6 +82,7 @@ class WeightPublishing:
                 state_bytes=self._state_bytes,
                 seconds=ended_s - self._started_s,
                 blocked_s=self._blocked_s,
+                digest=record.digest,
             )
         )
         return record.version

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from etude.clock import SystemClock
-from etude.config.recipe import EvalConfig, RunConfig
-from etude.dashboard.estimates import standard_error
+from etude.config.recipe import EvalConfig, RunConfig, is_pass
+from etude.dashboard.estimates import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
@@ -28,7 +28,7 @@ from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
 from etude.rewards.answers import AnswerGrader
 from etude.rewards.kinds import GraderByKind
-from etude.rewards.parts import make_up, mean_parts
+from etude.rewards.parts import grade_of, make_up, mean_parts
 from etude.rewards.tests import HiddenTests
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
@@ -49,7 +49,7 @@ from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.together import alongside, together
 from etude.tokens.jinja import load_format
-from etude.types import AnswerChecks, FunctionChecks, Split, Task
+from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
 from etude.worlds import WORKDIR, Capability, SandboxSpec
 
 POLL_S = 0.05
@@ -131,24 +131,46 @@ class RolloutParts:
         if not sampled or not greedy:
             lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
             raise lost_all(self.folder, f"{label}-{lost}")
-        sampled_parts, greedy_parts = (mean_parts(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES)
-        done = EvalDone(
-            label=label,
-            version=version,
-            tasks=min(len(sampled), len(greedy)),
-            sampled_pass=_mean(sampled),
-            sampled_stderr=standard_error(sampled),
-            greedy_pass=_mean(greedy),
-            greedy_stderr=standard_error(greedy),
-            sampled_parts=sampled_parts,
-            greedy_parts=greedy_parts,
-        )
+        groups = {way: list(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES}
+        done = evaluation_done(label, version, groups, pass_at=self.config.eval.pass_at)
         self.events.write(done)
         return done
 
     def heldout_tasks(self, count: int) -> list[Task]:
         """The evaluation set: the same for every run of a recipe."""
         return heldout_tasks(self.family, count)
+
+
+def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Group]], *, pass_at: float) -> EvalDone:
+    """What an evaluation came to, of its groups way by way: a task each, without a rollout where its attempts were used
+    up.
+    """
+    clusters = [group.task.template or group.task.task_id for group in groups["sampled"]]
+    tries = {way: [group.rollouts[0] if group.rollouts else None for group in groups[way]] for way in TEMPERATURES}
+    rewards = {way: [each.reward if each else None for each in tries[way]] for way in TEMPERATURES}
+    passed = {way: [is_pass(grade_of(each), pass_at) if each else None for each in tries[way]] for way in TEMPERATURES}
+    sampled, greedy = (_pass_rate(passed[way], clusters) for way in TEMPERATURES)
+    return EvalDone(
+        label=label,
+        version=version,
+        tasks=min(sum(reward is not None for reward in rewards[way]) for way in TEMPERATURES),
+        sampled_pass=sampled.value,
+        sampled_stderr=sampled.stderr,
+        greedy_pass=greedy.value,
+        greedy_stderr=greedy.stderr,
+        sampled_parts=mean_parts(groups["sampled"]),
+        greedy_parts=mean_parts(groups["greedy"]),
+        clusters=clusters,
+        sampled_rewards=rewards["sampled"],
+        sampled_passed=passed["sampled"],
+        greedy_rewards=rewards["greedy"],
+        greedy_passed=passed["greedy"],
+    )
+
+
+def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estimate:
+    tried = [(float(each), cluster) for each, cluster in zip(passed, clusters, strict=True) if each is not None]
+    return mean_of([each for each, _ in tried], [cluster for _, cluster in tried])
 
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
@@ -304,6 +326,7 @@ async def _rig(
             watch=watch,
             appraiser=open_appraiser(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
+            pass_at=config.eval.pass_at,
         )
 
 
@@ -361,7 +384,3 @@ def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"harness.mounts: there is no folder {folder!r} in {Path.cwd()}")
         mounts |= environment_mounts(Path(folder))
     return mounts
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

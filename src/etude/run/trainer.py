@@ -11,6 +11,7 @@ digest, a published one is committed. No batch is lost and none is trained on tw
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
@@ -63,6 +64,8 @@ SWEEP_S = 3600.0
 """How often payloads are looked for that nothing refers to."""
 LONGEST_ROLLOUT_S = 24 * 3600.0
 """How old those have to be: the ledger refers to what a rollout left when it ends."""
+MOST_ENDS = 16
+"""Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
 MOST_IN_VAIN = 3
 """Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
 
@@ -110,7 +113,7 @@ class TrainerProcess:
             stats = self.crew.step(step, batch.trajectories, shares, totals_of(batch), release, course)
             busy_s = time.perf_counter() - started_s
             done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
-            self._events.write(replace(done, reward_parts=mean_parts(groups)))
+            self._events.write(replace(done, reward_parts=mean_parts(groups), ended=ends_of(groups)))
             self._land()
             self.crew.save(step)
             self._publish(step)
@@ -275,6 +278,11 @@ def totals_of(batch: Batch) -> Totals:
     )
 
 
+def ends_of(groups: Iterable[Group]) -> dict[str, int]:
+    """Why agents stopped → rollouts, the most frequent first."""
+    return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MOST_ENDS))
+
+
 def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
     """The payloads that the turns of some groups refer to."""
     turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
@@ -344,6 +352,9 @@ def _step_done(
         wait_s=wait_s,
         reward_mean=float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
         degenerate_groups=batch.num_degenerate_groups,
+        groups=batch.num_groups,
+        reward_low=float(batch.rewards.min()) if len(batch.rewards) else None,
+        reward_high=float(batch.rewards.max()) if len(batch.rewards) else None,
         loss_tokens=batch.num_loss_tokens,
         trained_tokens=stats.trained_tokens,
         grad_norm=stats.grad_norm,

@@ -97,6 +97,7 @@ class StepDone:
     """Time it waited for the batch."""
     reward_mean: float
     degenerate_groups: int
+    """Those without a signal, such as all rewards equal."""
     loss_tokens: int
     trained_tokens: int
     """Tokens that went through forward and backward, prompts included."""
@@ -137,6 +138,12 @@ class StepDone:
     which the hinted one would not have come count less (``hints.contexts``)."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
+    groups: int = 0
+    reward_low: float | None = None
+    """The lowest reward of the batch; ``None`` where every rollout was quarantined."""
+    reward_high: float | None = None
+    ended: dict[str, int] = field(default_factory=dict)
+    """Why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +192,8 @@ class WeightsPublished:
     """From the end of the step to the commit record."""
     blocked_s: float
     """How much of that the trainer stood still."""
+    digest: str = ""
+    """Of the whole state: two versions of one digest have the same weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +247,7 @@ class RolloutClosed:
     impossible: bool = False
     """Whether nobody could honestly pass its task."""
     passed: bool = False
-    """Whether its grader gave it a reward, whatever was made of that."""
+    """Whether its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,13 +260,21 @@ class EvalDone:
     """The weights that were served when it began; while RL goes on, newer ones may have sampled its last turns."""
     tasks: int
     sampled_pass: float
+    """Share of tasks whose grader gave ``eval.pass_at`` or more."""
     sampled_stderr: float
-    """Over tasks; of a rate of 0 or 1, as far as its exact interval goes."""
+    """Over templates; of a rate of 0 or 1, as far as its exact interval goes."""
     greedy_pass: float
     greedy_stderr: float
     sampled_parts: dict[str, float] = field(default_factory=dict)
     """As in :class:`StepDone`."""
     greedy_parts: dict[str, float] = field(default_factory=dict)
+    clusters: list[str] = field(default_factory=list)
+    """Of each held-out task, in order, its template, or else its id: tasks of one cluster are alike."""
+    sampled_rewards: list[float | None] = field(default_factory=list)
+    """Of each task; ``None``: infrastructure kept it from being tried."""
+    sampled_passed: list[bool | None] = field(default_factory=list)
+    greedy_rewards: list[float | None] = field(default_factory=list)
+    greedy_passed: list[bool | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

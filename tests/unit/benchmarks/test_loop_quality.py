@@ -10,7 +10,7 @@ def trial(seed: int, max_staleness: int, sampled: list[float]) -> Trial:
     return Trial(
         seed=seed,
         max_staleness=max_staleness,
-        rewards={"sampled": sampled, "greedy": sampled},
+        rewards={way: {str(n): (str(n), each) for n, each in enumerate(sampled)} for way in ("sampled", "greedy")},
         staleness_mean=float(max_staleness),
         rl_s=1.0,
         seconds=2.0,
@@ -33,7 +33,19 @@ def test_what_staleness_costs_is_averaged_over_seeds() -> None:
     assert (judged["value"], judged["met"], judged["seeds"]) == (0.0, False, 2)
     assert judged["interval"] == pytest.approx([-3.1765, 3.1765], abs=1e-3)
     assert judged["stderr_seeds"] == pytest.approx(0.25)
-    assert judged["stderr_tasks"] == pytest.approx(0.25 / 2**0.5, abs=1e-4)
+    assert judged["method"] == "Student's t over seeds, on the same held-out tasks"
+
+
+def test_seeds_on_the_same_tasks_are_no_further_tasks() -> None:
+    def error(seeds: int) -> float:
+        runs = [(FRESH, [1.0, 1.0, 0.0, 1.0]), (STALE, [1.0, 0.0, 0.0, 1.0])]
+        goals = figures([trial(seed, bound, sampled) for seed in range(seeds) for bound, sampled in runs])["goals"]
+        assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict)
+        found = goals["staleness_shortfall"]["stderr_templates"]
+        assert isinstance(found, float)
+        return found
+
+    assert error(1) == error(9) == 0.25
 
 
 def test_the_goal_is_met_where_the_interval_over_seeds_stays_below_it() -> None:

@@ -13,7 +13,6 @@ from etude.dashboard.report import build_report
 from etude.dashboard.story import RunStory
 from etude.telemetry.events import (
     EngineStats,
-    EvalDone,
     Event,
     ImitationProgress,
     MismatchMeasured,
@@ -28,6 +27,7 @@ from etude.telemetry.events import (
 )
 from etude.telemetry.log import Logged
 from etude.types import Json
+from evaluations import evaluation
 
 STEPS, STATE_BYTES = 40, 1_480_000
 
@@ -88,7 +88,7 @@ def _run(chance: random.Random) -> Iterator[Logged]:
         yield Logged(at_s=at_s, process="run", event=ProcessStarted(process=process, pid=42, restarts=0))
     yield _published(at_s, 0, chance)
     yield Logged(at_s=at_s, process="run", event=PhaseStarted(phase="eval-before"))
-    yield from _evaluation(at_s, "before", 0, 0.318, chance)
+    yield from _evaluation(at_s, "before", 0, 20)
     at_s += 41
     yield Logged(at_s=at_s, process="run", event=PhaseStarted(phase="rl"))
     for step in range(1, STEPS + 1):
@@ -100,7 +100,7 @@ def _run(chance: random.Random) -> Iterator[Logged]:
         yield from _step(at_s, step, chance)
         at_s += 12.5
     yield Logged(at_s=at_s, process="run", event=PhaseStarted(phase="eval-after"))
-    yield from _evaluation(at_s, "after", STEPS, 0.672, chance)
+    yield from _evaluation(at_s, "after", STEPS, 43)
     at_s += 43
     yield Logged(at_s=at_s, process="run", event=PhaseStarted(phase="done"))
 
@@ -123,7 +123,8 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
         mismatch_tokens=tokens // 10, mismatch_k1=1e-5, mismatch_k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
         mismatch_p99=0.004 + 0.002 * chance.random(), mismatch_max=0.03 + 0.001 * step,
         mismatch_equal=tokens // 30, mismatch_pairs=6 * tokens // 10, mismatch_flips=step,
-        replayed_pairs=500, replaced_pairs=1,
+        replayed_pairs=500, replaced_pairs=1, groups=8, reward_low=0.0, reward_high=1.0,
+        ended={"submit": 52, "length": 12},
     )  # fmt: skip
     yield Logged(at_s=at_s + 11.5, process="trainer", event=done)
     yield from _mismatch(at_s + 11.5, step, random.Random(step))
@@ -149,8 +150,9 @@ def _mismatch(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]
 def _published(at_s: float, version: int, chance: random.Random) -> Logged:
     kind, size_bytes = ("delta", int(chance.gauss(390_000, 20_000))) if version else ("full", 1_210_000)
     event = WeightsPublished(
-        version=version, kind=kind, size_bytes=size_bytes, state_bytes=STATE_BYTES, seconds=0.06, blocked_s=0.002
-    )
+        version=version, kind=kind, size_bytes=size_bytes, state_bytes=STATE_BYTES, seconds=0.06, blocked_s=0.002,
+        digest=f"digest-{version}",
+    )  # fmt: skip
     return Logged(at_s=at_s, process="trainer", event=event)
 
 
@@ -162,16 +164,11 @@ def _engine(at_s: float, chance: random.Random) -> Logged:
     return Logged(at_s=at_s, process="engine", event=event)
 
 
-def _evaluation(at_s: float, label: str, version: int, passed: float, chance: random.Random) -> Iterator[Logged]:
+def _evaluation(at_s: float, label: str, version: int, passed: int) -> Iterator[Logged]:
     for way in ("sampled", "greedy"):
         for task in range(64):
             yield _rollout(at_s + task / 2, f"{label}-{way}", task, 0, "graded", "finished", 1.0)
-    greedy = passed + 0.05
-    result = EvalDone(
-        label=label, version=version, tasks=64, sampled_pass=passed, greedy_pass=greedy,
-        sampled_stderr=math.sqrt(passed * (1 - passed) / 64), greedy_stderr=math.sqrt(greedy * (1 - greedy) / 64),
-    )  # fmt: skip
-    yield Logged(at_s=at_s + 40, process="rollouts", event=result)
+    yield Logged(at_s=at_s + 40, process="rollouts", event=evaluation(label, version, passed, passed + 3))
 
 
 def _rollout(at_s: float, purpose: str, group: int, slot: int, status: str, reason: str, reward: float) -> Logged:

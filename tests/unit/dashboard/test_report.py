@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from etude.config.recipe import RunConfig
+from etude.config.recipe import EvalConfig, RunConfig
+from etude.dashboard.gains import comparison, full_marks
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
 from etude.dashboard.summary import summary
@@ -15,6 +16,7 @@ from etude.dashboard.units import percent
 from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded, StepDone
 from etude.telemetry.log import Logged
 from etude.types import Json
+from evaluations import evaluation
 
 STEP = StepDone(
     step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, degenerate_groups=0, loss_tokens=100, trained_tokens=300,
@@ -26,10 +28,57 @@ STEP = StepDone(
 
 
 def test_the_held_out_gain_has_the_error_of_a_difference(report: dict[str, Json]) -> None:
-    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.318, 0.672)
-    expected = math.sqrt(0.318 * 0.682 / 64 + 0.672 * 0.328 / 64)
+    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.3125, 0.6719)
+    gained = [*[2] * 1, *[3] * 7]  # tasks of each of the eight templates that fail before and pass afterwards
+    deviations = [tasks - sum(gained) / 8 for tasks in gained]
+    expected = math.sqrt(8 / 7 * sum(each**2 for each in deviations)) / 64
     assert figure(report, "heldout.stderr") == pytest.approx(expected, abs=1e-4)
-    assert figure(report, "heldout.n") == 64
+    assert (figure(report, "heldout.n"), figure(report, "heldout.templates")) == (64, 8)
+    heldout = report["heldout"]
+    assert isinstance(heldout, dict)
+    low, high = (23 / 64 + side * 2.364624 * expected for side in (-1, 1))
+    assert heldout["interval"] == pytest.approx([low, high], abs=1e-4)
+    assert (heldout["pays_fractions"], heldout["passed_before"], heldout["passed_after"]) == (False, 20, 43)
+    assert heldout["reward_before"] == heldout["pass_before"]
+    assert heldout["greedy_passed_after"] == 46
+
+
+def test_a_grader_of_fractions_has_mean_rewards_and_passes_beside(config: RunConfig) -> None:
+    events = [evaluation(label, 0, passed, 8, paid=0.405) for label, passed in (("before", 8), ("after", 16))]
+    unpaid = [replace(event, sampled_passed=[False] * 64, greedy_passed=[None] * 64) for event in events]
+    report = _report_of(unpaid, config)
+    assert figure(report, "heldout.reward_after") == pytest.approx(0.405 / 4, abs=1e-4)
+    assert figure(report, "heldout.passed_after") == 0
+    assert (figure(report, "heldout.reward_stderr") or 0) > 0.1  # that all eight templates gain alike may be chance
+    gained = comparison(report, "sampled")
+    assert (gained.is_rate, gained.value(gained.after), gained.change(gained.gain)) == (False, "0.101", "+0.051")
+    assert full_marks(report, "sampled") == "full marks: 0 → 0"
+    half = _report_of(unpaid, config.model_copy(update={"eval": EvalConfig(pass_at=0.5)}))
+    assert full_marks(half, "sampled") == "0.5 or better: 0 → 0"
+
+
+def test_what_was_not_tried_twice_is_in_no_difference(config: RunConfig) -> None:
+    before, after = evaluation("before", 0, 8, 8), evaluation("after", 0, 16, 8)
+    lost = replace(before, sampled_passed=[*before.sampled_passed[:-1], None], tasks=63)
+    section = _report_of([lost, after], config)["heldout"]
+    assert isinstance(section, dict)
+    assert section["stderr"] is not None
+    assert section["greedy_stderr"] is not None
+    alone = _report_of([before], config)["heldout"]
+    assert isinstance(alone, dict)
+    assert (alone["stderr"], alone["interval"], alone["pass_after"]) == (None, None, None)
+
+
+def test_an_evaluation_of_an_older_log_has_its_rates(config: RunConfig) -> None:
+    old = [
+        EvalDone(
+            label=label, version=0, tasks=4, sampled_pass=rate, sampled_stderr=0.1, greedy_pass=0.5, greedy_stderr=0.2
+        )
+        for label, rate in (("before", 0.25), ("after", 0.75))
+    ]
+    report = _report_of(old, config)
+    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.25, 0.75)
+    assert figure(report, "heldout.stderr") is None
 
 
 def test_time_leaves_the_interruption_out(report: dict[str, Json]) -> None:

@@ -32,7 +32,8 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
     step = story.steps[-1].event
     for words in (
         "bugfix-tiny · seed 3", "● RL", "✓ midtrain 3:00", f"step {step.step} of 40", f"mean {step.reward_mean:.3f}",
-        "max 2 of 2 allowed", "sampled 31.8%", "run resumed 1×", " left",
+        "max 2 of 2 allowed", "sampled 31.2% ± 2.4", "run resumed 1×", " left",
+        "in 7 of 8 groups", "submit 81%, length 19%",
     ):  # fmt: skip
         assert words in text
 
@@ -99,7 +100,10 @@ def test_the_rest_of_the_run_is_foreseen(events: list[Logged], config: RunConfig
 
 def test_the_final_table_gives_the_gain_and_its_error(report: dict[str, Json]) -> None:
     text = _text(final_table(report), 100)
-    for words in ("64 held-out tasks", "31.8%", "67.2%", "+35.4 ± 8.3", "5 failed", "trainer 79%", "max 2 of 2"):
+    for words in (
+        "64 held-out tasks", "31.2%", "67.2%", "+35.9 ± 1.6", "over 8 templates", "5 failed", "trainer 79%",
+        "max 2 of 2", "in 280 of 320 groups; rollouts ended: submit 81%, length 19%",
+    ):  # fmt: skip
         assert words in text
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Protocol, TypeAlias
@@ -387,6 +387,22 @@ def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
     run_virtually(second.dispatcher.train(1))
     assert second.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 0, "dropped": 0}
     assert second.ledger.progress().admitted == 2
+
+
+@pytest.mark.parametrize(("pass_at", "passed"), [(1.0, False), (0.4, True)])
+def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at: float, passed: bool) -> None:
+    here = bench(config())
+    here.world = FakeWorld(here._play, lambda task: 0.405)
+    dispatcher = Dispatcher(
+        here.config,
+        ledger=here.ledger,
+        family=here.family,
+        rig=replace(here.world.rig, pass_at=pass_at),
+        events=here.log,
+        serving_version=lambda: 0,
+    )
+    run_virtually(dispatcher.evaluate("before", [ALL_NUMBERS.task(Split.HELDOUT, 0)], temperature=0.0))
+    assert [event.passed for event in here.closed()] == [passed]
 
 
 def test_an_evaluation_goes_on_where_it_was_interrupted(bench: MakeBench) -> None:

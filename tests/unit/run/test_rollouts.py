@@ -8,12 +8,21 @@ import pytest
 
 from etude.config.loading import default_recipe
 from etude.config.recipe import EvalConfig
+from etude.dashboard.estimates import mean_of
 from etude.errors import ConfigError
 from etude.ledger.ledger import Ledger
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.folder import RunFolder
-from etude.run.rollouts import check_sandboxes, evaluations_due, harness_mounts, heldout_tasks, lost_all, write_harness
-from etude.types import AnswerChecks, Split, Task
+from etude.run.rollouts import (
+    check_sandboxes,
+    evaluation_done,
+    evaluations_due,
+    harness_mounts,
+    heldout_tasks,
+    lost_all,
+    write_harness,
+)
+from etude.types import AnswerChecks, Group, Split, Task
 from etude.worlds import Capability
 from ledgers import rollout, task
 
@@ -55,6 +64,24 @@ class Few:
 def test_no_heldout_task_is_counted_twice() -> None:
     assert [task.task_id for task in heldout_tasks(Few(3), 8)] == ["heldout-0", "heldout-1", "heldout-2"]
     assert len(heldout_tasks(Few(100), 8)) == 8
+
+
+def test_an_evaluation_tells_what_passed_template_by_template() -> None:
+    def group(index: int, template: str, reward: float | None) -> Group:
+        rollouts = () if reward is None else (rollout(index, 0, reward=reward),)
+        named = replace(task(index), template=template)
+        return Group(index=index, task=named, admitted_version=0, rollouts=rollouts)
+
+    templates, sampled = ["a", "a", "", "b"], (1.0, 0.405, 1.0, None)
+    groups = [group(index, name, reward) for index, (name, reward) in enumerate(zip(templates, sampled, strict=True))]
+    done = evaluation_done("before", 3, {"sampled": groups, "greedy": groups[:3] + groups[:1]}, pass_at=1.0)
+    assert done.clusters == ["a", "a", "2", "b"]
+    assert done.sampled_rewards == [1.0, 0.405, 1.0, None]
+    assert done.sampled_passed == [True, False, True, None]
+    assert (done.tasks, done.sampled_pass, done.greedy_pass) == (3, 2 / 3, 0.75)
+    assert done.sampled_stderr == pytest.approx(mean_of([1.0, 0.0, 1.0], ["a", "a", "2"]).stderr)
+    lenient = evaluation_done("before", 3, {"sampled": groups, "greedy": groups}, pass_at=0.4)
+    assert lenient.sampled_pass == 1.0
 
 
 def test_an_evaluation_of_failures_alone_says_why_the_last_one_failed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from random import Random
 from etude.environments.harbor.folder import HarborTask, read_task, task_folders
 from etude.environments.harbor.images import find_image, plain_files
 from etude.environments.harbor.settings import TaskFolderError
+from etude.environments.heldout import in_turns
 from etude.sandboxes.images import ImageStore
 from etude.types import Split, Task
 
@@ -57,6 +58,7 @@ class HarborTasks:
             raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
         self._seed = seed
         self._tasks = {split: _on_side(ready, split, heldout_one_in) for split in Split}
+        self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
         self._images = found
         self._folder = folder
 
@@ -67,7 +69,7 @@ class HarborTasks:
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split: all of them in an order of the seed's, then all of them again, otherwise.
 
-        Held-out tasks come in the order of their names. Raises
+        Held-out tasks come in the order of their names, templates in turns. Raises
         :class:`~etude.environments.harbor.settings.TaskFolderError` for a side that has none.
         """
         tasks = self._tasks[split]
@@ -104,13 +106,12 @@ def side_of(task: HarborTask, one_in: int = HELDOUT_ONE_IN) -> Split:
     """Which side of the hold-out a task is on: its own word, or else its name's hash."""
     if task.origin.split is not None:
         return task.origin.split
-    name = task.origin.template or task.name
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+    number = int.from_bytes(hashlib.sha256(task.template.encode()).digest()[:8])
     return Split.HELDOUT if number % one_in == 0 else Split.TRAIN
 
 
-def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> tuple[HarborTask, ...]:
-    return tuple(task for task in tasks if side_of(task, one_in) is split)
+def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[HarborTask]:
+    return [task for task in tasks if side_of(task, one_in) is split]
 
 
 def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, str], dict[str, str]]:

@@ -101,6 +101,11 @@ class HarborTask:
     """Relative to ``workdir``."""
 
     @property
+    def template(self) -> str:
+        """What it is an instance of: its own name where it says nothing else."""
+        return self.origin.template or self.name
+
+    @property
     def context(self) -> Path:
         """The folder that an image is built from."""
         return self.folder / ENVIRONMENT
@@ -133,7 +138,7 @@ class HarborTask:
         return Task(
             task_id=self.origin.task_id or self.digest[:ID_LENGTH],
             family=self.origin.family,
-            template=self.origin.template or self.name,
+            template=self.template,
             split=split,
             prompt=self.instruction,
             files=dict(files or {}),

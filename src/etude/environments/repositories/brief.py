@@ -14,6 +14,7 @@ from functools import cached_property
 from random import Random
 
 from etude.config.imitation import TranscriptConfig
+from etude.environments.heldout import in_turns
 from etude.environments.repositories.folder import RepositoryTasks
 from etude.environments.repositories.mutations import mutants
 from etude.environments.repositories.spans import Function, Source, apply, last_line
@@ -59,6 +60,7 @@ class BriefTasks:
     def __init__(self, family: RepositoryTasks, images: ImageStore) -> None:
         """Raises :class:`~etude.errors.ConfigError` where a side of the hold-out has no such task."""
         self._tasks = {split: [*_brief(family, images, split)] for split in Split}
+        self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
         self.family = family
         for split, tasks in self._tasks.items():
             if not tasks:

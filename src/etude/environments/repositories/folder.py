@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from random import Random
 
+from etude.environments.heldout import in_turns
 from etude.errors import ConfigError, DamagedError
 from etude.ledger.tasks import decode_task, encode_task
 from etude.types import Split, Task
@@ -105,8 +106,8 @@ class PackageFolder:
 class RepositoryTasks:
     """The tasks of a folder as a family; implements :class:`~etude.protocols.TaskFamily`.
 
-    They come in a fixed order, mixed over packages, again and again. A name at the top of a module is on one side of
-    the hold-out with all that was made of it, so that no function is in both.
+    They come in a fixed order, mixed over packages, again and again; held-out templates take turns. A name at the top
+    of a module is on one side of the hold-out with all that was made of it, so that no function is in both.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +129,8 @@ class RepositoryTasks:
     def _order(self) -> Mapping[Split, Sequence[Task]]:
         mixed = sorted(self._tasks, key=lambda task: task.task_id)
         Random(FAMILY).shuffle(mixed)
-        return {split: [task for task in mixed if task.split is split] for split in Split}
+        sides = {split: [task for task in mixed if task.split is split] for split in Split}
+        return sides | {Split.HELDOUT: in_turns(sides[Split.HELDOUT], lambda task: task.template)}
 
     def answer(self, task: Task) -> Mapping[str, str]:
         """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""

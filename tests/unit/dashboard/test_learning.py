@@ -1,0 +1,100 @@
+"""A run that learns nothing is told from one that does, with what is likely to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from etude.config.recipe import RunConfig
+from etude.dashboard.learning import nothing_learnt, warning
+from etude.dashboard.line import render_line
+from etude.dashboard.report import build_report, figure
+from etude.dashboard.story import RunStory
+from etude.telemetry.events import PhaseStarted, StepDone, WeightsPublished
+from etude.telemetry.log import Logged
+
+VAIN = StepDone(
+    step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.0, degenerate_groups=4, loss_tokens=0, trained_tokens=0,
+    grad_norm=0.0, entropy=0.0, truncated_share=0.0, masked_share=0.0, staleness_sum=0, staleness_tokens=100,
+    staleness_max=1, mismatch_tokens=0, mismatch_k1=0.0, mismatch_k3=0.0, mismatch_p99=0.0, mismatch_max=0.0,
+    mismatch_equal=0, mismatch_pairs=0, mismatch_flips=0, replayed_pairs=0, replaced_pairs=0, groups=4,
+    reward_low=0.0, reward_high=0.0, ended={"submit": 16},
+)  # fmt: skip
+LEARNT = replace(VAIN, degenerate_groups=3, reward_high=1.0, loss_tokens=9, entropy=0.5, grad_norm=0.25)
+
+
+def story_of(*steps: StepDone, digests: str = "") -> RunStory:
+    """Steps numbered from 1, and versions from 0 with these digests, a letter each."""
+    story = RunStory()
+    story.add(Logged(at_s=0.0, process="run", event=PhaseStarted(phase="rl")))
+    for number, step in enumerate(steps, 1):
+        story.add(Logged(at_s=float(number), process="trainer", event=replace(step, step=number)))
+    for version, digest in enumerate(digests):
+        published = WeightsPublished(
+            version=version, kind="delta", size_bytes=0, state_bytes=9, seconds=0.1, blocked_s=0.0, digest=digest
+        )
+        story.add(Logged(at_s=100.0 + version, process="trainer", event=published))
+    return story
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ended": {"length": 15, "submit": 1}}, "94% of rollouts were cut off by length: raise harness.max_tokens"),
+        ({}, "every reward is 0: the tasks are too hard, or the harness does not fit"),
+        ({"reward_low": 1.0, "reward_high": 1.0}, "every reward is 1: the tasks are too easy"),
+        ({"reward_low": None, "reward_high": None}, "masked or quarantined"),
+        ({"reward_high": 1.0}, "never within a group: raise rollouts.group_size"),
+    ],
+)
+def test_three_steps_without_a_signal_are_said_with_the_likely_cause(changes: dict[str, object], words: str) -> None:
+    vain = replace(VAIN, **changes)  # type: ignore[arg-type]  # fields by name
+    steps = [replace(step, step=number) for number, step in enumerate([LEARNT, vain, vain, vain, vain], 1)]
+    assert warning(steps[:3]) is None
+    said = warning(steps[:4])
+    assert said is not None
+    assert said.startswith("no group has had a signal since step 2: ")
+    assert words in said
+    assert warning(steps) == said  # one warning, however long it goes on
+    assert warning([*steps, LEARNT]) is None
+
+
+def test_hints_teach_without_a_signal() -> None:
+    taught = replace(VAIN, hinted_tokens=5)
+    assert warning([taught] * 5) is None
+    assert nothing_learnt(story_of(taught)) is None
+
+
+def test_a_run_has_learnt_nothing_without_a_signal_or_without_a_change_of_its_weights() -> None:
+    assert nothing_learnt(story_of()) is None
+    assert nothing_learnt(story_of(VAIN, LEARNT, digests="abc")) is None
+    assert "none of 8 groups had a signal; every reward is 0" in (nothing_learnt(story_of(VAIN, VAIN)) or "")
+    assert "no step changed the published weights" in (nothing_learnt(story_of(LEARNT, LEARNT, digests="aaa")) or "")
+    assert nothing_learnt(story_of(LEARNT, LEARNT, digests="aab")) is None
+    older = replace(VAIN, groups=0, degenerate_groups=4)  # of a log that does not say how many groups there were
+    assert nothing_learnt(story_of(older)) is None
+
+
+def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
+    cut = replace(VAIN, ended={"length": 12, "turns": 4})
+    story = story_of(LEARNT, cut, digests="abb")
+    report = build_report(story, config, machine={}, date="today", commit="")
+    assert report["learning"] == {
+        "groups": 8,
+        "groups_without_signal": 7,
+        "ended": {"submit": 16, "length": 12, "turns": 4},
+        "cut_short": 0.5,
+        "versions_unchanged": 1,
+        "warning": None,
+        "nothing_learnt": None,
+    }
+    curve = report["curve"]
+    assert isinstance(curve, list)
+    first, second = (row for row in curve if isinstance(row, dict))
+    assert (first["grad_norm"], first["weights_changed"], first["groups_without_signal"]) == (0.25, True, 3)
+    assert (second["grad_norm"], second["weights_changed"], second["cut_short"]) == (None, False, 1.0)
+    assert figure(second, "groups") == 4
+
+
+def test_a_line_has_no_entropy_of_nothing(config: RunConfig) -> None:
+    assert "signal in 0 of 4 groups, entropy –," in render_line(story_of(VAIN), config, 2.0)
+    assert "signal in 1 of 4 groups, entropy 0.500," in render_line(story_of(LEARNT), config, 2.0)
