@@ -7,7 +7,7 @@ I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from etude.worlds import World
 
 Ids: TypeAlias = npt.NDArray[np.int32]
-"""Token ids."""
 TokenIds: TypeAlias = Sequence[int] | Ids
 """Token ids as whoever has them holds them; an engine takes either."""
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -561,13 +560,14 @@ class Trajectory:
     """[L, layers, k] which experts the engine used; ``NO_ROUTE`` where nobody said."""
     kept: KeptSets | None = None
     """[L] from what each token was drawn; empty where not sampled or not cut."""
+    old_logprobs: Floats | None = None
+    reference_logprobs: Floats | None = None
+    """[L] of sampled tokens, the trainer's by the weights that sampled, and a reference's; ``None``: nobody asked."""
 
     def __post_init__(self) -> None:
-        length = len(self.token_ids)
-        for name in ("loss_mask", "logprobs", "versions", "temperatures", "advantages", "routes", "kept"):
-            array = getattr(self, name)
-            if array is not None and len(array) != length:
-                raise ValueError(f"trajectory of {self.rollout_id}: {name} is not [{length}]")
+        for name, array in ((one.name, getattr(self, one.name)) for one in fields(self)):
+            if isinstance(array, np.ndarray | KeptSets) and len(array) != len(self.token_ids):
+                raise ValueError(f"trajectory of {self.rollout_id}: {name} is not [{len(self.token_ids)}]")
         if bool((self.versions == UNSAMPLED)[self.loss_mask].any()):
             raise ValueError(f"trajectory of {self.rollout_id}: a trained token has no weight version")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.config.training import CORRECTIONS, CorrectionKind, LossConfig, LossKind
+from etude.config.training import BASELINES, CorrectionKind, LossConfig, LossKind, corrections
 from etude.trainer.corrections import proximal_logprobs
 from etude.trainer.losses import LossTokens, Totals, policy_loss
 from etude.trajectories.advantage import group_advantages
@@ -21,7 +21,7 @@ ROLLOUTS = GROUPS * GROUP_SIZE
 REWARDS_VV = torch.zeros(VOCABULARY, VOCABULARY)
 REWARDS_VV[2] = 0.25
 REWARDS_VV[2, 1] = 1.0
-CHOICES = [(kind, correction) for kind in CORRECTIONS for correction in CORRECTIONS[kind]]
+CHOICES = [(kind, correction) for kind in BASELINES for correction in corrections(kind)]
 
 
 def make_config(kind: LossKind, correction: CorrectionKind) -> LossConfig:

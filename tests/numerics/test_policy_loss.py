@@ -1,12 +1,21 @@
 """Every loss with every correction against its formula in plain Python, and its gradient against finite differences.
 
 The formulas are written from the papers, token by token, and share nothing with the code but the names of the bounds.
+Where a choice is a system's rather than a paper's, the formula is its source's, read and written down here once more:
+
+- dual clip, aggregations, k1, k2, k3 and entropy in the loss: verl 0.9.1, ``verl/trainer/ppo/core_algos.py``
+  (``compute_policy_loss_vanilla``, ``agg_loss``, ``kl_penalty_forward``) and ``verl/workers/utils/losses.py``
+  (``ppo_loss``);
+- the ratio to a recomputed π_old with a weight for the engine: the same function's ``rollout_is_weights``, and TRL
+  1.13's ``importance_sampling_ratio`` (``trl/trainer/grpo_trainer.py``, ``_compute_loss``);
+- DPPO's mask and its k2 term: prime-rl 559b4477, ``src/prime_rl/trainer/rl/loss.py`` (``default_loss_fn``).
+
 What a paper holds constant (sg) is computed from ``frozen`` logits, which finite differences leave alone.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -14,7 +23,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.config.training import CORRECTIONS, LOSS_BOUNDS, LossConfig, MaskKind
+from etude.config.training import (
+    AGGREGATIONS,
+    BASELINES,
+    DUAL_CLIPPED,
+    LOSS_BOUNDS,
+    UNCLIPPED,
+    LossConfig,
+    MaskKind,
+    corrections,
+)
 from etude.trainer.losses import LossTokens, PolicyLoss, Totals, lesson_normaliser, policy_loss
 
 Rows = list[list[float]]
@@ -33,14 +51,43 @@ BOUNDS = {
     "mask_divergence": 0.2,
 }
 MASKS: tuple[MaskKind, ...] = ("none", "ratio", "geometric", "off_policy")
-CHOICES = [(kind, correction, mask) for kind in CORRECTIONS for correction in CORRECTIONS[kind] for mask in MASKS]
+Case: TypeAlias = dict[str, Any]
+GRID: list[Case] = [
+    {"kind": kind, "correction": correction, "sequence_mask": mask, "old_policy": old}
+    for kind in BASELINES
+    for old in (("engine",) if kind in UNCLIPPED else ("engine", "recomputed"))
+    for correction in corrections(kind, old)  # type: ignore[arg-type]  # a literal of the line above
+    for mask in MASKS
+]
+"""What is done about tokens that another policy sampled."""
+OPTIONS: list[Case] = [
+    *({"kind": kind, "aggregation": average} for kind in BASELINES for average in set(AGGREGATIONS.values())),
+    *({"kind": kind, "dual_clip": 1.35} for kind in DUAL_CLIPPED),
+    *(
+        {"kind": kind, "kl_coef": 0.3, "kl_estimator": estimator, "kl_to": to}
+        for kind in ("policy_gradient", "grpo", "dppo")
+        for estimator in ("k1", "k2", "k3")
+        for to in ("reference", "engine")
+    ),
+    *({"kind": kind, "entropy_coef": 0.3} for kind in ("policy_gradient", "grpo", "dr_grpo")),
+    {"kind": "ppo_clip", "old_policy": "recomputed", "dual_clip": 1.35, "kl_coef": 0.1, "entropy_coef": 0.1},
+]
+CASES = GRID + OPTIONS
 
 
-def make_config(kind: str, correction: str, mask: str) -> LossConfig:
+def name(case: Case) -> str:
+    return "-".join(str(value) for value in case.values())
+
+
+def make_config(case: Case) -> LossConfig:
     """With bounds that cut some of the case's tokens, and not all."""
-    names = {name for choice in (kind, correction, mask) for name in LOSS_BOUNDS.get(choice, {})}
-    values: dict[str, Any] = {name: BOUNDS[name] for name in names}
-    return LossConfig(kind=kind, correction=correction, sequence_mask=mask, **values)  # type: ignore[arg-type]
+    case = {"aggregation": AGGREGATIONS[case["kind"]]} | case
+    choices = [case["kind"], *(case.get(key) for key in ("aggregation", "correction", "sequence_mask"))]
+    names = {name for choice in choices for name in LOSS_BOUNDS.get(choice or "", {})}
+    bounds = {key: BOUNDS[key] for key in names}
+    narrow = {"dppo": {"clip_low": 0.02, "clip_high": 0.03}, "gspo": {"clip_low": 0.02, "clip_high": 0.03}}
+    bounds |= narrow.get(case["kind"], {})
+    return LossConfig.model_validate(bounds | case)
 
 
 @dataclass(frozen=True)
@@ -52,7 +99,9 @@ class Sample:
     engine: float
     """log μ"""
     proximal: float
-    """log π_prox"""
+    """log π_prox, or log π_old"""
+    reference: float
+    """log π_ref"""
     advantage: float
 
 
@@ -68,7 +117,8 @@ def make_case(seed: int = 0) -> tuple[Rows, list[Sample]]:
             row, token = logits[len(samples)], len(samples) % 4
             gap = offsets[trajectory] + spread[len(samples)]
             engine = logprob(row, token) + gap
-            samples.append(Sample(trajectory, token, engine, engine - 0.4 * gap, advantages[trajectory]))
+            reference = logprob(row, (token + 1) % 4)
+            samples.append(Sample(trajectory, token, engine, engine - 0.6 * gap, reference, advantages[trajectory]))
     return logits, samples
 
 
@@ -87,43 +137,58 @@ def reference(logits: Rows, frozen: Rows, samples: list[Sample], config: LossCon
         places = [place for place, sample in enumerate(samples) if sample.trajectory == index]
         live = [logprob(logits[place], samples[place].token) for place in places]
         held = [logprob(frozen[place], samples[place].token) for place in places]
-        total += reference_trajectory(live, held, [samples[place] for place in places], config)
+        terms = reference_terms(live, held, [samples[place] for place in places], config)
+        for place, (term, x) in enumerate(zip(terms, live, strict=True)):
+            sample = samples[places[place]]
+            gap = x - (sample.reference if config.kl_to == "reference" else sample.engine)
+            divergence = {"k1": gap, "k2": gap**2 / 2, "k3": math.exp(-gap) - 1 + gap}[config.kl_estimator]
+            total -= (term - config.kl_coef * divergence + config.entropy_coef * entropy(logits[places[place]])) / {
+                "token_mean": TOKENS,
+                "seq_mean_token_mean": TRAJECTORIES * len(places),
+                "seq_mean_token_sum": TRAJECTORIES,
+                "seq_mean_token_sum_norm": TRAJECTORIES * config.sequence_tokens,
+            }[config.aggregation]
     return total
 
 
-def reference_trajectory(live: list[float], held: list[float], samples: list[Sample], config: LossConfig) -> float:
-    """A trajectory's share, from log π with gradient (``live``) and without (``held``)."""
+def entropy(row: list[float]) -> float:
+    return -sum(math.exp(logprob(row, token)) * logprob(row, token) for token in range(len(row)))
+
+
+def is_anchored(config: LossConfig) -> bool:
+    """Whether a ratio is taken to ``Sample.proximal``."""
+    return config.correction == "decoupled" or config.old_policy == "recomputed"
+
+
+def reference_terms(live: list[float], held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
+    """What a trajectory's tokens add to what is maximised, from log π with gradient (``live``) and without."""
     weights = reference_weights(held, samples, config)
     low, high = 1 - config.clip_low, 1 + config.clip_high
-    decoupled = config.correction == "decoupled"
-    anchors = [sample.proximal if decoupled else sample.engine for sample in samples]
-    length, advantage = len(samples), samples[0].advantage
+    anchors = [sample.proximal if is_anchored(config) else sample.engine for sample in samples]
+    advantage = samples[0].advantage
     ratios = [math.exp(x - anchor) for x, anchor in zip(live, anchors, strict=True)]
     if config.kind == "gspo":
-        mean = sum(x - anchor for x, anchor in zip(live, anchors, strict=True)) / length
-        ratios = [math.exp(mean)] * length
-    surrogates = [min(ratio * advantage, clip(ratio, low, high) * advantage) for ratio in ratios]
-    clipped = sum(weight * surrogate for weight, surrogate in zip(weights, surrogates, strict=True))
-    scored = sum(weight * advantage * x for weight, x in zip(weights, live, strict=True))
+        mean = sum(x - anchor for x, anchor in zip(live, anchors, strict=True)) / len(samples)
+        ratios = [math.exp(mean)] * len(samples)
     match config.kind:
-        case "policy_gradient":
-            return -scored / TOKENS
-        case "rloo":
-            return -scored / TRAJECTORIES
-        case "grpo" | "gspo":
-            return -clipped / length / TRAJECTORIES
-        case "dr_grpo":
-            return -clipped / config.sequence_tokens / TRAJECTORIES
-        case "ppo_clip":
-            return -clipped / TOKENS
+        case "policy_gradient" | "rloo":
+            values = [advantage * x for x in live]
+        case "grpo" | "dr_grpo" | "ppo_clip" | "gspo":
+            values = [min(ratio * advantage, clip(ratio, low, high) * advantage) for ratio in ratios]
+            if config.dual_clip and advantage < 0:
+                values = [max(value, config.dual_clip * advantage) for value in values]
         case "cispo":
             constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(held, anchors, strict=True)]
-            terms = zip(weights, constants, live, strict=True)
-            return -sum(w * constant * advantage * x for w, constant, x in terms) / TOKENS
+            values = [constant * advantage * x for constant, x in zip(constants, live, strict=True)]
+        case "dppo":
+            moves = [math.exp(x) - math.exp(anchor) for x, anchor in zip(held, anchors, strict=True)]
+            keeps = [move <= config.clip_high if advantage > 0 else move >= -config.clip_low for move in moves]
+            values = [keep * ratio * advantage for keep, ratio in zip(keeps, ratios, strict=True)]
+    return [weight * value for weight, value in zip(weights, values, strict=True)]
 
 
 def reference_weights(held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
-    proximal = [sample.proximal for sample in samples] if config.correction == "decoupled" else held
+    proximal = [sample.proximal for sample in samples] if is_anchored(config) else held
     gaps = [x - sample.engine for x, sample in zip(proximal, samples, strict=True)]
     ratios, whole = [math.exp(gap) for gap in gaps], math.exp(sum(gaps))
     match config.correction:
@@ -131,6 +196,8 @@ def reference_weights(held: list[float], samples: list[Sample], config: LossConf
             weights = [1.0 for _ in ratios]
         case "tis":
             weights = [min(ratio, config.cap) for ratio in ratios]
+        case "sequence_tis":
+            weights = [min(whole, config.cap) for _ in ratios]
         case "mis" | "decoupled":
             weights = [ratio if ratio <= config.cap else 0.0 for ratio in ratios]
         case "icepop":
@@ -160,22 +227,24 @@ def tokens_of(logits: Tensor, samples: list[Sample], config: LossConfig) -> Loss
         engine_logprobs_N=column("engine"),
         advantages_N=column("advantage"),
         trajectories_N=torch.tensor([sample.trajectory for sample in samples]),
-        proximal_logprobs_N=column("proximal") if config.correction == "decoupled" else None,
+        proximal_logprobs_N=column("proximal") if is_anchored(config) else None,
+        reference_logprobs_N=column("reference"),
+        entropies_N=torch.special.entr(logits.softmax(-1)).sum(-1),
     )
 
 
-@pytest.mark.parametrize(("kind", "correction", "mask"), CHOICES)
-def test_it_is_the_formula(kind: str, correction: str, mask: str) -> None:
-    config = make_config(kind, correction, mask)
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_it_is_the_formula(case: Case) -> None:
+    config = make_config(case)
     logits, samples = make_case()
     found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
     assert math.isclose(float(found.loss), reference(logits, logits, samples, config), rel_tol=1e-12)
     assert found.loss != 0
 
 
-@pytest.mark.parametrize(("kind", "correction", "mask"), CHOICES)
-def test_the_gradient_is_that_of_the_formula(kind: str, correction: str, mask: str) -> None:
-    config = make_config(kind, correction, mask)
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_the_gradient_is_that_of_the_formula(case: Case) -> None:
+    config = make_config(case)
     logits, samples = make_case()
     live = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
     policy_loss(tokens_of(live, samples, config), config, TOTALS).loss.backward()
@@ -193,11 +262,18 @@ def test_the_gradient_is_that_of_the_formula(kind: str, correction: str, mask: s
 
 def test_the_bounds_of_these_tests_cut_something_and_not_everything() -> None:
     logits, samples = make_case()
-    for kind, correction, mask in CHOICES:
-        config = make_config(kind, correction, mask)
+    for case in GRID:
+        config = make_config(case)
         found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
-        if (correction, mask) != ("none", "none") or kind not in ("policy_gradient", "rloo"):
-            assert 0 < found.truncated + found.masked < len(samples), (kind, correction, mask)
+        if (config.correction, config.sequence_mask) != ("none", "none") or config.kind not in UNCLIPPED:
+            assert 0 < found.truncated + found.masked < len(samples), case
+    for case in OPTIONS:
+        if "dual_clip" in case:
+            with_it, without = (
+                policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
+                for config in (make_config(case), make_config(case | {"dual_clip": 0.0}))
+            )
+            assert with_it.masked > without.masked, case
 
 
 def test_the_default_has_the_bits_of_its_equation() -> None:
@@ -225,10 +301,10 @@ def test_the_default_has_the_bits_of_its_equation() -> None:
     assert found.truncated > 10
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", BASELINES)
 def test_lessons_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kind: str) -> None:
     """Of a batch whose groups all have a signal, in trajectories of one length, by the engine's own policy."""
-    config = make_config(kind, CORRECTIONS[kind][0], "none")  # type: ignore[index]
+    config = make_config({"kind": kind})
     logprobs_N = torch.full((12,), -0.5, dtype=torch.float64, requires_grad=True)
     tokens = LossTokens(
         logprobs_N=logprobs_N,
@@ -250,9 +326,9 @@ def parts(samples: list[Sample], cuts: list[int]) -> list[list[int]]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(CHOICES), st.integers(0, 99), st.lists(st.integers(0, 3), min_size=4, max_size=4))
-def test_microbatches_add_up_to_the_batch(choice: tuple[str, str, str], seed: int, cuts: list[int]) -> None:
-    config = make_config(*choice)
+@given(st.sampled_from(CASES), st.integers(0, 99), st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_microbatches_add_up_to_the_batch(case: Case, seed: int, cuts: list[int]) -> None:
+    config = make_config(case)
     rows, samples = make_case(seed)
     logits = torch.tensor(rows, dtype=torch.float64)
     whole = policy_loss(tokens_of(logits, samples, config), config, TOTALS)
@@ -267,10 +343,10 @@ def test_microbatches_add_up_to_the_batch(choice: tuple[str, str, str], seed: in
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(CHOICES), st.integers(0, 99))
-def test_on_policy_every_correction_and_clip_is_the_identity(choice: tuple[str, str, str], seed: int) -> None:
+@given(st.sampled_from(GRID), st.integers(0, 99))
+def test_on_policy_every_correction_and_clip_is_the_identity(case: Case, seed: int) -> None:
     """Engine = trainer: nothing is cut, and the gradient is the score function's, averaged as the kind does."""
-    config = make_config(*choice)
+    config = make_config(case)
     rows, samples = make_case(seed)
     same = [
         replace(sample, engine=logprob(row, sample.token), proximal=logprob(row, sample.token))
@@ -284,12 +360,12 @@ def test_on_policy_every_correction_and_clip_is_the_identity(choice: tuple[str, 
     assert (found.truncated, found.masked) == (0, 0)
     lengths = torch.bincount(tokens.trajectories_N)[tokens.trajectories_N]
     divisors: dict[str, int | Tensor] = {
-        "rloo": TRAJECTORIES,
-        "grpo": lengths * TRAJECTORIES,
-        "gspo": lengths * TRAJECTORIES,
-        "dr_grpo": config.sequence_tokens * TRAJECTORIES,
+        "token_mean": TOKENS,
+        "seq_mean_token_sum": TRAJECTORIES,
+        "seq_mean_token_mean": lengths * TRAJECTORIES,
+        "seq_mean_token_sum_norm": config.sequence_tokens * TRAJECTORIES,
     }
-    expected = -tokens.advantages_N / divisors.get(config.kind, TOKENS)
+    expected = -tokens.advantages_N / divisors[config.aggregation]
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, expected, rtol=1e-9, atol=1e-12)
 
@@ -297,8 +373,8 @@ def test_on_policy_every_correction_and_clip_is_the_identity(choice: tuple[str, 
 def test_a_microbatch_without_tokens_adds_nothing() -> None:
     leaf, none = torch.zeros(0, requires_grad=True), torch.zeros(0)
     tokens = LossTokens(logprobs_N=leaf, engine_logprobs_N=none, advantages_N=none, trajectories_N=none.long())
-    for kind, correction, mask in CHOICES:
-        found = policy_loss(tokens, make_config(kind, correction, mask), TOTALS)
+    for case in CASES:
+        found = policy_loss(tokens, make_config(case), TOTALS)
         found.loss.backward()
         assert (float(found.loss.detach()), found.truncated, found.masked) == (0.0, 0, 0)
 

@@ -192,6 +192,11 @@ class RunConfig(Section):
                 f"loss.correction = 'decoupled' would have no effect with rollouts.max_staleness = "
                 f"{self.rollouts.max_staleness}: a policy between the engine's and the trainer's needs 2 at least"
             )
+        if self.loss.old_policy == "recomputed" and not self.rollouts.max_staleness:
+            raise ValueError(
+                "loss.old_policy = 'recomputed' would have no effect with rollouts.max_staleness = 0: all tokens are "
+                "of the policy that is trained, and nothing is clipped; set loss.kind = 'policy_gradient'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -199,8 +204,9 @@ class RunConfig(Section):
         credit, size = self.credit, self.rollouts.group_size
         if credit.is_by_turn and self.loss.baseline == "mean_std":
             raise ValueError(
-                f"credit.kind = {credit.kind!r} does not go with loss.kind = {self.loss.kind!r}, which divides by the "
-                f"deviation of the group's rewards: values of single turns have others; choose another loss"
+                f"credit.kind = {credit.kind!r} does not go with loss.baseline = 'mean_std' (loss.kind = "
+                f"{self.loss.kind!r}), which divides by the deviation of the group's rewards: values of single turns "
+                f"have others; set loss.baseline to another one"
             )
         if credit.branches > 1 and (size % credit.branches or size == credit.branches):
             raise ValueError(

@@ -50,11 +50,11 @@ class ModelConfig(Section):
         return self
 
 
-LossKind: TypeAlias = Literal["policy_gradient", "rloo", "grpo", "dr_grpo", "ppo_clip", "cispo", "gspo"]
+LossKind: TypeAlias = Literal["policy_gradient", "rloo", "grpo", "dr_grpo", "ppo_clip", "cispo", "gspo", "dppo"]
 """Which loss; :mod:`etude.trainer.losses` has their equations."""
 
 
-CorrectionKind: TypeAlias = Literal["none", "tis", "mis", "icepop", "sequence_mis", "decoupled"]
+CorrectionKind: TypeAlias = Literal["none", "tis", "sequence_tis", "mis", "icepop", "sequence_mis", "decoupled"]
 """What is done about tokens that another policy sampled; :mod:`etude.trainer.corrections` has their equations."""
 
 
@@ -72,27 +72,54 @@ BASELINES: dict[LossKind, Baseline] = {
     "ppo_clip": "mean",
     "cispo": "mean_std",
     "gspo": "mean_std",
+    "dppo": "mean",
 }
 """Kind of loss → the baseline that its paper pairs it with."""
-CORRECTIONS: dict[LossKind, tuple[CorrectionKind, ...]] = {
-    "policy_gradient": ("tis", "none", "mis", "icepop", "sequence_mis"),
-    "rloo": ("tis", "none", "mis", "icepop", "sequence_mis"),
-    "grpo": ("none", "decoupled"),
-    "dr_grpo": ("none", "decoupled"),
-    "ppo_clip": ("none", "decoupled"),
-    "cispo": ("none", "decoupled"),
-    "gspo": ("none", "decoupled"),
+
+
+Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+"""How tokens are averaged, by verl's names for it (``loss_agg_mode``)."""
+AGGREGATIONS: dict[LossKind, Aggregation] = {
+    "policy_gradient": "token_mean",
+    "rloo": "seq_mean_token_sum",
+    "grpo": "seq_mean_token_mean",
+    "dr_grpo": "seq_mean_token_sum_norm",
+    "ppo_clip": "token_mean",
+    "cispo": "token_mean",
+    "gspo": "seq_mean_token_mean",
+    "dppo": "token_mean",
 }
-"""Kind of loss → the corrections that go with it, the default first. A clipped loss has the ratio to the engine in it:
-another weight for the same ratio would count it twice.
-"""
+"""Kind of loss → the average that its paper pairs it with."""
+
+
+OldPolicy: TypeAlias = Literal["engine", "recomputed"]
+"""Whose log-probabilities a clipped loss takes the ratio to."""
+WEIGHTS: tuple[CorrectionKind, ...] = ("tis", "none", "sequence_tis", "mis", "icepop", "sequence_mis")
+"""Corrections by an importance weight, the default first."""
+UNCLIPPED: tuple[LossKind, ...] = ("policy_gradient", "rloo")
+"""Kinds without a ratio of their own."""
+DUAL_CLIPPED: tuple[LossKind, ...] = ("grpo", "dr_grpo", "ppo_clip", "gspo")
+"""Kinds whose ratio has no upper bound where the advantage is negative."""
+
+
+def corrections(kind: LossKind, old_policy: OldPolicy = "engine") -> tuple[CorrectionKind, ...]:
+    """The corrections that go with a kind of loss, the default first.
+
+    A ratio to the engine is in a clipped loss by itself: another weight for the same ratio would count it twice.
+    """
+    return WEIGHTS if kind in UNCLIPPED or old_policy == "recomputed" else ("none", "decoupled")
+
+
 LOSS_BOUNDS: dict[str, dict[str, float]] = {
     "grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "sequence_tokens": 0},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "dppo": {"clip_low": 0.2, "clip_high": 0.2},
+    "seq_mean_token_sum_norm": {"sequence_tokens": 0},
     "tis": {"cap": 2.0},
+    "sequence_tis": {"cap": 2.0},
     "mis": {"cap": 2.0},
     "icepop": {"floor": 0.5, "cap": 5.0},
     "sequence_mis": {"cap": 2.0},
@@ -101,14 +128,24 @@ LOSS_BOUNDS: dict[str, dict[str, float]] = {
     "geometric": {"mask_floor": 0.99, "mask_cap": 1.01},
     "off_policy": {"mask_divergence": 0.1},
 }
-"""Kind, correction or mask → the bounds that it looks at, and what they are unless a recipe says otherwise."""
+"""Kind, average, correction or mask → the bounds that it looks at, and what they are unless a recipe says otherwise."""
 
 
 class LossConfig(Section):
     """``[loss]``: how rewards become a gradient. A bound of 0, or one left out, is what the chosen paper has."""
 
     kind: LossKind = "policy_gradient"
-    """The loss; it brings its baseline along (``docs/losses.md`` has the table)."""
+    """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``)."""
+    baseline: Baseline = "mean"
+    """What a reward is compared with: the group's mean, that over the group's deviation, or the mean of the others."""
+    aggregation: Aggregation = "token_mean"
+    """How tokens are averaged: all alike; by trajectory, then over these; as sums of trajectories, or those over a
+    constant.
+    """
+    old_policy: OldPolicy = "engine"
+    """What a clipped loss takes its ratio to: what the engine said, or the trainer's own numbers for the weights that
+    sampled. Then ``correction`` is for the difference between the two.
+    """
     correction: CorrectionKind = "tis"
     """What is done about tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
     floor: float = Field(default=0.0, ge=0, le=1)
@@ -116,11 +153,13 @@ class LossConfig(Section):
     cap: float = Field(default=0.0, ge=0)
     """Ratio at which a token, or a whole trajectory, is truncated (``tis``) or above which it is masked (others)."""
     clip_low: float = Field(default=0.0, ge=0, le=1)
-    """ε below 1 at which a clipped loss clips; 1 clips nothing there."""
+    """ε below 1 at which a clipped loss clips; 1 clips nothing there. Of ``dppo`` a difference of probabilities."""
     clip_high: float = Field(default=0.0, ge=0)
-    """ε above 1."""
+    """ε above 1, or likewise."""
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Ratio above which tokens of a negative advantage are clipped, too (verl's ``clip_ratio_c``); 0: none."""
     sequence_tokens: int = Field(default=0, ge=0)
-    """What ``dr_grpo`` divides a trajectory's sum by, the same for all: the longest completion, say."""
+    """What ``seq_mean_token_sum_norm`` divides a trajectory's sum by, the same for all: the longest completion, say."""
     sequence_mask: MaskKind = "none"
     """Which trajectories are left out whole: by their ratio, its geometric mean per token, or DeepSeek-V3.2's rule."""
     mask_floor: float = Field(default=0.0, ge=0, le=1)
@@ -129,53 +168,89 @@ class LossConfig(Section):
     """Trajectories above are masked (``ratio``, ``geometric``)."""
     mask_divergence: float = Field(default=0.0, ge=0)
     """Nats per token by which the policy may have left a trajectory whose advantage is negative (``off_policy``)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Of the entropy of what each token was drawn from, added to what is maximised."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Its estimate; ``docs/losses.md`` says what the gradient of each is."""
+    kl_to: Literal["reference", "engine"] = "reference"
+    """Which policy that is measured from: ``reference_version``, or whatever sampled the token."""
     reference_beta: float = Field(default=0.0, ge=0)
     """Reward taken off per nat that a rollout is likelier under its own policy than under the reference; 0: none."""
     reference_version: int = Field(default=0, ge=0)
     """The published weight version that is the reference."""
 
     @property
-    def baseline(self) -> Baseline:
-        """What the kind compares rewards with."""
-        return BASELINES[self.kind]
+    def scores_reference(self) -> bool:
+        """Whether the loss asks for the reference's log-probabilities."""
+        return self.kl_coef > 0 and self.kl_to == "reference"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything is measured from the reference."""
+        return self.scores_reference or self.reference_beta > 0
 
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """Put the papers' bounds where the recipe says nothing, so that a resolved recipe shows them."""
+        """Put the papers' choices and bounds where the recipe says nothing, so that a resolved recipe shows them."""
         if not isinstance(given, Mapping):
             return given
         filled = dict(given)
         kind = filled.get("kind", "policy_gradient")
-        if isinstance(kind, str) and kind in CORRECTIONS:
-            filled.setdefault("correction", CORRECTIONS[kind][0])
-        for choice in (kind, filled.get("correction"), filled.get("sequence_mask")):
+        if isinstance(kind, str) and kind in BASELINES:
+            filled["baseline"] = filled.get("baseline") or BASELINES[kind]
+            filled["aggregation"] = filled.get("aggregation") or AGGREGATIONS[kind]
+            filled.setdefault("correction", corrections(kind, filled.get("old_policy", "engine"))[0])
+        for choice in (kind, *(filled.get(name) for name in ("aggregation", "correction", "sequence_mask"))):
             for name, bound in LOSS_BOUNDS.get(choice, {}).items() if isinstance(choice, str) else ():
                 filled[name] = bound if filled.get(name, 0) == 0 else filled[name]
         return filled
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.correction not in CORRECTIONS[self.kind]:
+        if self.kind in UNCLIPPED:
+            self.refuse_idle("loss", ["old_policy"], f"with kind = {self.kind!r}, which has no ratio of its own")
+        fitting = corrections(self.kind, self.old_policy)
+        if self.correction not in fitting:
             raise ValueError(
-                f"loss.correction = {self.correction!r} does not go with loss.kind = {self.kind!r}: expected one of "
-                f"{', '.join(CORRECTIONS[self.kind])}"
+                f"loss.correction = {self.correction!r} does not go with loss.kind = {self.kind!r} and old_policy = "
+                f"{self.old_policy!r}: expected one of {', '.join(fitting)}"
             )
-        looked_at = {name for choice in (self.kind, self.correction, self.sequence_mask)
-                     for name in LOSS_BOUNDS.get(choice, {})}  # fmt: skip
+        choices = (self.kind, self.aggregation, self.correction, self.sequence_mask)
+        looked_at = {name for choice in choices for name in LOSS_BOUNDS.get(choice, {})}
         for name in sorted({name for bounds in LOSS_BOUNDS.values() for name in bounds} - looked_at):
             if getattr(self, name):
                 raise ValueError(
                     f"loss.{name} = {getattr(self, name):g} would have no effect with loss.kind = {self.kind!r}, "
-                    f"correction = {self.correction!r}, sequence_mask = {self.sequence_mask!r}; leave it out"
+                    f"aggregation = {self.aggregation!r}, correction = {self.correction!r}, sequence_mask = "
+                    f"{self.sequence_mask!r}; leave it out"
                 )
         for name in looked_at & {"cap", "mask_cap"}:
             if getattr(self, name) < 1:
                 raise ValueError(f"loss.{name} = {getattr(self, name):g} is below 1: on-policy tokens would be cut")
-        if self.kind == "dr_grpo" and not self.sequence_tokens:
-            raise ValueError("loss.kind = 'dr_grpo' needs loss.sequence_tokens, the longest completion, say")
-        if self.reference_version and not self.reference_beta:
-            raise ValueError("loss.reference_version would have no effect with loss.reference_beta = 0; leave it out")
+        if self.aggregation == "seq_mean_token_sum_norm" and not self.sequence_tokens:
+            raise ValueError(f"loss.kind = {self.kind!r} with aggregation = {self.aggregation!r} needs "
+                             f"loss.sequence_tokens, the longest completion, say")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _dually_clipped(self) -> Self:
+        if self.kind not in DUAL_CLIPPED:
+            self.refuse_idle("loss", ["dual_clip"], f"with kind = {self.kind!r}, whose weights have a bound")
+        elif self.dual_clip and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"loss.dual_clip = {self.dual_clip:g} is within the clip, which ends at 1 + clip_high = "
+                             f"{1 + self.clip_high:g}: set one above, such as 3")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _regularised(self) -> Self:
+        if not self.kl_coef:
+            self.refuse_idle("loss", ["kl_estimator", "kl_to"], "with kl_coef = 0")
+        if not self.needs_reference:
+            idle = "with loss.reference_beta = 0 and no loss.kl_coef to it"
+            self.refuse_idle("loss", ["reference_version"], idle)
         return self
 
 

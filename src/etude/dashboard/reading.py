@@ -111,10 +111,11 @@ class ReadComparison:
     """What is left of the reward."""
     rollouts: int
     """Those that are compared: graded and not quarantined."""
+    quarantined: int
     lost: int
     """Slots given up to infrastructure."""
     weight: float
-    """What the group's advantages are multiplied by to make up for those."""
+    """What the group's advantages are multiplied by for these two."""
     has_signal: bool
     """Whether any turn of the group has an advantage; else nothing is trained on."""
     step_tokens: int | None

@@ -182,9 +182,10 @@ def _advantages(turns: Sequence[ReadTurn]) -> str:
 
 def _weighing(compared: ReadComparison) -> str:
     """How many are compared, and what the group weighs for those that are missing."""
-    words = f"{compared.rollouts} compared"
-    if compared.lost:
-        words += f", {compared.lost} lost: advantages × {compared.weight:.4g}"
+    missing = (("quarantined", compared.quarantined), ("lost", compared.lost))
+    words = f"{compared.rollouts} compared" + "".join(f", {number} {name}" for name, number in missing if number)
+    if compared.weight != 1:
+        words += f": advantages × {compared.weight:.4g}"
     return words + ("" if compared.has_signal else ", no signal among them: nothing is trained on")
 
 

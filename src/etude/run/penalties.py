@@ -12,7 +12,7 @@ from etude.rewards.effort import effort_penalty
 from etude.trainer.reference import Reference
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.packing import Cost, pack
-from etude.types import Group, Rollout
+from etude.types import Group, Rollout, Trajectory
 
 
 class Penalties:
@@ -43,10 +43,15 @@ class Penalties:
     def _divergences(self, reference: Reference, rollouts: Sequence[Rollout]) -> list[tuple[str, float]]:
         """k1 of every trajectory, with the rollout that it belongs to."""
         trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-        (passes,) = pack(lengths, max_tokens=self._max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
         return [
             (trajectories[index].rollout_id, nats)
-            for piece in passes
+            for piece in passes(trajectories, self._max_tokens)
             for index, nats in zip(piece, reference.divergences([trajectories[i] for i in piece]), strict=True)
         ]
+
+
+def passes(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Sequence[int]]:
+    """Which trajectories go through a model together, by their index, for whoever only scores them."""
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    (pieces,) = pack(lengths, max_tokens=max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
+    return pieces

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.config.recipe import RunConfig
-from etude.config.training import LossConfig
 from etude.dashboard.reading import (
     ReadComparison,
     ReadHint,
@@ -41,7 +40,7 @@ from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
 from etude.tokens.jinja import load_format
-from etude.trajectories.advantage import survivor_weight
+from etude.trajectories.advantage import group_weight
 from etude.trajectories.batch import build_batch
 from etude.trajectories.places import Place, places
 from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind, Verdict
@@ -241,19 +240,21 @@ def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int |
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
+    weight = group_weight(baseline, compared=len(trained), graded=len(group.rollouts), lost=group.lost)
     comparisons = {
         rollout.rollout_id: ReadComparison(
             penalty=penalties[rollout.rollout_id],
             compared=(rollout.reward or 0.0) - penalties[rollout.rollout_id],
             rollouts=len(trained),
+            quarantined=len(group.rollouts) - len(trained),
             lost=group.lost,
-            weight=survivor_weight(baseline, present=len(group.rollouts), lost=group.lost),
+            weight=weight,
             has_signal=bool(batch.trajectories),
             step_tokens=step_tokens,
         )
         for rollout in trained
     }
-    notes = tuple(_provisos(len(trained), state, config.loss))
+    notes = tuple(_provisos(len(trained), state, config))
     return _Credit(
         group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
     )
@@ -268,10 +269,13 @@ def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) 
     return "" if trained else "nothing of its group can be compared"
 
 
-def _provisos(trained: int, state: GroupState, loss: LossConfig) -> Iterator[str]:
+def _provisos(trained: int, state: GroupState, config: RunConfig) -> Iterator[str]:
     """What advantages and loss tokens do not say."""
+    loss = config.loss
     if state is GroupState.OPEN:
         yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
+    if config.effort.weight and loss.baseline == "mean_std":
+        yield "the penalty is taken off the advantage: loss.baseline = 'mean_std' divides rewards alone"
     if loss.reference_beta:
         yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: the way from the reference "
                f"takes its weights to tell")  # fmt: skip

@@ -39,7 +39,7 @@ from etude.run.numerics import (
     route_space,
     training_model,
 )
-from etude.run.penalties import Penalties
+from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
 from etude.run.states import to_tensors
 from etude.run.weight_log import open_log
@@ -55,7 +55,7 @@ from etude.trajectories.batch import build_batch
 from etude.trajectories.build import build_trajectories
 from etude.trajectories.packing import Cost, MicroBatch, pack
 from etude.trajectories.shuffling import shuffle_rewards
-from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Turn
+from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 
 POLL_S = 0.02
@@ -85,7 +85,8 @@ class TrainerProcess:
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
-        self._penalties = Penalties(self.config, self._reference())
+        self._reference = self._open_reference()
+        self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
         self._rung = Rung.CLEAR
         self._course_plan = CoursePlan.open(self.config, folder)
@@ -109,8 +110,9 @@ class TrainerProcess:
             batch = batch_of(step, groups, self._penalties.of(groups), self.config)
             mismatch = self._measure_mismatch(step, groups)
             course = self._course(groups)
+            trajectories = scored(batch, self.config, self._probe, self._reference)
             shares, release = self._shares(batch), self.publishing.release
-            stats = self.crew.step(step, batch.trajectories, shares, totals_of(batch), release, course)
+            stats = self.crew.step(step, trajectories, shares, totals_of(batch), release, course)
             busy_s = time.perf_counter() - started_s
             done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
             self._events.write(replace(done, reward_parts=mean_parts(groups), ended=ends_of(groups)))
@@ -167,8 +169,8 @@ class TrainerProcess:
         return training_model(self._spec, self._numerics, self.config.trainer.device)
 
     def _mismatch_probe(self) -> MismatchProbe | None:
-        """``None`` where nothing is compared: its scorer is a whole model in memory."""
-        if not self.config.trainer.mismatch_share:
+        """``None`` where nothing is scored again: its scorer is a whole model in memory."""
+        if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
         return MismatchProbe(self._scorer(), self._numerics, versions=self.config.rollouts.max_staleness + 1)
 
@@ -176,10 +178,10 @@ class TrainerProcess:
         if self._probe is not None:
             self._probe.remember(version, state)
 
-    def _reference(self) -> Reference | None:
-        """The weights that the policy is held to; nobody keeps them where nothing is taken off for leaving them."""
+    def _open_reference(self) -> Reference | None:
+        """The weights that the policy is held to; nobody keeps them where leaving them costs nothing."""
         loss = self.config.loss
-        if not loss.reference_beta:
+        if not loss.needs_reference:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
         return Reference(self._scorer(), decoded_state(published, self._numerics))
@@ -281,6 +283,23 @@ def totals_of(batch: Batch) -> Totals:
 def ends_of(groups: Iterable[Group]) -> dict[str, int]:
     """Why agents stopped → rollouts, the most frequent first."""
     return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MOST_ENDS))
+
+
+def scored(
+    batch: Batch, config: RunConfig, probe: MismatchProbe | None, reference: Reference | None
+) -> tuple[Trajectory, ...]:
+    """The batch's trajectories, with what other policies give their tokens where the loss asks for that."""
+    found, max_tokens = [*batch.trajectories], config.trainer.microbatch_tokens
+    if config.loss.old_policy == "recomputed" and found:
+        assert probe is not None
+        rows = probe.old_logprobs(found, max_tokens=max_tokens)
+        found = [replace(one, old_logprobs=row) for one, row in zip(found, rows, strict=True)]
+    if config.loss.scores_reference and found:
+        assert reference is not None
+        for piece in passes(found, max_tokens):
+            for index, row in zip(piece, reference.logprobs([found[i] for i in piece]), strict=True):
+                found[index] = replace(found[index], reference_logprobs=row)
+    return tuple(found)
 
 
 def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:

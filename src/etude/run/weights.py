@@ -56,7 +56,7 @@ def log_of(store: str) -> WeightLog:
 def needed_by_trainer(store: str) -> tuple[int, ...]:
     """The versions that the trainer of a run reads whenever it starts; of a URL nobody can say."""
     folder = RunFolder(Path(store))
-    if not folder.config_file.is_file() or not (loss := folder.config().loss).reference_beta:
+    if not folder.config_file.is_file() or not (loss := folder.config().loss).needs_reference:
         return ()
     return (loss.reference_version,)
 

@@ -2,8 +2,9 @@
 
 The ratio ρ_t = π_prox(y_t) / μ(y_t) says how much likelier the trainer finds a token than the engine that sampled it
 did, be it because weights have changed since or because the two compute differently. π_prox is the trainer's policy,
-or in the decoupled form one between it and the engine's. Where both are equal, every weight here is 1 and every mask
-lets everything pass.
+or in the decoupled form one between it and the engine's. Where ``loss.old_policy`` is recomputed it is what the trainer
+computes with the weights that sampled: then ρ is the second reason alone. Where both are equal, every weight here is 1
+and every mask lets everything pass.
 
 A *weight* makes the estimate less biased, a *mask* leaves out what no weight can repair; ``loss.correction`` picks the
 one, ``loss.sequence_mask`` may add the other. Owns these, not what they are multiplied with
@@ -52,6 +53,8 @@ def _weigh(log_ratios_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> 
             return uncorrected(log_ratios_N)
         case "tis":
             return truncated(log_ratios_N, config.cap)
+        case "sequence_tis":
+            return truncated(trajectory_sums(log_ratios_N, trajectories_N), config.cap)
         case "mis" | "decoupled":
             return masked(log_ratios_N, 0.0, config.cap)
         case "icepop":
@@ -82,7 +85,7 @@ def truncated(log_ratios_N: Tensor, cap: float) -> Correction:
     """TIS: w_t = min(ρ_t, cap).
 
     Truncated importance sampling (https://fengyao.notion.site/off-policy-rl): a bias towards less where ρ is large buys
-    a bounded variance, and no token is lost.
+    a bounded variance, and no token is lost. Of a trajectory's product of ratios it is verl's and TRL's sequence form.
     """
     ratios_N = log_ratios_N.exp()
     return Correction(ratios_N.clamp(max=cap), ratios_N > cap, torch.zeros_like(ratios_N, dtype=torch.bool))

@@ -57,14 +57,15 @@ def chosen_kept(kept: Kept | None, chosen_N: Tensor) -> Kept | None:
     return Kept(offsets_N1=torch.cat((ends_n.new_zeros(1), ends_n)), token_ids=token_ids)
 
 
-@torch.no_grad()
 def entropies(logits_NV: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
     """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the kept set if there is one; 0 where greedy."""
     greedy_N = temperatures_N == 0
     scales_N1 = torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / scales_N1
     logs_NV = scaled_NV.log_softmax(-1)
-    entropies_N = torch.special.entr(logs_NV.exp()).sum(-1)
+    shares_NV = logs_NV.exp()
+    # not torch.special.entr: its gradient at 0 is infinite, and a product with that is NaN
+    entropies_N = -(shares_NV * logs_NV.masked_fill(shares_NV == 0, 0.0)).sum(-1)
     if kept is not None:
         sizes_N = kept.offsets_N1.diff()
         entropies_N = torch.where(sizes_N > 0, _entropies_of_sets(logs_NV, sizes_N, kept.token_ids), entropies_N)

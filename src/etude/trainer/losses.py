@@ -1,11 +1,13 @@
 """The losses of reinforcement learning, one function each, and what all of them are put together from.
 
-    L = Σ_t a_t · w_t · ℓ(r_t, A_t)
+    L = −Σ_t a_t · (w_t · ℓ(r_t, A_t) − κ · k_t + η · H_t)
 
 ℓ is what a kind of loss makes of a token: of its advantage A (:mod:`etude.trajectories.advantage`) and, in the clipped
 kinds, of its ratio r = π_θ / π_anchor. w is a constant of the gradient and belongs to who sampled the token
-(:mod:`etude.trainer.corrections`). a is how tokens are averaged. The anchor is the engine's μ, or π_prox in the
-decoupled form. There is one optimiser step per batch, so the papers' "old" policy is the one that sampled.
+(:mod:`etude.trainer.corrections`). a is how tokens are averaged; k estimates a divergence and H is the entropy of what
+the token was drawn from, both as verl and TRL add them: neither weighted nor clipped nor masked. There is one optimiser
+step per batch, so the papers' "old" policy is the one that sampled. The anchor is what that policy's engine said, μ; or
+what the trainer computes from the same weights, π_old; or π_prox in the decoupled form.
 
 Every normaliser is one of the *whole* batch, known before its first token is computed: losses of micro-batches, on
 however many ranks, add up to the batch's. Masked tokens stay in it, for the same reason and because leaving out some
@@ -23,8 +25,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.config.training import LossConfig, LossKind
+from etude.config.training import Aggregation, LossConfig, LossKind
 from etude.trainer.corrections import Correction, correct, trajectory_means
+
+LARGEST_LOG_RATIO = 20.0
+"""As in verl (``core_algos.py``): beyond it something is broken, and the exponential of what overflows has a gradient
+that is NaN even where a clip takes it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,11 @@ class LossTokens:
     trajectories_N: Tensor
     """int64, ascending: which trajectory of the micro-batch, 0 … S−1."""
     proximal_logprobs_N: Tensor | None = None
-    """log π_prox of the decoupled form; ``None``: log π_θ, detached."""
+    """log π_prox of the decoupled form, or the recomputed log π_old; ``None``: log π_θ, detached."""
+    reference_logprobs_N: Tensor | None = None
+    """log π_ref, where the loss asks for it."""
+    entropies_N: Tensor | None = None
+    """H, with gradient, where the loss asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +104,73 @@ def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> Polic
         proximal_N = tokens.logprobs_N.detach()
     log_ratios_N = proximal_N - tokens.engine_logprobs_N
     correction = correct(log_ratios_N, tokens.advantages_N, tokens.trajectories_N, config)
-    anchors_N = proximal_N if config.correction == "decoupled" else tokens.engine_logprobs_N
-    found = LOSSES[config.kind](LossInput(tokens, anchors_N, correction, config, totals))
+    has_anchor = config.correction == "decoupled" or config.old_policy == "recomputed"
+    anchors_N = proximal_N if has_anchor else tokens.engine_logprobs_N
+    found = SURROGATES[config.kind](LossInput(tokens, anchors_N, correction, config))
+    terms_N = found.terms_N
+    if config.kl_coef:
+        terms_N = terms_N - config.kl_coef * divergence_terms(tokens, config)
+    if config.entropy_coef:
+        assert tokens.entropies_N is not None, "the loss asks for entropies"
+        terms_N = terms_N + config.entropy_coef * tokens.entropies_N
     masked_N = correction.masked_N | found.clipped_N
     truncated_N = (correction.truncated_N | found.capped_N) & ~masked_N
-    return PolicyLoss(found.loss, truncated=int(truncated_N.sum()), masked=int(masked_N.sum()))
+    loss = -aggregate(terms_N, tokens.trajectories_N, config, totals)
+    return PolicyLoss(loss, truncated=int(truncated_N.sum()), masked=int(masked_N.sum()))
+
+
+def aggregate(terms_N: Tensor, trajectories_N: Tensor, config: LossConfig, totals: Totals) -> Tensor:
+    """A micro-batch's share of the average over the batch.
+
+    T counts the loss tokens of the batch, S its trajectories, |o_i| the loss tokens of trajectory i:
+
+        token_mean               (1/T) Σ_t
+        seq_mean_token_mean      (1/S) Σ_i (1/|o_i|) Σ_t      every trajectory counts the same
+        seq_mean_token_sum       (1/S) Σ_i Σ_t
+        seq_mean_token_sum_norm  (1/(S·L)) Σ_i Σ_t            L is ``loss.sequence_tokens``, a constant
+    """
+    kind: Aggregation = config.aggregation
+    match kind:
+        case "token_mean":
+            return terms_N.sum() / totals.planned_tokens
+        case "seq_mean_token_mean":
+            lengths_S = torch.bincount(trajectories_N)
+            return (terms_N / lengths_S[trajectories_N]).sum() / totals.planned_trajectories
+        case "seq_mean_token_sum":
+            return terms_N.sum() / totals.planned_trajectories
+        case "seq_mean_token_sum_norm":
+            return terms_N.sum() / (totals.planned_trajectories * config.sequence_tokens)
+
+
+def divergence_terms(tokens: LossTokens, config: LossConfig) -> Tensor:
+    """[N] estimates of KL(π_θ ‖ q), q being the reference or the policy that sampled; d = log π_θ − log q.
+
+    k1 = d, k2 = d²/2, k3 = e^(−d) − 1 + d (J. Schulman, "Approximating KL divergence", 2020), differentiated as they
+    stand, as verl's ``kl_loss_type`` and TRL's ``beta`` (k3) do. The mean of k1's gradient is 0, that of k2's is the
+    divergence's own, that of k3's is the one of KL(q ‖ π_θ): all of tokens that π_θ itself would sample.
+    """
+    others_N = tokens.reference_logprobs_N if config.kl_to == "reference" else tokens.engine_logprobs_N
+    assert others_N is not None, "the loss asks for a reference"
+    gaps_N = tokens.logprobs_N - others_N
+    match config.kl_estimator:
+        case "k1":
+            return gaps_N
+        case "k2":
+            return 0.5 * gaps_N**2
+        case "k3":
+            return torch.expm1(-gaps_N) + gaps_N
 
 
 def lesson_normaliser(config: LossConfig, totals: Totals) -> float:
     """What lessons (:mod:`etude.trainer.distillation`) are divided by: what a sum over tokens would be divided by in
     the loss of ``config``, had every group of the batch a signal.
 
-    In the kinds that average over trajectories of |o| tokens a token counts 1/(S·|o|), which is 1/T on average.
+    In an average over trajectories of |o| tokens a token counts 1/(S·|o|), which is 1/T on average.
     """
-    match config.kind:
-        case "rloo":
+    match config.aggregation:
+        case "seq_mean_token_sum":
             return totals.sampled_trajectories
-        case "dr_grpo":
+        case "seq_mean_token_sum_norm":
             return totals.sampled_trajectories * config.sequence_tokens
         case _:
             return totals.sampled
@@ -117,22 +178,21 @@ def lesson_normaliser(config: LossConfig, totals: Totals) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """What a loss is made from."""
+    """What a kind of loss looks at."""
 
     tokens: LossTokens
     anchors_N: Tensor
     """log π_anchor, without gradient."""
     correction: Correction
     config: LossConfig
-    totals: Totals
 
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """A micro-batch's share of a loss, and what was cut in making it."""
+    """What a kind of loss makes of each token, to be maximised, and what was cut in making it."""
 
-    loss: Tensor
-    """Scalar with gradient."""
+    terms_N: Tensor
+    """w · ℓ, with gradient."""
     capped_N: Tensor
     """True where the ratio was cut and its token keeps its gradient."""
     clipped_N: Tensor
@@ -140,63 +200,32 @@ class Surrogate:
 
 
 def policy_gradient(x: LossInput) -> Surrogate:
-    """Policy gradient with no length term and no standard deviation.
+    """The score function, w_t · A_t · log π_θ(y_t): the kinds ``policy_gradient`` and ``rloo``.
 
-        L = −(1/T) Σ_t w_t · A_t · log π_θ(y_t)
-
-    T counts the loss tokens of the batch; w_t is the correction's, a constant of the gradient. With ``tis`` it is
-    min(π_θ/μ, cap): truncated importance sampling, https://fengyao.notion.site/off-policy-rl; on log π as in CISPO,
-    arXiv 2506.13585; token mean over the batch instead of 1/|o_i|: Dr. GRPO, arXiv 2503.20783. A = R − mean, as in the
-    Composer 2 report, arXiv 2603.24477.
+    w_t is the correction's, a constant of the gradient. With ``tis`` it is min(π_θ/μ, cap): truncated importance
+    sampling, https://fengyao.notion.site/off-policy-rl; on log π as in CISPO, arXiv 2506.13585. With the token mean
+    over the batch instead of 1/|o_i| (Dr. GRPO, arXiv 2503.20783) and A = R − mean it is the Composer 2 report's, arXiv
+    2603.24477; with sums of whole completions and the mean of the others RLOO (arXiv 2402.14740), where a completion is
+    one action.
     """
+    none_N = torch.zeros_like(x.correction.masked_N)
     terms_N = x.correction.weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
-    return _unclipped(-terms_N.sum() / x.totals.planned_tokens, x)
+    return Surrogate(terms_N, capped_N=none_N, clipped_N=none_N)
 
 
-def rloo(x: LossInput) -> Surrogate:
-    """REINFORCE with a leave-one-out baseline (arXiv 2402.14740): the whole completion is one action.
+def clipped(x: LossInput) -> Surrogate:
+    """PPO's clipped surrogate (arXiv 1707.06347, equation 7), w_t · min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t).
 
-    L = −(1/S) Σ_i A_i Σ_t w_{i,t} · log π_θ(y_{i,t}),  A_i = R_i − mean of the others' R
+    By average and advantage it is GRPO's (DeepSeekMath, arXiv 2402.03300, equation 3, without its k3 term), that of
+    Dr. GRPO (arXiv 2503.20783, section 3.2) or of DAPO (arXiv 2503.14476, equation 8).
     """
-    terms_N = x.correction.weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
-    return _unclipped(-terms_N.sum() / x.totals.planned_trajectories, x)
-
-
-def grpo(x: LossInput) -> Surrogate:
-    """GRPO (DeepSeekMath, arXiv 2402.03300, equation 3), without its k3 term.
-
-        L = −(1/S) Σ_i (1/|o_i|) Σ_t w_t · min(r_t A_i, clip(r_t, 1−ε_low, 1+ε_high) A_i),  A_i = (R_i − mean) / std
-
-    |o_i| counts the loss tokens of trajectory i, S the trajectories of the batch.
-    """
-    values_N, outside_N = _clip(_ratios(x), x)
-    return _clipped(-_mean_of_means(values_N, x), outside_N)
-
-
-def dr_grpo(x: LossInput) -> Surrogate:
-    """Dr. GRPO (arXiv 2503.20783, section 3.2): GRPO without its two biases.
-
-        L = −(1/(S·L)) Σ_i Σ_t w_t · min(r_t A_i, clip(r_t, 1−ε_low, 1+ε_high) A_i),  A_i = R_i − mean
-
-    L is ``loss.sequence_tokens``, a constant.
-    """
-    values_N, outside_N = _clip(_ratios(x), x)
-    return _clipped(-values_N.sum() / (x.totals.planned_trajectories * x.config.sequence_tokens), outside_N)
-
-
-def ppo_clip(x: LossInput) -> Surrogate:
-    """PPO's clipped surrogate (arXiv 1707.06347, equation 7), averaged over the batch's tokens as in DAPO (2503.14476).
-
-    L = −(1/T) Σ_t w_t · min(r_t A_t, clip(r_t, 1−ε_low, 1+ε_high) A_t),  A = R − mean: no critic
-    """
-    values_N, outside_N = _clip(_ratios(x), x)
-    return _clipped(-values_N.sum() / x.totals.planned_tokens, outside_N)
+    return _clip(_ratios(x), x)
 
 
 def cispo(x: LossInput) -> Surrogate:
     """CISPO (MiniMax-M1, arXiv 2506.13585, equation 4): the weight is clipped, no token loses its gradient.
 
-        L = −(1/T) Σ_t w_t · sg(clip(r_t, 1−ε_low, 1+ε_high)) · A_t · log π_θ(y_t),  A = (R − mean) / std
+        w_t · sg(clip(r_t, 1−ε_low, 1+ε_high)) · A_t · log π_θ(y_t)
 
     The paper sets no lower bound, which ε_low = 1 is, and does not publish the upper one; r ≤ 5 is ScaleRL's (arXiv
     2510.13786).
@@ -206,61 +235,67 @@ def cispo(x: LossInput) -> Surrogate:
     weights_N = x.correction.weights_N * ratios_N.clamp(low, high)
     terms_N = weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
     capped_N = (ratios_N < low) | (ratios_N > high)
-    return Surrogate(-terms_N.sum() / x.totals.planned_tokens, capped_N=capped_N, clipped_N=torch.zeros_like(capped_N))
+    return Surrogate(terms_N, capped_N=capped_N, clipped_N=torch.zeros_like(capped_N))
 
 
 def gspo(x: LossInput) -> Surrogate:
     """GSPO (arXiv 2507.18071, equations 5 and 7): ratio, clip and mean are of whole trajectories.
 
-        L = −(1/S) Σ_i w_i · min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i),  A_i = (R_i − mean) / std
+        w_i · min(s_i A_i, clip(s_i, 1−ε_low, 1+ε_high) A_i)
         s_i = (π_θ(y_i) / π_anchor(y_i))^(1/|y_i|) = exp((1/|y_i|) Σ_t log r_t)
 
-    Computed as the mean over tokens of what is the same for all of them, so that weights may differ by token.
+    Computed of every token, as what is the same for all of a trajectory's, so that weights may differ by token.
     """
     means_N = trajectory_means(x.tokens.logprobs_N - x.anchors_N, x.tokens.trajectories_N)
-    values_N, outside_N = _clip(means_N.exp(), x)
-    return _clipped(-_mean_of_means(values_N, x), outside_N)
+    return _clip(means_N.clamp(max=LARGEST_LOG_RATIO).exp(), x)
 
 
-LOSSES: dict[LossKind, Callable[[LossInput], Surrogate]] = {
+def dppo(x: LossInput) -> Surrogate:
+    """DPPO with the binary total variation (arXiv 2602.04879), as prime-rl has it: no clip, but a mask.
+
+        w_t · m_t · r_t · A_t,   m_t = 0 if A_t > 0 and π_θ(y_t) − π_anchor(y_t) > ε_high,
+                                     or if A_t ≤ 0 and π_θ(y_t) − π_anchor(y_t) < −ε_low, else 1
+
+    A difference of probabilities, where a ratio would silence rare tokens first. verl's form has the same gradient up
+    to a bound on r, 20 by default.
+    """
+    moved_N = x.tokens.logprobs_N.detach().exp() - x.anchors_N.exp()
+    advantages_N = x.tokens.advantages_N
+    outside_N = torch.where(advantages_N > 0, moved_N > x.config.clip_high, moved_N < -x.config.clip_low)
+    terms_N = x.correction.weights_N * advantages_N * torch.where(outside_N, 0.0, _ratios(x))
+    return Surrogate(terms_N, capped_N=torch.zeros_like(outside_N), clipped_N=outside_N)
+
+
+SURROGATES: dict[LossKind, Callable[[LossInput], Surrogate]] = {
     "policy_gradient": policy_gradient,
-    "rloo": rloo,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "ppo_clip": ppo_clip,
+    "rloo": policy_gradient,
+    "grpo": clipped,
+    "dr_grpo": clipped,
+    "ppo_clip": clipped,
     "cispo": cispo,
     "gspo": gspo,
+    "dppo": dppo,
 }
-"""Kind → its function; :data:`etude.config.BASELINES` has the advantage that goes with it."""
+"""Kind → its function; :mod:`etude.config.training` has the advantage and the average that go with it."""
 
 
 def _ratios(x: LossInput) -> Tensor:
     """[N] r = π_θ / π_anchor, with gradient."""
-    return (x.tokens.logprobs_N - x.anchors_N).exp()
+    return (x.tokens.logprobs_N - x.anchors_N).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def _clip(ratios_N: Tensor, x: LossInput) -> tuple[Tensor, Tensor]:
-    """[N] w · min(r A, clip(r) A), and [N] where that is a constant.
+def _clip(ratios_N: Tensor, x: LossInput) -> Surrogate:
+    """W · min(r A, clip(r) A).
 
-    A token has no gradient once its ratio has gone too far in the direction of its advantage.
+    A token has no gradient once its ratio has gone too far in the direction of its advantage, and with a dual clip
+    (arXiv 1912.09729, equation 5; ``delta`` in TRL) where A < 0 and r is above that: max(min(r A, clip(r) A), c A).
     """
-    low, high = 1 - x.config.clip_low, 1 + x.config.clip_high
+    low, high, dual = 1 - x.config.clip_low, 1 + x.config.clip_high, x.config.dual_clip
     advantages_N = x.tokens.advantages_N
     outside_N = ((advantages_N > 0) & (ratios_N > high)) | ((advantages_N < 0) & (ratios_N < low))
     bounded_N = torch.where(outside_N, ratios_N.detach().clamp(low, high), ratios_N)
-    return x.correction.weights_N * advantages_N * bounded_N, outside_N
-
-
-def _mean_of_means(terms_N: Tensor, x: LossInput) -> Tensor:
-    """(1/S) Σ_i (1/|o_i|) Σ_t terms: every trajectory counts the same."""
-    lengths_S = torch.bincount(x.tokens.trajectories_N)
-    return (terms_N / lengths_S[x.tokens.trajectories_N]).sum() / x.totals.planned_trajectories
-
-
-def _unclipped(loss: Tensor, x: LossInput) -> Surrogate:
-    none_N = torch.zeros_like(x.tokens.trajectories_N, dtype=torch.bool)
-    return Surrogate(loss, capped_N=none_N, clipped_N=none_N)
-
-
-def _clipped(loss: Tensor, outside_N: Tensor) -> Surrogate:
-    return Surrogate(loss, capped_N=torch.zeros_like(outside_N), clipped_N=outside_N)
+    if dual:
+        above_N = (advantages_N < 0) & (ratios_N > dual)
+        bounded_N, outside_N = torch.where(above_N, dual, bounded_N), outside_N | above_N
+    terms_N = x.correction.weights_N * advantages_N * bounded_N
+    return Surrogate(terms_N, capped_N=torch.zeros_like(outside_N), clipped_N=outside_N)

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from etude.config.inference import NumericsConfig
+from etude.errors import DamagedError
 from etude.models.checkpoint import load_state
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.replay import producers, replay
-from etude.trainer.scores import sampled_logprobs, sampled_tokens
+from etude.trainer.scores import SampledTokens, by_trajectory, sampled_logprobs, sampled_tokens
 from etude.types import Floats, Ids, Mask, Trajectory
 
 _Row: TypeAlias = tuple[Trajectory, Mask]
@@ -142,17 +143,43 @@ class MismatchProbe:
             positions=_by_position(everything),
         )
 
+    def old_logprobs(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> list[Floats]:
+        """[L] of each: every sampled token's logprob with the weights that sampled it, 0 elsewhere.
+
+        One forward pass for each version that sampled some of a trajectory. Raises
+        :class:`~etude.errors.DamagedError` where a version is not remembered.
+        """
+        found = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
+        for version in sorted({int(version) for t in trajectories for version in np.unique(t.versions[t.loss_mask])}):
+            if version not in self._states:
+                raise DamagedError(
+                    f"weight version {version} sampled tokens of this batch and cannot score them again: it is missing "
+                    f"from the weight log; set loss.old_policy = 'engine'"
+                )
+            load_state(self._scorer, self._states[version])
+            rows = [(t, t.loss_mask & (t.versions == version)) for t in trajectories]
+            chosen = [index for index, (_, mask) in enumerate(rows) if mask.any()]
+            parts = _parts([rows[index] for index in chosen], max_tokens)
+            scored = [row for part in parts for row in by_trajectory(self._score(part)[0], [mask for _, mask in part])]
+            for index, row in zip(chosen, scored, strict=True):
+                found[index] += row
+        return found
+
     @torch.inference_mode()
-    def _compare(self, rows: Sequence[_Row]) -> "_Compared":
+    def _score(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, SampledTokens, Routing | None]:
+        """[N] the scorer's logprobs of the rows' tokens, these, and how they were routed."""
         device = self._scorer.embedding.device
         tokens = sampled_tokens([t for t, _ in rows], [mask for _, mask in rows], device)
         routing = None
         if self._config.replay != "off":
             routes = replay([(t, producers(mask)) for t, mask in rows], device)
             routing = Routing(replay=routes, floor=self._config.replay_floor)
-        differences_N = sampled_logprobs(self._scorer, tokens, routing) - tokens.engine_logprobs_N
+        return sampled_logprobs(self._scorer, tokens, routing), tokens, routing
+
+    def _compare(self, rows: Sequence[_Row]) -> "_Compared":
+        logprobs_N, tokens, routing = self._score(rows)
         return _Compared(
-            differences_N=differences_N.cpu().numpy(),
+            differences_N=(logprobs_N - tokens.engine_logprobs_N).cpu().numpy(),
             positions_N=np.concatenate([positions(t)[1:][mask[1:]] for t, mask in rows]),
             pairs=routing.pairs if routing else 0,
             flips=routing.flips if routing else 0,

@@ -162,10 +162,11 @@ class PolicyTrainer:
         device = self.model.embedding.device
         tokens = sampled_tokens(microbatch, [t.loss_mask for t in microbatch], device)
         routing = routing_of(microbatch, self._replay, self._replay_floor, device)
-        scores = score(self.model, tokens, routing, self._context)
+        with_entropies = self._config.entropy_coef > 0
+        scores = score(self.model, tokens, routing, self._context, differentiate_entropies=with_entropies)
         if not microbatch:
             return scores.logprobs_N.sum(), _Piece()
-        proximal_N = None
+        proximal_N = tokens.old_logprobs_N
         if self._config.correction == "decoupled":
             staleness_N = step - 1 - tokens.versions_N
             proximal_N = proximal_logprobs(scores.logprobs_N, tokens.engine_logprobs_N, staleness_N)
@@ -175,9 +176,11 @@ class PolicyTrainer:
             advantages_N=tokens.advantages_N,
             trajectories_N=tokens.trajectories_N,
             proximal_logprobs_N=proximal_N,
+            reference_logprobs_N=tokens.reference_logprobs_N,
+            entropies_N=scores.entropies_N,
         )
         found = policy_loss(of_loss, self._config, totals)
-        entropy_sum = float(scores.entropies_N.sum())
+        entropy_sum = float(scores.entropies_N.detach().sum())
         piece = _Piece(entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing)
         return found.loss, piece
 

@@ -1,4 +1,4 @@
-"""How far a policy has gone from where it started: the k1 penalty against a reference.
+"""How far a policy has gone from where it started: a reference's scores, and the k1 penalty against it.
 
     R' = R − β · Σ_t (log μ(y_t) − log π_ref(y_t))
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from etude.models.checkpoint import load_state
 from etude.models.decoder import Decoder
-from etude.trainer.scores import sampled_logprobs, sampled_tokens
-from etude.types import Trajectory
+from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens
+from etude.types import Floats, Trajectory
 
 
 class Reference:
@@ -37,13 +37,16 @@ class Reference:
         load_state(self._scorer, state)
 
     @torch.inference_mode()
+    def logprobs(self, microbatch: Sequence[Trajectory]) -> list[Floats]:
+        """[L] of each trajectory: log π_ref of its sampled tokens, 0 elsewhere. They go through the model together."""
+        masks = [trajectory.loss_mask for trajectory in microbatch]
+        tokens = sampled_tokens(microbatch, masks, self._scorer.embedding.device)
+        return by_trajectory(sampled_logprobs(self._scorer, tokens), masks)
+
     def divergences(self, microbatch: Sequence[Trajectory]) -> list[float]:
         """Σ_t (log μ(y_t) − log π_ref(y_t)) over the sampled tokens of each trajectory, in nats.
 
-        They go through the model together. A rollout with several branches has one such sum for each, and all count.
+        A rollout with several branches has one such sum for each, and all count.
         """
-        device = self._scorer.embedding.device
-        tokens = sampled_tokens(microbatch, [trajectory.loss_mask for trajectory in microbatch], device)
-        nats_N = (tokens.engine_logprobs_N - sampled_logprobs(self._scorer, tokens)).cpu().numpy().astype(np.float64)
-        sums: list[float] = np.bincount(tokens.trajectories_N.cpu().numpy(), nats_N, len(microbatch)).tolist()
-        return sums
+        rows = zip(microbatch, self.logprobs(microbatch), strict=True)
+        return [float((t.logprobs - row)[1:][t.loss_mask[1:]].sum(dtype=np.float64)) for t, row in rows]

@@ -50,6 +50,10 @@ class SampledTokens:
     """float32; 0: taken greedily."""
     kept: Kept | None
     """From which sets tokens were drawn; ``None`` where none was cut."""
+    old_logprobs_N: Tensor | None = None
+    """float32: the trainer's own, of the weights that sampled; ``None`` where nobody scored them."""
+    reference_logprobs_N: Tensor | None = None
+    """float32: the reference's, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +63,7 @@ class Scores:
     logprobs_N: Tensor
     """With gradient."""
     entropies_N: Tensor
-    """Nats, without gradient."""
+    """Nats, with gradient where that was asked for."""
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> SampledTokens:
@@ -75,6 +79,10 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
     def chosen(arrays: Sequence[Floats] | Sequence[Ids]) -> Tensor:
         return torch.from_numpy(np.concatenate([x[mask] for x, mask in zip(arrays, masks, strict=True)])).to(device)
 
+    def scored(arrays: Sequence[Floats | None]) -> Tensor | None:
+        known = [array for array in arrays if array is not None]
+        return chosen(known) if len(known) == len(arrays) else None
+
     counts = torch.tensor([int(mask.sum()) for mask in masks])
     return SampledTokens(
         lengths=tuple(len(mask) for mask in masks),
@@ -87,11 +95,18 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
         advantages_N=chosen([t.advantages for t in trajectories]),
         temperatures_N=chosen([t.temperatures for t in trajectories]),
         kept=gather_kept(trajectories, masks, device),
+        old_logprobs_N=scored([t.old_logprobs for t in trajectories]),
+        reference_logprobs_N=scored([t.reference_logprobs for t in trajectories]),
     )
 
 
 def score(
-    model: Decoder, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
+    model: Decoder,
+    tokens: SampledTokens,
+    routing: Routing | None = None,
+    context: ContextParallel | None = None,
+    *,
+    differentiate_entropies: bool = False,
 ) -> Scores:
     """One forward pass: log-probabilities of the scored tokens, with gradient, and the entropies of what they were
     sampled from.
@@ -100,11 +115,12 @@ def score(
     ``context`` the ranks that share it score together: each the tokens that it computes, all of them know all scores.
     """
     if context is not None:
-        return _score_together(model, tokens, routing, context)
+        return _score_together(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
     logits_NV = _logits(model, tokens, routing)
+    entropy_logits_NV = logits_NV if differentiate_entropies else logits_NV.detach()
     return Scores(
         logprobs_N=model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept),
-        entropies_N=entropies(logits_NV, tokens.temperatures_N, tokens.kept),
+        entropies_N=entropies(entropy_logits_NV, tokens.temperatures_N, tokens.kept),
     )
 
 
@@ -123,16 +139,24 @@ def hidden_before(
     return hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)], owners_N
 
 
-def _score_together(model: Decoder, tokens: SampledTokens, routing: Routing | None, context: ContextParallel) -> Scores:
+def _score_together(
+    model: Decoder,
+    tokens: SampledTokens,
+    routing: Routing | None,
+    context: ContextParallel,
+    *,
+    differentiate_entropies: bool,
+) -> Scores:
     hidden_nH, owners_N = hidden_before(model, tokens, routing, context)
     assert owners_N is not None
     mine_N = owners_N == context.rank
     logits_nV = model.logits(hidden_nH)
+    entropy_logits_nV = logits_nV if differentiate_entropies else logits_nV.detach()
     temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.kept, mine_N)
     logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, kept)
     return Scores(
         logprobs_N=context.gathered(logprobs_n, owners_N),
-        entropies_N=context.gathered(entropies(logits_nV, temperatures_n, kept), owners_N),
+        entropies_N=context.gathered(entropies(entropy_logits_nV, temperatures_n, kept), owners_N),
     )
 
 
@@ -140,6 +164,16 @@ def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | N
     """[N] float32: the log-probabilities of :func:`score` alone."""
     logits_NV = _logits(model, tokens, routing)
     return model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept)
+
+
+def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
+    """[L] of each trajectory: the values of the tokens that were scored by these ``masks``, 0 elsewhere."""
+    masks = [_predicted(mask) for mask in masks]
+    ends = np.cumsum([int(mask.sum()) for mask in masks])
+    found = [np.zeros(len(mask), np.float32) for mask in masks]
+    for row, mask, own in zip(found, masks, np.split(values_N.cpu().numpy(), ends[:-1]), strict=True):
+        row[mask] = own
+    return found
 
 
 def _logits(model: Decoder, tokens: SampledTokens, routing: Routing | None) -> Tensor:

@@ -1,74 +1,114 @@
 """How good a rollout was, compared with the others of its group.
 
-Owns the baselines, one function each, and what a group weighs that lost rollouts. Which baseline a loss goes with is
-:data:`etude.config.BASELINES`'s to say. Pure.
+    reward, penalty ──▶ less what the group has of each, the reward's part over its deviation where asked ──▶ advantage
+
+Owns the baselines, one function each, and what a group weighs of which rollouts are missing. Which baseline a loss goes
+with unless a recipe says otherwise is :data:`etude.config.training.BASELINES`'s to say. Pure.
 
 Array legend: G rollouts of a group.
 """
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from etude.config.training import Baseline
 from etude.types import Floats
 
+Values: TypeAlias = npt.NDArray[np.float64]
+
 FEWEST_COMPARED = 2
 """Rollouts of a group, below which none has another to be compared with."""
+DEVIATION_FLOOR = 1e-4
+"""Added to a deviation before it divides, as TRL does (``GRPOTrainer``; verl adds 1e-6): rewards that differ by a
+rounding error stay next to nothing.
+"""
 
 
-def group_advantages(rewards_G: Floats, baseline: Baseline = "mean") -> Floats:
-    """[G] float32 advantages by the baseline of that name; 0 everywhere where all rewards are equal."""
-    if bool((rewards_G == rewards_G[:1]).all()):
-        return np.zeros(len(rewards_G), np.float32)  # the mean of equal numbers may not be that number
-    return ADVANTAGES[baseline](rewards_G)
+def group_advantages(
+    rewards_G: Floats | Values, baseline: Baseline = "mean", penalties_G: Values | None = None
+) -> Floats:
+    """[G] float32 advantages by the baseline of that name; 0 everywhere where all rewards, less penalties, are equal.
+
+    ``penalties_G`` is what is taken off each reward; none without it.
+    """
+    taken_G = np.zeros(len(rewards_G)) if penalties_G is None else penalties_G
+    advantages_G: Floats = ADVANTAGES[baseline](rewards_G, taken_G).astype(np.float32)
+    return advantages_G
 
 
-def around_mean(rewards_G: Floats) -> Floats:
-    """A_i = R_i − mean(R).
+def around_mean(rewards_G: Floats | Values, penalties_G: Values) -> Values:
+    """A_i = R_i − mean(R), R the reward less its penalty.
 
     Not divided by the group's standard deviation: where nearly all rollouts do equally well, that would blow tiny
     differences of behaviour up to the size of real ones (Dr. GRPO, arXiv 2503.20783, and the Composer 2 report). As a
     baseline the mean is not independent of R_i, which makes the estimate too small by (G − 1)/G, the same for all.
     """
-    advantages_G: Floats = (rewards_G - rewards_G.mean(dtype=np.float64)).astype(np.float32)
+    return _centred(net_rewards(rewards_G, penalties_G))
+
+
+def standardised(rewards_G: Floats | Values, penalties_G: Values) -> Values:
+    """A_i = (R_i − mean(R)) / (std(R) + ε) − (C_i − mean(C)), R the reward and C its penalty.
+
+    GRPO (arXiv 2402.03300, section 4.1.2), with the sample deviation (division by G − 1) and the ε of TRL, verl having
+    the same but for ε. The penalty comes behind the division, so it is one in units of the advantage: before it, the
+    deviation of a group of equal rewards would be the penalties' own, and the smallest would weigh like the largest.
+    """
+    gains_G = _centred(rewards_G)
+    deviation = np.sqrt((gains_G**2).sum() / max(1, len(gains_G) - 1))
+    advantages_G: Values = gains_G / (deviation + DEVIATION_FLOOR) - _centred(penalties_G)
     return advantages_G
 
 
-def standardised(rewards_G: Floats) -> Floats:
-    """A_i = (R_i − mean(R)) / std(R): GRPO (arXiv 2402.03300, section 4.1.2), std over the G rewards themselves."""
-    rewards_G64 = rewards_G.astype(np.float64)
-    advantages_G: Floats = ((rewards_G64 - rewards_G64.mean()) / rewards_G64.std()).astype(np.float32)
-    return advantages_G
+def leave_one_out(rewards_G: Floats | Values, penalties_G: Values) -> Values:
+    """A_i = R_i − mean of the others' R = G/(G − 1) · (R_i − mean(R)): RLOO (arXiv 2402.14740), unbiased.
+
+    R is the reward less its penalty.
+    """
+    size = len(rewards_G)
+    return _centred(net_rewards(rewards_G, penalties_G)) * (size / max(1, size - 1))
 
 
-def leave_one_out(rewards_G: Floats) -> Floats:
-    """A_i = R_i − mean of the others' R = G/(G − 1) · (R_i − mean(R)): RLOO (arXiv 2402.14740), unbiased."""
-    rewards_G64 = rewards_G.astype(np.float64)
-    advantages_G: Floats = ((rewards_G64 - rewards_G64.mean()) * (len(rewards_G) / (len(rewards_G) - 1))).astype(
-        np.float32
-    )
-    return advantages_G
-
-
-ADVANTAGES: dict[Baseline, Callable[[Floats], Floats]] = {
+ADVANTAGES: dict[Baseline, Callable[[Floats | Values, Values], Values]] = {
     "mean": around_mean,
     "mean_std": standardised,
     "leave_one_out": leave_one_out,
 }
-"""Name → the function, of rewards that are not all equal."""
+"""Name → the function, of rewards and penalties."""
 
 
-def survivor_weight(baseline: Baseline, *, present: int, lost: int) -> float:
-    """What the advantages of a group are multiplied by, of whose planned rollouts ``lost`` never came to an end.
+def net_rewards(rewards_G: Floats | Values, penalties_G: Values) -> Floats:
+    """[G] float32 rewards less penalties: what is equal stays so, whatever float64 has behind the last digit."""
+    net_G: Floats = (rewards_G.astype(np.float64) - penalties_G).astype(np.float32)
+    return net_G
+
+
+def _centred(values_G: Floats | Values) -> Values:
+    """[G] float64: each less their mean, 0 where all are equal: the mean of equal numbers may not be that number."""
+    if bool((values_G == values_G[:1]).all()):
+        return np.zeros(len(values_G))
+    values_G64 = values_G.astype(np.float64)
+    centred_G: Values = values_G64 - values_G64.mean()
+    return centred_G
+
+
+def group_weight(baseline: Baseline, *, compared: int, graded: int, lost: int) -> float:
+    """What the advantages of a group are multiplied by, of whose planned rollouts ``lost`` never came to an end and of
+    whose ``graded`` only ``compared`` are compared and trained on.
 
     Rollouts that a machine lost say nothing about the policy, so a group without them must weigh what it would have
-    weighed with them. E[Σ A ∇ log π] of K rollouts is (K − 1) · g with the mean as baseline and K · g with the others'
-    mean; hence of G planned (G − 1)/(K − 1) and G/K, and docs/control.md has the proof. What the loss is divided by is
-    that of a whole group likewise (``Batch.num_lost_tokens``). With the standard deviation it
-    is the mean's, as far as that is estimated as well from fewer. 1 where too few are left to be compared.
+    weighed with them. Those that are quarantined do, so a group weighs by how many are not: each slot is a draw, and
+    one that is quarantined adds nothing. The sum of A ∇ log π over K compared ones is K · g on average with the others'
+    mean as baseline and (K − 1) · g with the mean; of N graded and G planned ones it shall be G · K/N · g, and with the
+    mean (G − 1)/G of that, the factor of a whole group. docs/control.md has the proof, and what g is. What the loss is
+    divided by is that of a whole group likewise (``Batch.num_lost_tokens``). With the standard deviation it is the
+    mean's, as far as a deviation is estimated as well from fewer. 1 where too few are left to be compared.
     """
-    if present < FEWEST_COMPARED:
+    if compared < FEWEST_COMPARED:
         return 1.0
-    planned = present + lost
-    return planned / present if baseline == "leave_one_out" else (planned - 1) / (present - 1)
+    planned = graded + lost
+    if baseline == "leave_one_out":
+        return planned / graded
+    return (planned - 1) * compared / (graded * (compared - 1))

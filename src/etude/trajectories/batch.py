@@ -16,10 +16,10 @@ import numpy as np
 
 from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
-from etude.trajectories.advantage import survivor_weight
+from etude.trajectories.advantage import Values, group_weight
 from etude.trajectories.build import build_trajectories, count_trajectories
 from etude.trajectories.credit import Credit, own_turns, turn_credits
-from etude.types import Batch, Floats, Group, Ids, Rollout, Trajectory
+from etude.types import Batch, Group, Ids, Rollout, Trajectory
 
 NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
 ALIKE_IN_ALL_TURNS = CreditConfig()
@@ -38,17 +38,21 @@ def build_batch(
     ``penalties`` (rollout → what is taken off its reward) count where rewards are compared by ``baseline``; the batch's
     statistics keep the rewards as they were given. A group in which every turn's advantage is 0, as where all rewards
     are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
-    rollout is in none of these: its group is compared without it. One that lost rollouts to infrastructure weighs what
-    it would have weighed with them, in advantages and in what these are divided by. ``trajectories`` is empty when
+    rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
+    rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
+    by. ``trajectories`` is empty when
     nothing is left of any group. Raises ``ValueError`` without groups, and as
     :func:`~etude.trajectories.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
-    weights = [survivor_weight(baseline, present=len(group.rollouts), lost=group.lost) for group in groups]
+    weights = [
+        group_weight(baseline, compared=len(_trusted(group)), graded=len(group.rollouts), lost=group.lost)
+        for group in groups
+    ]
     lost = [group.lost / max(1, len(group.rollouts)) for group in groups]  # for each one that is there
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
-    credited = [turn_credits(group.rollouts, _rewards(group, penalties), credit, baseline) for group in groups]
+    credited = [_credits(group, penalties, credit, baseline) for group in groups]
     learnt = [
         _trajectories(group, found, weight) if _has_signal(found) else []
         for group, weight, found in zip(groups, weights, credited, strict=True)
@@ -67,7 +71,7 @@ def build_batch(
         ),
         num_groups=len(groups),
         num_degenerate_groups=sum(not _has_signal(found) for found in credited),
-        rewards=np.concatenate([_rewards(group, NO_PENALTIES) for group in groups]),
+        rewards=np.concatenate([_rewards(group) for group in groups]).astype(np.float32),
         staleness=_staleness(groups, trained_version=step - 1),
     )
 
@@ -76,12 +80,16 @@ def _trusted(group: Group) -> tuple[Rollout, ...]:
     return tuple(rollout for rollout in group.rollouts if not rollout.is_quarantined)
 
 
-def _rewards(group: Group, penalties: Mapping[str, float]) -> Floats:
+def _rewards(group: Group) -> Values:
     """[G]"""
-    given_G = np.array([rollout.reward for rollout in group.rollouts], np.float64)
-    taken_G = np.array([penalties.get(rollout.rollout_id, 0.0) for rollout in group.rollouts], np.float64)
-    rewards_G: Floats = (given_G - taken_G).astype(np.float32)
-    return rewards_G
+    return np.array([rollout.reward for rollout in group.rollouts], np.float64)
+
+
+def _credits(
+    group: Group, penalties: Mapping[str, float], credit: CreditConfig, baseline: Baseline
+) -> tuple[Credit, ...]:
+    penalties_G = np.array([penalties.get(rollout.rollout_id, 0.0) for rollout in group.rollouts], np.float64)
+    return turn_credits(group.rollouts, _rewards(group), credit, baseline, penalties_G)
 
 
 def _has_signal(credited: Sequence[Credit]) -> bool:

@@ -19,14 +19,12 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from etude.config.credit import CreditConfig, CreditKind
 from etude.config.training import Baseline
-from etude.trajectories.advantage import FEWEST_COMPARED, group_advantages
+from etude.trajectories.advantage import FEWEST_COMPARED, Values, group_advantages, net_rewards
 from etude.types import Floats, Mask, Rollout, TurnKind
 
-Values: TypeAlias = npt.NDArray[np.float64]
 TurnKey: TypeAlias = tuple[str, int]
 """A turn by the rollout that sampled it and its index there: rollouts that share it have it by the same key."""
 
@@ -47,9 +45,14 @@ class Credit:
 
 
 def turn_credits(
-    rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline = "mean"
+    rollouts: Sequence[Rollout],
+    rewards_G: Floats | Values,
+    config: CreditConfig,
+    baseline: Baseline = "mean",
+    penalties_G: Values | None = None,
 ) -> tuple[Credit, ...]:
-    """The credit of each rollout of one group, in order. ``rewards_G`` are compared, penalties taken off.
+    """The credit of each rollout of one group, in order. ``penalties_G`` are taken off ``rewards_G``, and where these
+    are divided by their deviation off what that leaves (:mod:`etude.trajectories.advantage`).
 
     With ``mean`` as baseline advantages are (G − 1)/G of what they are with ``leave_one_out``, whatever the kind.
     Raises ``ValueError`` for a baseline that the kind does not know, and where rollouts share turns and the kind would
@@ -60,7 +63,11 @@ def turn_credits(
     if config.kind != "rollout" and baseline not in SHARES:
         raise ValueError(f"baseline {baseline!r} does not go with credit.kind = {config.kind!r}: expected one of "
                          f"{', '.join(SHARES)}")  # fmt: skip
-    advantages = CREDITS[config.kind](rollouts, rewards_G, config, baseline)
+    if config.is_by_turn:
+        taken_G = np.zeros(len(rewards_G)) if penalties_G is None else penalties_G
+        advantages = CREDITS[config.kind](rollouts, net_rewards(rewards_G, taken_G), config, baseline)
+    else:
+        advantages = alike_in_all_turns(rollouts, group_advantages(rewards_G, baseline, penalties_G))
     return tuple(
         _masked(rollout, advantages_T, own_T, config)
         for rollout, advantages_T, own_T in zip(rollouts, advantages, own_turns(rollouts), strict=True)
@@ -88,11 +95,8 @@ def turn_keys(rollouts: Sequence[Rollout]) -> tuple[tuple[TurnKey, ...], ...]:
     return tuple(tuple(_key(rollout, turn, known) for turn in range(len(rollout.turns))) for rollout in rollouts)
 
 
-def alike_in_all_turns(
-    rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline
-) -> list[Values]:
+def alike_in_all_turns(rollouts: Sequence[Rollout], advantages_G: Floats) -> list[Values]:
     """``rollout``: every turn has its rollout's advantage (Composer 2, arXiv 2603.24477)."""
-    advantages_G = group_advantages(rewards_G, baseline)
     return [np.full(len(rollout.turns), advantage) for rollout, advantage in zip(rollouts, advantages_G, strict=True)]
 
 
@@ -145,17 +149,9 @@ def shared_prefix(
     return _scaled([_compared(path, through, rewards_G64) for path in keys], baseline)
 
 
-CREDITS: Mapping[
-    CreditKind, Callable[[Sequence[Rollout], Floats, CreditConfig, Baseline], Sequence[npt.NDArray[np.floating]]]
-] = MappingProxyType(
-    {
-        "rollout": alike_in_all_turns,
-        "discounted": discounted,
-        "shaped": shaped,
-        "shared_prefix": shared_prefix,
-    }
-)
-"""Kind → the function: the advantages [T] of each rollout's turns."""
+CREDITS: Mapping[CreditKind, Callable[[Sequence[Rollout], Floats, CreditConfig, Baseline], Sequence[Values]]]
+CREDITS = MappingProxyType({"discounted": discounted, "shaped": shaped, "shared_prefix": shared_prefix})
+"""Kind by turn → the function: the advantages [T] of each rollout's turns."""
 SHARES: Mapping[Baseline, Callable[[int], float]] = MappingProxyType(
     {"mean": lambda size: (size - 1) / size, "leave_one_out": lambda size: 1.0}
 )
@@ -242,7 +238,7 @@ def _scaled(advantages: Sequence[Values], baseline: Baseline) -> list[Values]:
     return [advantages_T * share for advantages_T in advantages]
 
 
-def _masked(rollout: Rollout, advantages_T: npt.NDArray[np.floating], own_T: Mask, config: CreditConfig) -> Credit:
+def _masked(rollout: Rollout, advantages_T: Floats | Values, own_T: Mask, config: CreditConfig) -> Credit:
     trained_T = own_T
     if config.summaries == "mask":
         trained_T = own_T & np.array([turn.kind is not TurnKind.SUMMARY for turn in rollout.turns], bool)

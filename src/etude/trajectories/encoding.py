@@ -15,6 +15,8 @@ from safetensors.numpy import load, save
 from etude.types import KeptSets, Trajectory
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "advantages")
+MAYBE = ("routes", "old_logprobs", "reference_logprobs")
+"""Arrays that not every trajectory has."""
 HEADER = "header"
 """Holds what is no array, as JSON in bytes."""
 
@@ -26,8 +28,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     for index, trajectory in enumerate(trajectories):
         rows.append({"rollout_id": trajectory.rollout_id, "turn_starts": list(trajectory.turn_starts)})
         found: dict[str, npt.NDArray[Any]] = {name: getattr(trajectory, name) for name in ARRAYS}
-        if trajectory.routes is not None:
-            found["routes"] = trajectory.routes
+        found |= {name: array for name in MAYBE if (array := getattr(trajectory, name)) is not None}
         if trajectory.kept is not None:
             found |= {"offsets": trajectory.kept.offsets, "kept_ids": trajectory.kept.token_ids}
         arrays |= {f"{index}/{name}": np.ascontiguousarray(array) for name, array in found.items()}
@@ -47,7 +48,9 @@ def _trajectory(arrays: dict[str, npt.NDArray[Any]], index: int, row: dict[str, 
     return Trajectory(
         rollout_id=row["rollout_id"],
         turn_starts=tuple(row["turn_starts"]),
-        routes=arrays.get(f"{index}/routes"),
         kept=None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[f"{index}/kept_ids"]),
+        routes=arrays.get(f"{index}/routes"),
+        old_logprobs=arrays.get(f"{index}/old_logprobs"),
+        reference_logprobs=arrays.get(f"{index}/reference_logprobs"),
         **{name: arrays[f"{index}/{name}"] for name in ARRAYS},
     )

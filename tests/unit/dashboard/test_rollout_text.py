@@ -39,8 +39,8 @@ ROLLOUT = ReadRollout(
     parts=(ReadPart(name="tests", value=1.0, worth=1.0), ReadPart(name="todo_open", value=1.0, worth=-0.15),
            ReadPart(name="summaries", value=1.0, worth=None), ReadPart(name="asking", value=0.0, worth=None)),
     counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, branch_of=None, branch_turns=0,
-    comparison=ReadComparison(penalty=0.05, compared=0.8, rollouts=7, lost=1, weight=7 / 6, has_signal=True,
-                              step_tokens=1234),
+    comparison=ReadComparison(penalty=0.05, compared=0.8, rollouts=7, quarantined=0, lost=1, weight=7 / 6,
+                              has_signal=True, step_tokens=1234),
     turns=(TURN, SUMMARY), notes=("something is not known",),
 )  # fmt: skip
 FOUND = Found(

@@ -28,7 +28,7 @@ from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
-from etude.trajectories.advantage import around_mean, survivor_weight
+from etude.trajectories.advantage import group_advantages, group_weight
 from etude.trajectories.batch import build_batch
 from etude.types import Finish, Group, Rollout, Split, Task, Turn
 from records import CHECKS, TASK, make_rollout
@@ -149,9 +149,9 @@ def estimate(groups: Sequence[Group]) -> list[float]:
 
 
 def _estimate(rollouts: Sequence[Rollout]) -> float:
-    advantages_K = around_mean(np.array([rollout.reward for rollout in rollouts], np.float32))
+    advantages_K = group_advantages(np.array([rollout.reward for rollout in rollouts], np.float32))
     scores_K = np.array([rollout.counts["long"] - P_LONG for rollout in rollouts])
-    weight = survivor_weight("mean", present=len(rollouts), lost=SIZE - len(rollouts))
+    weight = group_weight("mean", compared=len(rollouts), graded=len(rollouts), lost=SIZE - len(rollouts))
     return float(weight * (advantages_K * scores_K).sum() / (SIZE - 1))
 
 
@@ -230,7 +230,7 @@ def test_a_group_that_lost_rollouts_weighs_as_much_as_a_whole_one_exactly() -> N
             mean = fmean(reward for _, reward, _ in drawn)
             likelihood = math.prod(chance for *_, chance in drawn)
             total += likelihood * sum((reward - mean) * (is_long - P_LONG) for is_long, reward, _ in drawn)
-        weight = survivor_weight("mean", present=present, lost=planned - present)
+        weight = group_weight("mean", compared=present, graded=present, lost=planned - present)
         assert weight * total == pytest.approx((planned - 1) * GRADIENT, rel=1e-12)
         graded = tuple(make_rollout(str(slot), TURN, slot=slot, reward=float(slot)) for slot in range(present))
         group = Group(index=0, task=TASK, admitted_version=0, rollouts=graded, lost=planned - present)

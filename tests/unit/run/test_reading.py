@@ -172,7 +172,7 @@ def test_advantages_and_loss_tokens_are_those_of_the_batch(tmp_path: Path, chat:
         assert compared is not None
         assert compared.penalty == pytest.approx(penalties["r0.0"])
         assert (compared.rollouts, compared.lost, compared.has_signal) == (2, 1, True)
-        assert compared.weight == pytest.approx(3 / 2)  # planned 4 of which 3 came, the cheat among them
+        assert compared.weight == pytest.approx(2)  # 4 planned, 3 graded, 2 of them compared: 3/4 · 2 · 4/3
         assert read["r2.0"].comparison is None
         assert {turn.loss_tokens for turn in read["r2.0"].turns} == {0}
 

@@ -1,6 +1,7 @@
 """What the trainer makes of payloads before it trusts them, and of steps in which no rollout can be trusted."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from etude.config.loading import default_recipe
+from etude.config.training import LossConfig
 from etude.errors import DamagedError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.payloads import Payloads
@@ -18,10 +20,11 @@ from etude.models.spec import TINY
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
-from etude.run.trainer import MOST_IN_VAIN, fetch_payloads, payload_refs, run_trainer
+from etude.run.trainer import MOST_IN_VAIN, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog, EventReader
+from etude.trajectories.batch import build_batch
 from etude.types import (
     Disposition,
     Finish,
@@ -138,6 +141,33 @@ def test_steps_without_a_rollout_to_trust_are_done_and_then_training_stops_and_c
     assert [event.step for event in done] == list(range(1, MOST_IN_VAIN + 3))
     assert [event.loss_tokens for event in done] == [0] * MOST_IN_VAIN + [4, 4]
     assert [event.reward_mean for event in done] == [0.0] * MOST_IN_VAIN + [0.5, 0.5]
+
+
+def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
+    """Both by version 0: the weights that sampled, and the reference."""
+    admit(run, 0)
+    config = run.config()
+    loss = LossConfig(kind="grpo", old_policy="recomputed", kl_coef=0.1)
+    asked = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
+    shutil.copytree(run.model, asked.model)
+    shutil.copytree(run.store, asked.store)
+    model, ids = Decoder(TINY), [1, 2, 3, 4]
+    model.initialise(0, std=0.2)
+    with torch.no_grad():
+        expected = model.logits(model.forward_packed(torch.tensor(ids)))[1:3].log_softmax(-1)[[0, 1], ids[2:]].numpy()
+    with Ledger.open(run.ledger) as ledger, EventLog(asked.events, "test") as events:
+        groups = ledger.claim_batch(1, 1)
+        assert groups is not None
+        batch = build_batch(1, groups)
+        for folder, rows in ((asked, [expected, expected]), (run, [None, None])):
+            process = TrainerProcess(folder, events, ledger, None)
+            first = scored(batch, folder.config(), process._probe, process._reference)[0]
+            for found, row in zip((first.old_logprobs, first.reference_logprobs), rows, strict=True):
+                if row is None:
+                    assert found is None
+                else:
+                    assert found is not None
+                    np.testing.assert_allclose(found, [0, 0, *row], atol=2e-2)  # published in bfloat16
 
 
 def train_until(run: RunFolder, step: int) -> None:

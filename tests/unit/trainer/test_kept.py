@@ -89,3 +89,8 @@ def test_entropy_is_that_of_what_was_sampled_from() -> None:
 def test_entropy_of_impossible_tokens_is_nothing() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0]])
     assert math.isclose(float(entropies(logits, torch.ones(1), None)), math.log(2), rel_tol=1e-6)
+    logits = torch.tensor([[0.5, -torch.inf, -500.0, 0.0]], requires_grad=True)
+    entropies(logits, torch.ones(1), None).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0] < 0 < logits.grad[0, 3]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config.inference import NumericsConfig
+from etude.errors import DamagedError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
@@ -207,3 +208,24 @@ def test_how_many_are_compared_at_a_time_changes_nothing() -> None:
 def test_the_ladder(k3: float, tokens: int, before: Rung, after: Rung) -> None:
     mismatch = Mismatch(tokens=tokens, k1=0.0, k3=k3, p99=0.0, max=0.0, equal=0)
     assert rung(mismatch, NumericsConfig(), before) is after
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100])
+def test_every_token_is_scored_with_the_weights_that_sampled_it(max_tokens: int) -> None:
+    """Also where two versions sampled one turn; what the engine said is not asked."""
+    models = {version: make_model(version) for version in (3, 4)}
+    probe = MismatchProbe(make_model(9), OFF, versions=3)
+    for version, model in models.items():
+        probe.remember(version, state_of(model))
+    sampled = [
+        make_trajectory(models, TWO_TURNS, (2, 6)),
+        make_trajectory(models, [N, 4, 4], (1,)),
+        make_trajectory(models, [N, N, 3, 4], (2,)),
+    ]
+    silent = [replace(one, logprobs=np.zeros_like(one.logprobs)) for one in sampled]
+    found = probe.old_logprobs(silent, max_tokens=max_tokens)
+    for one, row in zip(sampled, found, strict=True):
+        np.testing.assert_allclose(row, one.logprobs, atol=1e-6)
+    unknown = replace(sampled[1], versions=np.array([N, 4, 5], np.int32))
+    with pytest.raises(DamagedError, match=r"weight version 5 sampled .*; set loss\.old_policy = 'engine'"):
+        probe.old_logprobs([unknown], max_tokens=max_tokens)

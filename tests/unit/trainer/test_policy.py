@@ -136,6 +136,37 @@ def test_the_decoupled_form_takes_the_age_of_a_token_into_account(step: int, mas
     assert trainer.step(step, [(stale,)], totals(2)).masked_share == masked_share
 
 
+def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
+    """The engine is off by e³, which is TIS's to mend; the policy has moved by nothing, so nothing is clipped."""
+    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", old_policy="recomputed", correction="tis"))
+    (good,), _ = make_batch(trainer.model)
+    strange = replace(good, logprobs=good.logprobs - 3, old_logprobs=good.logprobs)
+    stats = trainer.step(1, [(strange,)], totals(2))
+    assert (stats.masked_share, stats.truncated_share) == (0.0, 1.0)
+    moved = replace(good, old_logprobs=good.logprobs - 3)
+    assert trainer.step(2, [(moved,)], totals(2)).masked_share == 1.0
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_divergence_in_the_loss_pulls_towards_the_reference(estimator: str) -> None:
+    trainer = make_trainer(loss=LossConfig.model_validate({"kl_coef": 1.0, "kl_estimator": estimator}))
+    (good,), _ = make_batch(trainer.model)
+    wanted = good.logprobs + np.where(good.loss_mask, np.array([0, 0, 0, 0.3, -0.3]), 0).astype(np.float32)
+    still = replace(good, advantages=np.zeros_like(good.advantages), reference_logprobs=wanted)
+    for step in range(1, 31):
+        trainer.step(step, [(still,)], totals(2))
+    after = np.abs(logprobs(trainer.model, [1, 2, 3, 4, 5]).numpy()[2:] - wanted[3:])
+    assert (after < 0.15).all(), "it was 0.3 away"
+
+
+def test_a_bonus_makes_what_is_drawn_from_more_even() -> None:
+    trainer = make_trainer(std=0.2, loss=LossConfig(entropy_coef=1.0))
+    (good,), _ = make_batch(trainer.model)
+    still = replace(good, advantages=np.zeros_like(good.advantages))
+    entropies = [trainer.step(step, [(still,)], totals(2)).entropy for step in (1, 2, 3)]
+    assert entropies == sorted(set(entropies))
+
+
 def test_an_empty_batch_leaves_the_weights_alone() -> None:
     trainer = make_trainer()
     before = [parameter.clone() for parameter in trainer.model.parameters()]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config.training import Baseline
-from etude.trajectories.advantage import group_advantages, survivor_weight
+from etude.trajectories.advantage import group_advantages, group_weight
 
 Vector = npt.NDArray[np.float64]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
@@ -53,7 +53,7 @@ def test_division_by_the_deviation_may_point_the_other_way() -> None:
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("present", [2, 3, 4])
 def test_a_group_weighs_the_same_whatever_was_lost_of_it(baseline: Baseline, present: int) -> None:
-    weight = survivor_weight(baseline, present=present, lost=4 - present)
+    weight = group_weight(baseline, compared=present, graded=present, lost=4 - present)
 
     def advantages(rewards: npt.NDArray[np.float32]) -> Vector:
         return group_advantages(rewards, baseline).astype(np.float64)
@@ -63,8 +63,9 @@ def test_a_group_weighs_the_same_whatever_was_lost_of_it(baseline: Baseline, pre
 
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_a_whole_group_keeps_its_bits_and_a_lone_rollout_has_nothing_to_weigh(baseline: Baseline) -> None:
-    assert survivor_weight(baseline, present=8, lost=0) == 1.0
-    assert survivor_weight(baseline, present=1, lost=7) == 1.0
+    assert group_weight(baseline, compared=8, graded=8, lost=0) == 1.0
+    assert group_weight(baseline, compared=1, graded=1, lost=7) == 1.0
+    assert group_weight(baseline, compared=1, graded=8, lost=0) == 1.0
 
 
 @settings(deadline=None, max_examples=50)
@@ -90,8 +91,8 @@ def test_advantages_are_rewards_around_their_mean(rewards_G: npt.NDArray[np.floa
 @given(GROUPS.filter(lambda rewards_G: np.ptp(rewards_G) > 1e-3))
 def test_standardised_advantages_have_the_formulas_size(rewards_G: npt.NDArray[np.float32]) -> None:
     values = [float(reward) for reward in rewards_G]
-    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
-    expected = [(value - mean) / deviation for value in values]
+    mean, deviation = statistics.fmean(values), statistics.stdev(values)
+    expected = [(value - mean) / (deviation + 1e-4) for value in values]
     np.testing.assert_allclose(group_advantages(rewards_G, "mean_std"), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -105,3 +106,75 @@ def test_equal_rewards_have_no_advantage(baseline: Baseline, reward: float, size
 def test_advantages_keep_the_size_of_the_difference() -> None:
     assert group_advantages(np.array([1, 1, 1, 0], np.float32)).tolist() == [0.25, 0.25, 0.25, -0.75]
     assert group_advantages(np.array([0.04, 0.0], np.float32)).tolist() == pytest.approx([0.02, -0.02])
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("weight", [1e-1, 1e-3, 1e-6])
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_penalty_keeps_its_size_where_rewards_are_equal(baseline: Baseline, weight: float, size: int) -> None:
+    """It is compared like a reward and never divided: a millionth of it teaches a millionth."""
+    costs_G = np.linspace(0, 1, size)
+    found = group_advantages(np.ones(size, np.float32), baseline, weight * costs_G)
+    share = size / (size - 1) if baseline == "leave_one_out" else 1.0
+    np.testing.assert_allclose(found, -share * weight * (costs_G - costs_G.mean()), rtol=1e-6, atol=1.2e-7)
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_penalty_is_the_same_whatever_the_rewards(baseline: Baseline) -> None:
+    rewards_G, costs_G = np.array([1, 0, 0, 1], np.float32), np.array([0.0, 0.01, 0.02, 0.05])
+    plain, penalised = group_advantages(rewards_G, baseline), group_advantages(rewards_G, baseline, costs_G)
+    alone = group_advantages(np.zeros(4, np.float32), baseline, costs_G)
+    np.testing.assert_allclose(penalised, plain + alone, atol=1e-6)
+
+
+def test_a_rounding_error_is_no_signal_to_divide_by() -> None:
+    """One of eight rewards is the next float32 number: −2.65 deviations without a floor."""
+    rewards_G = np.ones(8, np.float32)
+    rewards_G[0] = np.nextafter(rewards_G[0], np.float32(0))
+    assert np.abs(group_advantages(rewards_G, "mean_std")).max() < 1e-3
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_quarantined_draw_teaches_nothing_and_makes_the_others_count_no_more(baseline: Baseline, lost: int) -> None:
+    """Over all groups of 5 that can be drawn, ``lost`` slots taken out blindly, the last arm being quarantined.
+
+    E[Σ w A ∇ log π] = (G − 1) · c · p ∇m with the mean and G · c · p ∇m with the others', m being the mean reward of
+    what is not quarantined, p its share and c = 1 − (1 − p)^(N − 1) the chance that a second one of N is there.
+    """
+    size, kept = 5, np.array([True, True, False])
+    share = float(POLICY[kept].sum())
+    inside = np.where(kept, POLICY, 0) / share
+    slope = inside * (REWARDS - inside @ REWARDS)  # ∇m: an arm that is quarantined takes nothing from it
+    graded, total = size - lost, np.zeros(3)
+    for arms in itertools.product(range(3), repeat=graded):
+        trusted = [arm for arm in arms if kept[arm]]
+        weight = group_weight(baseline, compared=len(trusted), graded=graded, lost=lost)
+        scores = np.eye(3)[trusted] - POLICY
+        advantages = group_advantages(REWARDS[trusted], baseline).astype(np.float64)
+        total += math.prod(POLICY[list(arms)]) * weight * (advantages @ scores)
+    planned = size if baseline == "leave_one_out" else size - 1
+    np.testing.assert_allclose(total, planned * (1 - (1 - share) ** (graded - 1)) * share * slope, rtol=1e-6, atol=1e-9)
+
+
+def test_what_a_quarantined_rollout_is_taken_to_be_worth_bounds_the_bias() -> None:
+    """Were it worth r, the gradient would have (r − m) ∇q more, q being its chance; along any direction that is at most
+    |r − m| √(q(1 − q)) standard deviations of the score. The arm itself attains it.
+    """
+    kept, worth = np.array([True, True, False]), 0.0
+    share = float(POLICY[kept].sum())
+    inside = np.where(kept, POLICY, 0) / share
+    mean = float(inside @ REWARDS)
+    rewards = np.where(kept, REWARDS, worth)
+    wanted = POLICY * (rewards - POLICY @ rewards)
+    found = share * inside * (REWARDS - mean)
+    rise = POLICY * (~kept - (1 - share))  # ∇q
+    np.testing.assert_allclose(wanted - found, (worth - mean) * rise, atol=1e-7)
+    for direction in (*np.eye(3), *np.random.default_rng(0).standard_normal((20, 3))):
+        scores = (np.eye(3) - POLICY) @ direction
+        deviation = math.sqrt(POLICY @ scores**2)
+        bound = abs(worth - mean) * math.sqrt(share * (1 - share)) * deviation
+        assert abs(direction @ (wanted - found)) <= bound * (1 + 1e-9)
+    assert abs(np.eye(3)[2] @ (wanted - found)) == pytest.approx(
+        abs(worth - mean) * math.sqrt(share * (1 - share)) * math.sqrt(POLICY[2] * (1 - POLICY[2]))
+    )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
-from etude.trajectories.advantage import group_advantages, survivor_weight
+from etude.trajectories.advantage import group_advantages, group_weight
 from etude.trajectories.credit import (
     Credit,
     less_the_others,
@@ -97,7 +97,7 @@ def test_a_turns_value_less_the_others_is_unbiased(config: CreditConfig, size: i
 @pytest.mark.parametrize("baseline", ONE_GROUP)
 def test_a_group_weighs_the_same_whatever_was_lost_of_it(config: CreditConfig, baseline: Baseline) -> None:
     whole = expected(3, credit(config, baseline))
-    weight = survivor_weight(baseline, present=2, lost=1)
+    weight = group_weight(baseline, compared=2, graded=2, lost=1)
     np.testing.assert_allclose(weight * expected(2, credit(config, baseline)), whole, atol=1e-6)
 
 

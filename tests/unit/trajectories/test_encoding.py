@@ -29,6 +29,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         kept=KeptSets(offsets=offsets, token_ids=np.arange(offsets[-1], dtype=np.int32))
         if draw(st.booleans())
         else None,
+        old_logprobs=random.standard_normal(length).astype(np.float32) if draw(st.booleans()) else None,
+        reference_logprobs=random.standard_normal(length).astype(np.float32) if draw(st.booleans()) else None,
     )
 
 

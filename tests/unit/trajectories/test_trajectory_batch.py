@@ -56,11 +56,12 @@ def quarantined(rollout: Rollout) -> Rollout:
 
 
 def test_a_quarantined_rollout_is_neither_trained_on_nor_compared_with() -> None:
+    """Its slot was a draw like the others': with two of three compared, 2/3 of the leave-one-out advantages ±1."""
     suspect = quarantined(rollout(0, 2, 0.0, [4, 4, 4]))
     batch = build_batch(5, [replace(MIXED, rollouts=(*MIXED.rollouts, suspect)), ALIKE])
     plain = build_batch(5, [MIXED, ALIKE])
     assert [trajectory.rollout_id for trajectory in batch.trajectories] == ["0.0", "0.1"]
-    assert batch.trajectories[0].advantages.tolist() == plain.trajectories[0].advantages.tolist()
+    assert batch.trajectories[0].advantages.max() == pytest.approx(2 / 3)
     assert batch.rewards.tolist() == plain.rewards.tolist()
     assert batch.staleness.tolist() == plain.staleness.tolist()
 
@@ -95,10 +96,10 @@ def test_the_baseline_is_chosen_by_name() -> None:
 
 
 def test_a_group_that_lost_rollouts_weighs_what_it_was_planned_to() -> None:
-    """Two of four are there, and one more that is quarantined: (4 − 1)/(3 − 1)."""
+    """Two of four are there, and one more that is quarantined: 3/4 of the leave-one-out advantages, times 4/3."""
     rollouts = (*MIXED.rollouts, quarantined(rollout(0, 2, 0.0, [4])))
     batch = build_batch(5, [replace(MIXED, rollouts=rollouts, lost=1)])
-    assert [float(t.advantages[1]) for t in batch.trajectories] == [0.75, -0.75]
+    assert [float(t.advantages[1]) for t in batch.trajectories] == [1.0, -1.0]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -158,3 +159,10 @@ def test_a_group_that_lost_rollouts_weighs_the_same_whatever_the_kind() -> None:
     discounted = build_batch(5, groups, credit=CreditConfig(kind="discounted", discount=0.5))
     for one, other in zip(plain.trajectories, discounted.trajectories, strict=True):
         assert one.advantages.tolist() == other.advantages.tolist()  # of one turn each
+
+
+def test_a_penalty_is_not_divided_by_a_deviation_of_rewards() -> None:
+    """All rewards of ALIKE are equal: what it is trained with is the penalty's own size, however small."""
+    for size in (1e-1, 1e-6):
+        batch = build_batch(5, [ALIKE], "mean_std", penalties={"1.0": size})
+        assert [float(t.advantages[1]) for t in batch.trajectories] == pytest.approx([-size / 2, size / 2])
