@@ -14,6 +14,7 @@ from etude.errors import SandboxError
 from etude.protocols import Sandbox
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.ns_filter import AUDIT_ARCHITECTURES, CALL_NUMBERS, NO_CALL
 from etude.worlds import Capability
 from patience import PATIENCE_S
 from providers import TIMEOUT_S, Stage, output, python
@@ -108,6 +109,160 @@ def test_nobody_breaks_out_of_the_root(local: Stage) -> None:
         "os.chdir('../../../..')\nprint(sorted(os.listdir('.')), os.getuid() != 0)"
     )
     assert result.stdout == "refused\n['home', 'tmp', 'work'] True\n"
+
+
+# --- What one sandbox does to the next, which has the same worker ----------------------------------------------------
+
+MEDDLE = """
+import ctypes, os, resource, signal
+libc = ctypes.CDLL(None, use_errno=True)
+for process in {1, os.getppid()}:
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_DATA, resource.RLIMIT_CPU):
+        try:
+            resource.prlimit(process, kind, (0, 0))
+            print('limited', process, kind)
+        except OSError:
+            pass
+if os.getppid() == 1:
+    for attempt in ("os.setpriority(os.PRIO_PROCESS, 1, 19)", "os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+                    "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))", "os.sched_setaffinity(1, {0})"):
+        try:
+            eval(attempt)
+            print(attempt)
+        except OSError:
+            pass
+    for number in set(range(1, 65)) - {9, 19, 32, 33}:
+        os.kill(1, number)
+for which, who, idle in ((1, 1, 3 << 13), (3, os.getuid(), 3 << 13)):
+    if os.getppid() == 1 and libc.syscall(IOPRIO_SET, which, who, idle) == 0:
+        print('ioprio', which)
+"""
+STATE = """
+import os, resource
+limits = [resource.getrlimit(kind) for kind in range(16)]
+scheduled = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), sorted(os.sched_getaffinity(0))
+print([limit for kind, limit in enumerate(limits) if kind != resource.RLIMIT_CPU], scheduled)
+"""
+
+
+def call_number(call: str) -> int:
+    return CALL_NUMBERS[call][list(AUDIT_ARCHITECTURES).index(os.uname().machine)]
+
+
+async def in_turn(stage: Stage, *programs: str) -> list[str]:
+    """What programs print, each in a sandbox of its own that is closed before the next one is made."""
+    printed = []
+    for program in programs:
+        sandbox = await stage.provider.create({})
+        try:
+            printed.append((await python(sandbox, program)).stdout)
+        finally:
+            await sandbox.close()
+    return printed
+
+
+def test_a_command_cannot_change_the_process_that_later_ones_come_from(local: Stage) -> None:
+    meddle = MEDDLE.replace("IOPRIO_SET", str(call_number("ioprio_set")))
+    before, worked, after = local.run(in_turn(local, STATE, meddle, STATE))
+    assert (worked, after) == ("", before)
+
+
+def test_a_command_limits_and_schedules_itself(local: Stage) -> None:
+    program = (
+        "import os, resource, signal\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))\nos.nice(1)\n"
+        "os.sched_setaffinity(0, os.sched_getaffinity(0))\nresource.prlimit(0, resource.RLIMIT_FSIZE, (5, 5))\n"
+        "print(resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_FSIZE))\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    )
+    assert local.python(program).stdout == "(9, 9) (5, 5)\nTrue\n"
+
+
+HIDE = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+memory = libc.shmget(77, 4096, 0o1600)
+if memory >= 0:
+    ctypes.memmove(libc.shmat(memory, None, 0), b'hidden', 6)
+libc.msgsnd(libc.msgget(77, 0o1600), b'\\1' + bytes(7) + b'hidden', 6, 0)
+libc.semctl(libc.semget(77, 1, 0o1600), 0, 16, 6)
+libc.syscall(ADD_KEY, b'user', b'etude', b'hidden', 6, -4)
+queue = libc.mq_open(b'/etude', 0o102, 0o600, None)
+if queue >= 0:
+    libc.mq_send(queue, b'hidden', 6, 0)
+"""
+SEEK = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+found = {name: getattr(libc, name)(77, *rest) for name, rest in
+         {'shmget': (0, 0), 'msgget': (0,), 'semget': (0, 0)}.items()}
+found['mq_open'] = libc.mq_open(b'/etude', 0)
+found['key'] = libc.syscall(KEYCTL, 10, -4, b'user', b'etude', 0)
+print([name for name, number in found.items() if number >= 0])
+"""
+
+
+def test_nothing_in_the_kernel_outlives_a_command(local: Stage) -> None:
+    hide = HIDE.replace("ADD_KEY", str(call_number("add_key")))
+    seek = SEEK.replace("KEYCTL", str(call_number("keyctl")))
+    assert local.run(in_turn(local, hide, seek))[1] == "[]\n"
+
+
+SURFACE = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for name, number in NUMBERS.items():
+    ctypes.set_errno(0)
+    if libc.syscall(number, 0, 0, 0, 0) >= 0 or ctypes.get_errno() not in (1, 38):
+        print(name, ctypes.get_errno())
+for family in (16, 17, 38, 40):
+    if libc.socket(family, 3 if family in (16, 17) else 1, 0) >= 0:
+        print('socket', family)
+"""
+
+
+def test_calls_that_honest_programs_do_without_are_refused(local: Stage) -> None:
+    calls = ["userfaultfd", "io_uring_setup", "keyctl", "add_key", "request_key", "fanotify_init", "modify_ldt", "bpf"]
+    numbers = {call: call_number(call) for call in calls if call_number(call) != NO_CALL}
+    result = local.python(SURFACE.replace("NUMBERS", repr(numbers)))
+    assert (result.stdout, result.stderr) == ("", "")
+
+
+REMEMBER = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.sbrk.restype = ctypes.c_void_p
+end = libc.sbrk(0)
+ours, theirs = os.pipe()
+for page in range(end - (16 << 20), end, 4096):
+    if libc.write(theirs, ctypes.c_void_p(page), 4096) == 4096 and b'hid' + b'den words' in os.read(ours, 4096):
+        print('found')
+"""
+"""Looks through the heap that it shares, copy on write, with the process that all commands are forked from."""
+
+
+def test_no_command_finds_anothers_arguments_in_its_memory(local: Stage) -> None:
+    secret = f"{'hidden words ' * 400!r}"
+    assert local.run(in_turn(local, secret, REMEMBER))[1] == ""
+
+
+def test_a_worker_that_could_not_start_a_command_is_replaced(local: Stage, tmp_path: Path) -> None:
+    async def lose() -> str:
+        provider = LOCAL[local.name](tmp_path)
+        try:
+            lost, other = await provider.create({}), await provider.create({})
+            old = provider.worker_pids
+            lost.folder.path.rename(tmp_path / "elsewhere")
+            with pytest.raises(SandboxError, match="no process"):
+                await lost.exec(["python", "-c", ""])
+            (tmp_path / "elsewhere").rename(lost.folder.path)
+            assert not any(map(is_running, old))
+            return await output(other, "print('next')")
+        finally:
+            await provider.close()
+
+    tmp_path.chmod(0o711)
+    assert asyncio.run(lose()) == "next\n"
 
 
 # --- Trouble ------------------------------------------------------------------------------------------------------

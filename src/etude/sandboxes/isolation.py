@@ -8,13 +8,15 @@ import ctypes
 import os
 import resource
 import signal
+import struct
 from contextlib import suppress
 from pathlib import Path
 
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 NAMESPACES = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
 """All that a process without other means can have of its own."""
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+SECCOMP_MODE_FILTER, INSTRUCTION_BYTES = 2, 8
 CAPABILITY_HEADER = (ctypes.c_uint32 * 2)(0x20080522, 0)
 """Version 3 of the structure, for the calling process."""
 NO_CAPABILITIES = (ctypes.c_uint32 * 6)()
@@ -28,6 +30,10 @@ DESCRIPTOR_LIMIT = 32
 """Files that one process may have open."""
 PROCESS_LIMIT = 64
 """Processes and threads of one worker at any time; only a user namespace makes this count private."""
+PENDING_SIGNALS_LIMIT = 256
+"""Signals and timers that wait, of one worker; the kernel has one store of them for each user of the machine."""
+INOTIFY_LIMIT, INOTIFY_SETTING = 16, Path("/proc/sys/user/max_inotify_instances")
+"""Of one worker, likewise; where a user namespace says so of its own."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,6 +57,8 @@ def enter_namespaces() -> bool:
     Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="utf-8")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
+    with suppress(OSError):  # a kernel without it counts in another way
+        INOTIFY_SETTING.write_text(str(INOTIFY_LIMIT), encoding="utf-8")
     return True
 
 
@@ -67,6 +75,8 @@ def limit_process(*, own_user_namespace: bool) -> None:
     _limit(resource.RLIMIT_FSIZE, FILE_LIMIT_BYTES)
     _limit(resource.RLIMIT_NOFILE, DESCRIPTOR_LIMIT)
     _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS_LIMIT)
+    _limit(resource.RLIMIT_MSGQUEUE, 0)
     if own_user_namespace:
         _limit(resource.RLIMIT_NPROC, PROCESS_LIMIT)
 
@@ -85,6 +95,17 @@ def enter_root(directory: int, *, chroot: bool) -> None:
     if chroot:
         os.chroot(".")
     drop_capabilities()
+
+
+def install_filter(program: bytes) -> None:
+    """Let a seccomp program judge every system call of this process and its children, for good.
+
+    Raises ``OSError`` where the kernel takes none.
+    """
+    code = ctypes.create_string_buffer(program, len(program))
+    filtering = struct.pack("HP", len(program) // INSTRUCTION_BYTES, ctypes.addressof(code))
+    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filtering, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "seccomp: could not install a filter of system calls")
 
 
 def drop_capabilities() -> None:

@@ -147,6 +147,7 @@ class LocalSandboxes:
         )
         async with self._worker() as worker:
             answer: Answer = orjson.loads(await worker.ask(orjson.dumps(request), command.timeout_s + GRACE_S))
+            worker.is_broken = bool(answer["error"])
         if answer["error"]:
             raise SandboxError(answer["error"])
         return ExecResult(
@@ -225,7 +226,7 @@ class _Worker:
         self._stdout = process.stdout
         self.pid = process.pid
         self.is_broken = False
-        """True after a failure in the middle of a frame; such a worker can only be closed."""
+        """True after a failure in the middle of a frame, or to start a command; such a worker can only be closed."""
         self.capabilities: Mapping[str, bool] = {}
 
     @classmethod

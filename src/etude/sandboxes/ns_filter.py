@@ -1,11 +1,17 @@
-"""Which system calls commands in a namespace sandbox may not make: a classic BPF program for seccomp. Pure.
+"""Which system calls commands of ``ns`` and ``local`` may not make: a classic BPF program for seccomp. Pure.
 
 Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
 only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
-and the socket families that no network namespace holds back: a virtual machine's ``AF_VSOCK`` reaches its host.
-Everything else is allowed, debuggers included, except of process 1. A refused call fails with ``EPERM``, as it does for
-an ordinary user; a refused socket family with ``EAFNOSUPPORT``; ``clone3``, io_uring and x32 calls with ``ENOSYS``, on
-which C libraries fall back to what can be inspected. A 32-bit program is killed.
+limits of other processes than the caller, and the socket families that no network namespace holds back: a virtual
+machine's ``AF_VSOCK`` reaches its host. Everything else is allowed, debuggers included, except of process 1.
+
+Commands of ``local`` follow each other in the same namespaces, as children of a process 1 that has their user. So they
+may not make what outlives a process (System V's and POSIX's shared memory, semaphores and queues) and may not change
+how process 1, or every process of their user, is scheduled. They have no netlink socket either.
+
+A refused call fails with ``EPERM``, as it does for an ordinary user; a refused socket family with ``EAFNOSUPPORT``;
+``clone3``, io_uring and x32 calls with ``ENOSYS``, on which C libraries fall back to what can be inspected. A 32-bit
+program is killed.
 """
 
 import errno
@@ -13,6 +19,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+NO_CALL = -1
+"""The number of a call that a processor's kernel does not have."""
 AUDIT_ARCHITECTURES: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
 """What the kernel calls a processor's own system call interface; 32-bit programs have another and cannot run."""
 CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
@@ -38,13 +46,17 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "io_uring_register": (427, 427),
         "io_uring_setup": (425, 425),
         "ioctl": (16, 29),
+        "ioprio_set": (251, 30),
         "kexec_file_load": (320, 294),
         "kexec_load": (246, 104),
         "keyctl": (250, 219),
         "lookup_dcookie": (212, 18),
+        "modify_ldt": (154, NO_CALL),
         "mount": (165, 40),
         "mount_setattr": (442, 442),
         "move_mount": (429, 429),
+        "mq_open": (240, 180),
+        "msgget": (68, 186),
         "name_to_handle_at": (303, 264),
         "open_by_handle_at": (304, 265),
         "open_tree": (428, 428),
@@ -56,10 +68,18 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
         "quotactl_fd": (443, 443),
         "reboot": (169, 142),
         "request_key": (249, 218),
+        "sched_setaffinity": (203, 122),
+        "sched_setattr": (314, 274),
+        "sched_setparam": (142, 118),
+        "sched_setscheduler": (144, 119),
+        "semget": (64, 190),
         "setdomainname": (171, 162),
         "sethostname": (170, 161),
         "setns": (308, 268),
+        "setpriority": (141, 140),
         "settimeofday": (164, 170),
+        "shmat": (30, 196),
+        "shmget": (29, 194),
         "socket": (41, 198),
         "socketpair": (53, 199),
         "swapoff": (168, 225),
@@ -72,15 +92,22 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
     }
 )
 """Call → its number on x86_64 and on aarch64."""
+LASTING = ("mq_open", "msgget", "semget", "shmat", "shmget")
+"""What makes, or finds, memory and queues that are the namespace's and no process's."""
+SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
+"""How a process is scheduled; the first argument is its number."""
+PRIORITIES: Mapping[str, int] = MappingProxyType({"setpriority": 2, "ioprio_set": 3})
+"""The same of a process, a group or, if the first argument is this number, all of a user."""
 UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
 """Refused as if the kernel did not have them."""
 NEW_NAMESPACES = 0x7E020000
 """All of ``CLONE_NEW…`` that ``clone`` takes; ``CLONE_NEWTIME`` is ``unshare``'s."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 """Terminal calls that type in another's name."""
-FAMILIES = (1, 2, 10, 16)
-"""Unix, IPv4, IPv6 and netlink sockets; each is held back by namespaces."""
-INIT_PROCESS = 1
+FAMILIES, NETLINK = (1, 2, 10), 16
+"""Unix, IPv4 and IPv6 sockets, and netlink's; each is held back by namespaces."""
+CALLER, INIT_PROCESS = 0, 1
+"""What calls take for the number of who makes them, and of a namespace's first process."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """Instructions of classic BPF: load a word, compare with a constant, say the verdict."""
@@ -97,15 +124,17 @@ Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 
 
-def filter_program(machine: str) -> bytes:
+def filter_program(machine: str, *, shared: bool = False) -> bytes:
     """The program for a processor, as the kernel takes it: 8 bytes an instruction.
 
-    A search tree, because the kernel runs it for every call that there is when it is installed, which is once for each
-    command. ``KeyError`` for a processor whose calls nobody wrote down.
+    ``shared`` is for commands that share namespaces, and the user of process 1, with the next sandbox's. A search tree,
+    because the kernel runs it for every call that there is when it is installed, which is once for each command.
+    ``KeyError`` for a processor whose calls nobody wrote down.
     """
     architecture = AUDIT_ARCHITECTURES[machine]
     column = list(AUDIT_ARCHITECTURES).index(machine)
-    bodies = {CALL_NUMBERS[call][column]: body for call, body in _bodies().items()}
+    bodies = {CALL_NUMBERS[call][column]: body for call, body in _bodies(shared).items()}
+    bodies.pop(NO_CALL, None)
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, architecture),
@@ -117,21 +146,32 @@ def filter_program(machine: str) -> bytes:
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-def _bodies() -> dict[str, list[Instruction]]:
+def _bodies(shared: bool) -> dict[str, list[Instruction]]:
     """Call → what finds its verdict."""
-    bodies = {call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS}
+    spared = set() if shared else {*LASTING, *SCHEDULING, *PRIORITIES}
+    bodies = {
+        call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS.keys() - spared
+    }
     refused, allowed = _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)
     terminal = [*_when(JUMP_EQUAL, TIOCSTI, [refused]), *_when(JUMP_EQUAL, TIOCLINUX, [refused])]
-    families = [line for family in FAMILIES for line in _when(JUMP_EQUAL, family, [allowed])]
+    families = [*FAMILIES] if shared else [*FAMILIES, NETLINK]
+    sockets = [line for family in families for line in _when(JUMP_EQUAL, family, [allowed])]
+    only_asks = [_argument(2), *_when(JUMP_EQUAL, 0, [_argument(2, high=True), *_when(JUMP_EQUAL, 0, [allowed])])]
+    spares_init = _when(JUMP_EQUAL, INIT_PROCESS, [refused])
     inspections = {
         "clone": [_argument(0), *_when(JUMP_SET, NEW_NAMESPACES, [refused]), allowed],
         "ioctl": [_argument(1), *terminal, allowed],
-        "prlimit64": [_argument(0), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
-        "ptrace": [_argument(1), *_when(JUMP_EQUAL, INIT_PROCESS, [refused]), allowed],
-        "socket": [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)],
-        "socketpair": [_argument(0), *families, _refuse(errno.EAFNOSUPPORT)],
+        "prlimit64": [_argument(0), *_when(JUMP_EQUAL, CALLER, [allowed]), *only_asks, refused],
+        "ptrace": [_argument(1), *spares_init, allowed],
+        "socket": [_argument(0), *sockets, _refuse(errno.EAFNOSUPPORT)],
+        "socketpair": [_argument(0), *sockets, _refuse(errno.EAFNOSUPPORT)],
     }
-    return bodies | inspections
+    for call in SCHEDULING:
+        inspections[call] = [_argument(0), *spares_init, allowed]
+    for call, whole_user in PRIORITIES.items():
+        whose = _when(JUMP_EQUAL, whole_user, [refused])
+        inspections[call] = [_argument(0), *whose, _argument(1), *spares_init, allowed]
+    return bodies | {call: body for call, body in inspections.items() if call not in spared}
 
 
 def _tree(numbers: Sequence[int], bodies: Mapping[int, list[Instruction]]) -> list[Instruction]:
@@ -149,8 +189,9 @@ def _when(jump: int, value: int, body: Sequence[Instruction]) -> list[Instructio
     return [(jump, 0, len(body), value), *body]
 
 
-def _argument(index: int) -> Instruction:
-    return LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * index
+def _argument(index: int, *, high: bool = False) -> Instruction:
+    """Load the half of an argument that the kernel looks at where it wants a number, or the other of a pointer."""
+    return LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * index + (4 if high else 0)
 
 
 def _refuse(number: int) -> Instruction:

@@ -20,7 +20,7 @@ from typing import TypedDict
 
 from etude.sandboxes import isolation
 from etude.sandboxes.outputs import CappedOutput
-from etude.sandboxes.zygote import KILL, MESSAGE_LIMIT_BYTES, Zygote, preload
+from etude.sandboxes.zygote import KILL, MESSAGE_LIMIT_BYTES, Invocation, Order, Zygote, preload
 
 LENGTH = struct.Struct(">I")
 """Precedes every frame."""
@@ -98,10 +98,8 @@ class Worker:
         """Run one command to its end and collect what it printed."""
         start = time.monotonic()
         stdout, stderr = _Output(request["output_limit"]), _Output(request["output_limit"])
-        error = self._start(request, stdout, stderr)
-        exit_code, timed_out = 0, False
-        if not error:
-            exit_code, error, timed_out = self._collect(stdout, stderr, start + request["timeout_s"])
+        self._start(request, stdout, stderr)
+        exit_code, error, timed_out = self._collect(stdout, stderr, start + request["timeout_s"])
         return Answer(
             exit_code=exit_code,
             stdout=stdout.close(),
@@ -112,24 +110,19 @@ class Worker:
             error=error,
         )
 
-    def _start(self, request: Request, stdout: "_Output", stderr: "_Output") -> str:
-        """Give the zygote its command and three descriptors; returns what is wrong with that, if anything.
+    def _start(self, request: Request, stdout: "_Output", stderr: "_Output") -> None:
+        """Give the zygote its command as four descriptors: what it is, and its standard input, output and errors.
 
-        Standard input is a file in memory, so nobody has to feed it.
+        What it is and its input are files in memory, so nobody has to feed them.
         """
         cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
-        asked = {name: request[name] for name in ("root", "workdir", "environment", "argv")}
-        message = json.dumps({**asked, "cpu_s": cpu_s}).encode()
-        stdin = os.memfd_create("stdin")
-        with os.fdopen(stdin, "wb", buffering=0, closefd=False) as file:
-            file.write(request["stdin"].encode())
-            file.seek(0)
-        fits = len(message) <= MESSAGE_LIMIT_BYTES
-        if fits:
-            socket.send_fds(self._control, [message], [stdin, stdout.writer, stderr.writer])
-        for descriptor in (stdin, stdout.writer, stderr.writer):
+        invocation = Invocation(workdir=request["workdir"], argv=request["argv"], environment=request["environment"])
+        message = json.dumps(Order(root=request["root"], cpu_s=cpu_s)).encode()
+        files = [_in_memory(json.dumps(invocation)), _in_memory(request["stdin"])]
+        descriptors = [*files, stdout.writer, stderr.writer]
+        socket.send_fds(self._control, [message], descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
-        return "" if fits else f"argv takes {len(message)} bytes, at most {MESSAGE_LIMIT_BYTES}: use a file or stdin"
 
     def _collect(self, stdout: "_Output", stderr: "_Output", deadline: float) -> tuple[int, str, bool]:
         """Read until the zygote says that all is over: exit code, error, and whether time ran out."""
@@ -158,6 +151,15 @@ class Worker:
         if not message:
             sys.exit("a sandbox zygote died; its worker ends too")
         return message
+
+
+def _in_memory(text: str) -> int:
+    """A file that holds a text and is read from its beginning."""
+    descriptor = os.memfd_create("text")
+    with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
+        file.write(text.encode())
+        file.seek(0)
+    return descriptor
 
 
 class _Output:

@@ -1,16 +1,18 @@
 """The warm process that commands are forked from: one ``fork`` instead of an interpreter's start.
 
-    worker ──(root, argv, cpu seconds) + stdin, stdout, stderr──▶ zygote ──fork──▶ command
-       ▲                                                            │
-       └─────────────── exit code, once all of it is dead ──────────┘
+    worker ──(root, cpu seconds) + invocation, stdin, stdout, stderr──▶ zygote ──fork──▶ command
+       ▲                                                                  │
+       └────────────────── exit code, once all of it is dead ─────────────┘
 
 The zygote never reads what a command is given or prints: it passes descriptors on, so nothing of one task can be found
 in the memory of the next one's process. Isolation is the kernel's: another user, namespaces, ``chroot``, no
-capabilities, limits. What the machine grants is reported, never assumed:
+capabilities, limits, and a filter of system calls (:mod:`etude.sandboxes.ns_filter`), without which a command could
+change the limits of the zygote, and so of all later commands, and leave them memory and keys in its namespaces. What
+the machine grants is reported, never assumed:
 
     chroot             a command sees no file outside its root
     network_off        it has no network, not even the machine's own
-    process_namespace  it sees and signals no process but its own, and all of those die with it
+    process_namespace  it sees, signals and changes no process but its own, and all of those die with it
     process_limit      it cannot use up the machine's processes
 
 Not isolated: the kernel itself, timing, and how many files a command creates. That is a guard for a model under
@@ -22,13 +24,15 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn, TypedDict
 
 from etude.sandboxes import isolation, program
+from etude.sandboxes.ns_filter import filter_program
 
 PRELOADED = (
     *("bisect", "collections", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
@@ -37,8 +41,8 @@ PRELOADED = (
     *("encodings.ascii", "encodings.latin_1"),
 )
 """Standard modules that programs find loaded; behind ``chroot``, or as another user, there may be no others."""
-MESSAGE_LIMIT_BYTES = 128 << 10
-"""Longest request (the arguments of a command)."""
+MESSAGE_LIMIT_BYTES = 4 << 10
+"""Longest message between worker and zygote."""
 KILL = b"kill"
 """What the worker sends when time is up."""
 PACKAGE_ROOT = str(Path(__file__).parents[2])
@@ -54,14 +58,19 @@ def preload() -> None:
 
 
 class Order(TypedDict):
-    """One command, as the worker asks for it."""
+    """One command, as far as it concerns the zygote."""
 
     root: str
     """Name of the sandbox's directory in the scratch directory."""
+    cpu_s: int
+
+
+class Invocation(TypedDict):
+    """What a command is, which its own process alone reads."""
+
     workdir: str
     argv: list[str]
     environment: dict[str, str]
-    cpu_s: int
 
 
 class Zygote:
@@ -72,23 +81,26 @@ class Zygote:
         self._scratch = scratch
         self._namespaces = namespaces
         self._chroot = False
+        self._filter = b""
 
     def serve(self) -> NoReturn:
         """Get ready, report the capabilities, then fork a command per request; never returns."""
         self._prepare()
-        self._chroot = self._namespaces and self._can_chroot()
+        self._chroot = self._namespaces and _succeeds(lambda: isolation.enter_root(self._scratch, chroot=True))
+        self._filter = _usable_filter()
+        apart = self._namespaces and bool(self._filter)
         self._answer(
             {
                 "chroot": self._chroot,
-                "network_off": self._namespaces,
-                "process_namespace": self._namespaces,
+                "network_off": apart,
+                "process_namespace": apart,
                 "process_limit": self._namespaces,
             }
         )
         gc.collect()
         gc.freeze()  # the collector of a fork would copy every page it marks
         while True:
-            message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 3)
+            message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 4)
             if not message:
                 os._exit(0)
             if message == KILL:
@@ -102,6 +114,7 @@ class Zygote:
     def _prepare(self) -> None:
         isolation.die_with_parent()
         isolation.limit_process(own_user_namespace=self._namespaces)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python would let a command end process 1 by
         sys.path[:] = [folder for folder in sys.path if folder != PACKAGE_ROOT]
         for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:
             del sys.modules[name]  # a program that has a module of this name must find its own
@@ -111,27 +124,15 @@ class Zygote:
         os.dup2(null, 0)
         os.dup2(null, 1)
 
-    def _can_chroot(self) -> bool:
-        """Try it in a child: a security module may forbid what a namespace permits."""
-        child = os.fork()
-        if child == 0:
-            try:
-                isolation.enter_root(self._scratch, chroot=True)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
     def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
-        request: Order = json.loads(message)
+        order: Order = json.loads(message)
         root = -1
         try:
-            root = os.open(request["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
+            root = os.open(order["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
             child = os.fork()
             if child == 0:
                 try:
-                    self._become_command(root, descriptors, request)
-                    program.run(request["argv"])
+                    program.run(self._become_command(root, descriptors, order["cpu_s"]))
                 finally:
                     os._exit(1)
             try:
@@ -140,7 +141,7 @@ class Zygote:
                 exit_code = isolation.end_command(child)
             return {"exit_code": exit_code, "error": ""}
         except OSError as error:
-            return {"exit_code": 0, "error": f"no process in sandbox {request['root']!r}: {error}"}
+            return {"exit_code": 0, "error": f"no process in sandbox {order['root']!r}: {error}"}
         finally:
             if root >= 0:
                 os.close(root)
@@ -148,16 +149,45 @@ class Zygote:
     def _answer(self, value: Mapping[str, bool | int | str]) -> None:
         self._control.send(json.dumps(value).encode())
 
-    def _become_command(self, root: int, descriptors: list[int], request: Order) -> None:
+    def _become_command(self, root: int, descriptors: list[int], cpu_s: int) -> list[str]:
+        """Confine this process; returns what it shall run."""
+        invocation, *streams = descriptors
         os.setsid()
         isolation.die_with_parent()
-        isolation.limit_cpu(request["cpu_s"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        isolation.limit_cpu(cpu_s)
         isolation.enter_root(root, chroot=self._chroot)
-        os.chdir(request["workdir"].lstrip("/") or ".")
-        os.environ.update(request["environment"])
-        for target, descriptor in enumerate(descriptors):
+        with os.fdopen(invocation, "rb", closefd=False) as file:
+            command: Invocation = json.load(file)
+        os.chdir(command["workdir"].lstrip("/") or ".")
+        os.environ.update(command["environment"])
+        for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
         os.closerange(3, isolation.DESCRIPTOR_LIMIT)
+        if self._filter:
+            isolation.install_filter(self._filter)
+        return command["argv"]
+
+
+def _usable_filter() -> bytes:
+    """The filter of system calls, empty where the processor or the kernel has none."""
+    try:
+        code = filter_program(os.uname().machine, shared=True)
+    except KeyError:
+        return b""
+    return code if _succeeds(lambda: isolation.install_filter(code)) else b""
+
+
+def _succeeds(attempt: Callable[[], None]) -> bool:
+    """Try something in a child: a security module may forbid what the kernel permits."""
+    child = os.fork()
+    if child == 0:
+        try:
+            attempt()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _wait_for(child: int, control: socket.socket) -> None:
