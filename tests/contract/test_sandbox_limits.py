@@ -1,6 +1,10 @@
 """What a provider of sandboxes must prove before it claims to limit what one of them uses up."""
 
 import asyncio
+import sys
+from asyncio.subprocess import PIPE
+
+import pytest
 
 from etude.protocols import Sandbox
 from etude.worlds import Capability
@@ -61,6 +65,35 @@ for folder in ('.', '/tmp', '/home/agent', '/dev/shm', '/var/tmp', '/run'):
 print(total)
 """
 
+HOARD = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def timer():
+    event, number = (ctypes.c_int * 16)(0, 0, 34, 0), ctypes.c_void_p()
+    return libc.timer_create(1, event, ctypes.byref(number))
+def queue(numbers=iter(range(1 << 20))):
+    return libc.mq_open(b'/q%d.%d' % (os.getpid(), next(numbers)), 0o102, 0o600, None)
+def terminal():
+    try:
+        return os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return -1
+KINDS = {'watches': lambda: libc.inotify_init1(0), 'timers': timer, 'queues': queue, 'terminals': terminal}
+"""
+"""What the kernel counts for a user of the machine, or for all of it."""
+TAKE_ALL = """
+import resource, time
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+for take in KINDS.values():
+    for _ in range(100_000):
+        if take() < 0:
+            break
+open('full', 'w').write('x')
+time.sleep(600)
+"""
+TAKE_ONE = "\nprint([kind for kind, take in KINDS.items() if take() < 0])"
+
 
 async def survives(sandbox: Sandbox, other: Sandbox, bomb: str, timeout_s: float) -> str:
     """What a bomb prints, once the sandbox and another one were seen to live on."""
@@ -117,3 +150,27 @@ def test_what_was_deleted_makes_room(stage: Stage) -> None:
         "        file.write(bytes(TOTAL))\n    os.unlink('big')\nprint('fits')"
     ).replace("TOTAL", str(TIGHT.disk_bytes // 2))
     assert stage.python(code, spec=stage.tight).stdout == "fits\n"
+
+
+def test_sandboxes_cannot_use_up_what_the_kernel_counts_for_all(stage: Stage) -> None:
+    stage.need(Capability.BACKGROUND)
+    if Capability.OWN_KERNEL in stage.claims:
+        pytest.skip("what another kernel counts is no business of the machine's")
+    together = 3 if Capability.IMAGES in stage.claims else 1  # without root, all are the same user's
+
+    async def hoard() -> tuple[str, str]:
+        hoarders = [await stage.provider.create({}) for _ in range(together)]
+        hoarding = [asyncio.ensure_future(python(hoarder, HOARD + TAKE_ALL)) for hoarder in hoarders]
+        for hoarder, command in zip(hoarders, hoarding, strict=True):
+            while not command.done() and not await hoarder.read_file("full"):
+                await asyncio.sleep(0.05)
+        machine = await asyncio.create_subprocess_exec(sys.executable, "-c", HOARD + TAKE_ONE, stdout=PIPE)
+        left, _ = await machine.communicate()
+        other = await stage.provider.create({})
+        try:
+            return left.decode(), await output(other, HOARD + TAKE_ONE)
+        finally:
+            await asyncio.gather(*(sandbox.close() for sandbox in [other, *hoarders]))
+            await asyncio.gather(*hoarding, return_exceptions=True)
+
+    assert stage.run(hoard()) == ("[]\n", "[]\n")

@@ -48,6 +48,8 @@ OUT_OF_MEMORY_SCORE = b"500"
 """Commands are killed for memory before anything else of the sandbox."""
 DESCRIPTORS, MOST_DESCRIPTORS = 1024, 1 << 16
 """Usual and highest number of open files of a process."""
+PENDING_SIGNALS, MESSAGE_QUEUE_BYTES = 4096, 256 << 10
+"""Signals and timers that wait, and room of POSIX message queues, of one sandbox: some hundredths of what a user has."""
 BACKLOG = 128
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as shells have them."""
@@ -301,6 +303,8 @@ def _add_limits(calls: CallList, box: Box, *, counts_memory: bool) -> None:
         (resource.RLIMIT_NOFILE, DESCRIPTORS, MOST_DESCRIPTORS),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_NPROC, processes, processes),
+        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS, PENDING_SIGNALS),
+        (resource.RLIMIT_MSGQUEUE, MESSAGE_QUEUE_BYTES, MESSAGE_QUEUE_BYTES),
     ]
     limits += [] if counts_memory else [(resource.RLIMIT_DATA, memory, memory)]
     for kind, soft, hard in limits:

@@ -4,7 +4,9 @@
     close, or death: reaped ─▶ group removed ─▶ told; the plot is free for another
 
 A plot is a user namespace with a range of users of its own; it takes a process to make one, so the next is made in idle
-moments, and it is used again: nothing that a command may do changes one. Standard library alone.
+moments, and it is used again: nothing that a command may do changes one. What the kernel counts for each user of the
+machine (watches, waiting signals, message queues) it charges to who made a namespace as well, so a plot is made by the
+first user of its range: no sandbox takes from another, nor from the machine's root. Standard library alone.
 """
 
 import errno
@@ -28,8 +30,11 @@ from etude.sandboxes.ns_network import Place
 from etude.sandboxes.ns_root import AGENT, RootPlan
 from etude.sandboxes.ns_trees import Parcel, is_unsettled, plan_root
 
+CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 """Ranges of users: a sandbox has one of its own, where no system gives out users."""
+INOTIFY_INSTANCES, INOTIFY_SETTING = 64, "/proc/sys/user/max_inotify_instances"
+"""Of one sandbox: half of what a user of the machine usually has; who is not root has no other users to make plots."""
 SPARE_PLOTS = 2
 """How many are kept ready."""
 PARTING_BYTES = 64
@@ -221,7 +226,7 @@ class Nursery:
         if process == 0:
             with End():
                 self._selector.close()
-                kernel.unshare(kernel.CLONE_NEWUSER)
+                self._make_namespace(slot)
                 os.write(ready[1], b"1")
                 os.close(done[1])
                 os.read(done[0], 1)
@@ -239,15 +244,28 @@ class Nursery:
         self._slots_taken += 1
         return Plot(slot, users)
 
+    def _make_namespace(self, slot: int) -> None:
+        """Leave for a user namespace that the first user of a slot's range has made, where there are such users."""
+        if self._tools.maps_range:
+            os.seteuid(_first_user(slot))
+            kernel.limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        with suppress(OSError):  # a kernel without it counts in another way
+            kernel.write_text(INOTIFY_SETTING, b"%d" % INOTIFY_INSTANCES)
+
     def _map_users(self, process: int, slot: int) -> None:
         """Say who the users inside are outside: a range of nobody's users, else this user alone, who is not root."""
         if self._tools.maps_range:
-            line = b"0 %d %d" % (FIRST_USER + slot * USERS, USERS)
+            line = b"0 %d %d" % (_first_user(slot), USERS)
         else:
             line = b"%d 0 1" % AGENT
             kernel.write_text(f"/proc/{process}/setgroups", b"deny")
         for name in ("uid_map", "gid_map"):
             kernel.write_text(f"/proc/{process}/{name}", line)
+
+
+def _first_user(slot: int) -> int:
+    return FIRST_USER + slot * USERS
 
 
 def _unmade(failure: Failure, process: int, files: Mapping[str, bytes]) -> Unmade:

@@ -26,6 +26,8 @@ HOME = "/home/agent"
 HOSTNAME = "sandbox"
 INODE_BYTES = 4096
 """One file or folder for each so many bytes of disk: empty ones take memory, too."""
+TERMINALS = 64
+"""Pseudo-terminals that may be open; the machine has some thousand."""
 SHIELDED = ("/proc/sys",)
 """Shown read-only. In a user namespace of its own nobody may write there anyway: two locks on that door."""
 HIDDEN_FILES = ("/proc/kcore", "/proc/keys", "/proc/latency_stats")
@@ -161,7 +163,8 @@ class RootCalls:
         """``/proc`` and ``/dev``; the kernel allows the former because of the one that hides nothing below."""
         self._mount("proc", "/proc", "proc", QUIET | kernel.MS_NOEXEC)
         self._attach(self._plan.devices, "/dev")
-        self._mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666")
+        terminals = f"newinstance,ptmxmode=0666,max={TERMINALS}"
+        self._mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, terminals)
         self._mount("shm", "/dev/shm", "tmpfs", QUIET, f"size={self._plan.shared_memory_bytes},mode=1777")
 
     def _show(self, item: Shown) -> None:
