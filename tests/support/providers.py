@@ -24,7 +24,8 @@ from etude.sandboxes.pool import SandboxPool
 from etude.sandboxes.promises import LIMITS
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote import RemoteSandboxes
-from etude.sandboxes.remote_server import Permissions, SandboxServer
+from etude.sandboxes.remote_clients import Client, Permissions
+from etude.sandboxes.remote_server import SandboxServer
 from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
 
 T = TypeVar("T")
@@ -141,15 +142,22 @@ def needs(*programs: str, root: bool = False) -> Callable[[], str]:
     return missing
 
 
+class AnyPlace:
+    """A list of places that has all of them: tests listen where they can."""
+
+    def __contains__(self, place: object) -> bool:
+        return True
+
+
 class OverHttp:
     """A provider behind a server and a client of remote sandboxes, in one event loop."""
 
     def __init__(self, inner: SandboxProvider, folders: Sequence[Path] = ()) -> None:
         """``folders`` of this machine may be named by the client."""
         self.inner = inner
-        permissions = Permissions(folders=folders, images=_no_image)
-        keys = {"tests": hashlib.sha256(KEY.encode()).hexdigest()}
-        self.server = SandboxServer(inner, keys, permissions=permissions)
+        permissions = Permissions(allow=AnyPlace(), folders=folders, images=_no_image)
+        client = Client(digest=hashlib.sha256(KEY.encode()).hexdigest(), permissions=permissions)
+        self.server = SandboxServer(inner, {"tests": client})
         self._open = AsyncExitStack()
         self._client: RemoteSandboxes | None = None
 

@@ -73,6 +73,8 @@ def _add_sandboxes(commands: Commands) -> None:
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8700)
     serve.add_argument("--folder", type=Path, action="append", default=[], help="whose files clients may mount")
+    serve.add_argument("--allow", action="append", default=[], metavar="HOST:PORT", help="what sandboxes may reach")
+    serve.add_argument("--clients", type=Path, metavar="FILE", help="keys of many clients, what each may name and have")
     serve.set_defaults(command=_serve)
     probe = actions.add_parser("probe", help="what a sandbox says of itself, and how another one differs from it")
     probe.add_argument("--sandbox", choices=SANDBOXES[1:], default="ns", help="remote asks the product's own machines")
@@ -159,6 +161,8 @@ def _serve(options: argparse.Namespace) -> int:
             host=options.host,
             port=options.port,
             folders=tuple(options.folder),
+            allow=tuple(options.allow),
+            clients=options.clients,
         )
     )
     return 0

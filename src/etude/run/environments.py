@@ -38,7 +38,8 @@ from etude.run.tasks import SOUND, BuildOptions, BuildReport, build, check
 from etude.run.worlds import KEY_VARIABLE, base_store, image_store, open_provider
 from etude.sandboxes.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images import ImageStore
-from etude.sandboxes.remote_server import Permissions, SandboxServer
+from etude.sandboxes.remote_clients import Client, parse_client, read_clients
+from etude.sandboxes.remote_server import SandboxServer
 from etude.types import Split
 
 SOLVE = """#!/bin/bash
@@ -154,6 +155,12 @@ class Lending:
     port: int
     folders: tuple[Path, ...]
     """Folders below which clients may name mounts and layers."""
+    allow: tuple[str, ...]
+    """Places ``host:port`` that their sandboxes may reach."""
+    clients: Path | None
+    """A file that says who the clients are, and all of that for each; else there is one, with the key of the
+    environment.
+    """
 
 
 def serve_sandboxes(lending: Lending) -> None:
@@ -219,17 +226,28 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -
 
 
 async def _serve(lending: Lending) -> None:
+    clients = _clients(lending)
+    async with _provider(lending.sandboxes) as provider:
+        server = SandboxServer(provider, clients)
+        async with listening(server.app(), lending.port, host=lending.host) as port:
+            _say(f"lending {lending.sandboxes.kind} sandboxes at http://{lending.host}:{port}")
+            await asyncio.Event().wait()
+
+
+def _clients(lending: Lending) -> dict[str, Client]:
+    """Who may have sandboxes. Raises :class:`~etude.errors.ConfigError` for what cannot be meant."""
+    images = ImageStore().open
+    if lending.clients is not None:
+        if lending.folders or lending.allow:
+            raise ConfigError("--clients FILE says what each may name: write folders and allow there, or leave it out")
+        return read_clients(lending.clients, images)
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
         key = secrets.token_urlsafe(32)
         _say(f"{KEY_VARIABLE}={key}  (made for this server; set it to have your own)")
-    digests = {"client": hashlib.sha256(key.encode()).hexdigest()}
-    permissions = Permissions(folders=lending.folders, images=ImageStore().open)
-    async with _provider(lending.sandboxes) as provider:
-        server = SandboxServer(provider, digests, permissions=permissions)
-        async with listening(server.app(), lending.port, host=lending.host) as port:
-            _say(f"lending {lending.sandboxes.kind} sandboxes at http://{lending.host}:{port}")
-            await asyncio.Event().wait()
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    tree = {"key_sha256": digest, "allow": lending.allow, "folders": lending.folders}
+    return {"client": parse_client("etude sandboxes serve", tree, images)}
 
 
 @contextlib.asynccontextmanager

@@ -49,7 +49,7 @@ OUT_OF_MEMORY_SCORE = b"500"
 DESCRIPTORS, MOST_DESCRIPTORS = 1024, 1 << 16
 """Usual and highest number of open files of a process."""
 PENDING_SIGNALS, MESSAGE_QUEUE_BYTES = 4096, 256 << 10
-"""Signals and timers that wait, and room of POSIX message queues, of one sandbox: some hundredths of what a user has."""
+"""Signals and timers that wait, and room of POSIX message queues, of one sandbox: a small part of a user's."""
 BACKLOG = 128
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as shells have them."""

@@ -2,10 +2,11 @@
 
     client ──HTTP──▶ this server ──▶ provider ──▶ sandboxes, in the network they are meant for
 
-Owns who may do what: keys, sizes, how many sandboxes, which images and folders of this machine a client may name; and
-the leases (:mod:`etude.sandboxes.remote_holdings`), so that nothing outlives a lost client. What is said:
-:mod:`etude.sandboxes.remote_wire`. Listening and encryption are its caller's, whose runner must cancel the handlers of
-clients that hang up (``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
+Owns sizes and how much goes on at a time. What a client may ask for is its operator's word
+(:mod:`etude.sandboxes.remote_clients`), and nothing outlives a lost one, because of leases
+(:mod:`etude.sandboxes.remote_holdings`). What is said: :mod:`etude.sandboxes.remote_wire`. Listening and encryption are
+its caller's, whose runner must cancel the handlers of clients that hang up
+(``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
 
 States: new ──start-up of the app──▶ open ──clean-up──▶ closed. Consumes requests; waits for the provider, which keeps
 the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of its own, which a client
@@ -16,19 +17,19 @@ import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
 from aiohttp import web
 
-from etude.errors import ConfigError, EtudeError, SandboxError, Unsupported
+from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandboxes import remote_wire as wire
+from etude.sandboxes.remote_clients import Client
 from etude.sandboxes.remote_holdings import Held, Holdings
-from etude.worlds import WORKDIR, Image, SandboxSpec
+from etude.worlds import Image, SandboxLimits
 
 PREFIX = f"/v{wire.VERSION}"
 SWEEPS_PER_LEASE = 8
@@ -42,10 +43,8 @@ Answer: TypeAlias = wire.Message | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What clients may have."""
+    """What all clients may have."""
 
-    sandboxes: int = 256
-    """Open at a time, of each key."""
     snapshots: int = 64
     """Kept of each key, as long as the server runs."""
     requests: int = 1024
@@ -58,76 +57,29 @@ class ServerLimits:
     """Of one export or load."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Permissions:
-    """What of this machine clients may name."""
-
-    folders: Sequence[Path] = ()
-    """Folders below which a layer or a mount may be: clients see all that is in there."""
-    images: Callable[[str], Image] | None = None
-    """Finds a stored image by its digest or name, or raises :class:`~etude.errors.ConfigError`."""
-
-    def resolve(self, spec: SandboxSpec, snapshots: Mapping[str, Image]) -> SandboxSpec:
-        """The specification with its image found; :class:`~etude.errors.Unsupported` for paths that are not allowed.
-
-        An image is found by its digest, so that a client may name one that is stored on both machines; variables and
-        working folder of the specification come before those that are stored.
-        """
-        self._check(spec.mounts.values(), "a mount")
-        stored = self._stored(spec.image, snapshots)
-        if stored is None:
-            self._check(spec.image.layers, "a layer")
-            return spec
-        environment = {**stored.environment, **spec.image.environment}
-        workdir = stored.workdir if spec.image.workdir == WORKDIR else spec.image.workdir
-        return replace(spec, image=replace(stored, environment=environment, workdir=workdir))
-
-    def _stored(self, image: Image, snapshots: Mapping[str, Image]) -> Image | None:
-        if not image.digest:
-            return None
-        if image.digest in snapshots:
-            return snapshots[image.digest]
-        if self.images is None:
-            if image.layers:
-                return None
-            raise ConfigError(f"image {image.digest!r} is no snapshot, and this server has no store of images")
-        return self.images(image.digest)
-
-    def _check(self, paths: Iterable[Path], what: str) -> None:
-        for path in paths:
-            if not any(path.resolve().is_relative_to(folder.resolve()) for folder in self.folders):
-                raise Unsupported(
-                    f"{path} cannot be {what} of a remote sandbox: use an image by its digest, or let the server share "
-                    "the folder"
-                )
-
-
 class SandboxServer:
     """Answers the clients of one provider, which stays the caller's to close."""
 
     def __init__(
         self,
         provider: SandboxProvider,
-        keys: Mapping[str, str],
+        clients: Mapping[str, Client],
         *,
         limits: ServerLimits | None = None,
-        permissions: Permissions | None = None,
     ) -> None:
-        """``keys`` are the SHA-256 of each client's key, in hexadecimal digits, by the client's name.
-
-        Raises :class:`~etude.errors.ConfigError` without any key.
-        """
-        if not keys:
+        """``clients`` by their names. Raises :class:`~etude.errors.ConfigError` without any."""
+        if not clients:
             raise ConfigError("a server of sandboxes without keys would serve nobody: name at least one")
         self._provider = provider
-        self._clients = MappingProxyType({digest: client for client, digest in keys.items()})
+        self._clients = MappingProxyType(dict(clients))
+        self._names = MappingProxyType({client.digest: name for name, client in clients.items()})
         self._limits = limits or ServerLimits()
-        self._permissions = permissions or Permissions()
-        self._holdings = Holdings(lease_s=self._limits.lease_s, limit=self._limits.sandboxes)
+        quotas = {name: client.quota for name, client in clients.items()}
+        self._holdings = Holdings(lease_s=self._limits.lease_s, quotas=quotas)
         self._sandboxes: dict[Held, asyncio.Task[Sandbox]] = {}
         self._ttls_s: dict[Held, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._snapshots: dict[str, dict[str, Image]] = {client: {} for client in keys}
+        self._snapshots: dict[str, dict[str, Image]] = {name: {} for name in clients}
         self._under_way = 0
 
     def __len__(self) -> int:
@@ -157,7 +109,7 @@ class SandboxServer:
 
         async def answer(request: web.Request) -> web.Response:
             try:
-                held = Held(_client(request, self._clients), request.match_info.get("name", ""))
+                held = Held(_client(request, self._names), request.match_info.get("name", ""))
                 if self._under_way >= self._limits.requests:
                     raise SandboxError(f"{self._under_way} requests are under way: try again later")
                 self._under_way += 1
@@ -184,14 +136,16 @@ class SandboxServer:
     async def _create(self, held: Held, body: bytes) -> Answer:
         order = wire.read_message(wire.Creation, body)
         if held not in self._sandboxes:
-            spec = self._permissions.resolve(order.spec(), self._snapshots[held.holder])
+            client = self._clients[held.holder]
+            spec = client.permissions.resolve(order.spec(), self._snapshots[held.holder])
+            client.quota.check(spec.limits, held.holder)
             if spec.ttl_s > self._limits.ttl_s:
                 raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
 
             async def create() -> Sequence[Sandbox]:
                 return [await self._provider.create(order.files, spec)]
 
-            self._make([held], spec.ttl_s, create)
+            self._make([held], spec.limits, spec.ttl_s, create)
         await self._made([held])
         return wire.Lease(lease_s=self._limits.lease_s)
 
@@ -243,19 +197,24 @@ class SandboxServer:
 
         async def fork(sandbox: Sandbox) -> Answer:
             if not all(each in self._sandboxes for each in forks):
-                self._make(forks, self._ttls_s[held], lambda: sandbox.fork(len(forks)))
+                limits = self._holdings.limits(held)
+                self._make(forks, limits, self._ttls_s[held], lambda: sandbox.fork(len(forks)))
             await self._made(forks)
             return wire.Done()
 
         return await self._with(held, fork)
 
     def _make(
-        self, helds: Sequence[Held], ttl_s: float, make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]"
+        self,
+        helds: Sequence[Held],
+        limits: SandboxLimits,
+        ttl_s: float,
+        make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]",
     ) -> None:
         """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
         be held.
         """
-        self._holdings.take(helds, ttl_s, time.monotonic())
+        self._holdings.take(helds, limits, ttl_s, time.monotonic())
         together = asyncio.create_task(make())
         for index, held in enumerate(helds):
             self._sandboxes[held] = asyncio.create_task(_one(together, index))
@@ -307,10 +266,10 @@ class _Stranger(Exception):
     """A request has no key that is known."""
 
 
-def _client(request: web.Request, clients: Mapping[str, str]) -> str:
+def _client(request: web.Request, names: Mapping[str, str]) -> str:
     """Whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    client = clients.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
+    client = names.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
     if scheme.lower() != "bearer" or client is None:
         raise _Stranger("this key is not known here: send Authorization: Bearer KEY")
     return client

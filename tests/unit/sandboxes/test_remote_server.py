@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import TypeVar
 from uuid import uuid4
 
@@ -17,26 +17,33 @@ from etude.run.serving import listening
 from etude.sandboxes import remote_wire as wire
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.remote import RemoteSandboxes
-from etude.sandboxes.remote_server import Permissions, SandboxServer, ServerLimits
-from etude.worlds import Image, SandboxSpec
+from etude.sandboxes.remote_clients import Client, Permissions
+from etude.sandboxes.remote_holdings import EACH, TOTAL, Quota
+from etude.sandboxes.remote_server import SandboxServer, ServerLimits
+from etude.worlds import SandboxLimits, SandboxSpec
 from patience import until
 
 T = TypeVar("T")
 KEY, OTHER_KEY = "a client's key", "another client's key"
-KEYS = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in (("one", KEY), ("other", OTHER_KEY))}
+DIGESTS = {name: hashlib.sha256(key.encode()).hexdigest() for name, key in (("one", KEY), ("other", OTHER_KEY))}
 SPEC = SandboxSpec()
+NOTHING, USUAL = Permissions(), Quota()
 
 
 def serve(
     scenario: Callable[[SandboxServer, str], Awaitable[T]],
     limits: ServerLimits | None = None,
     make: Callable[[], SandboxProvider] = lambda: LocalSandboxes(1),
+    *,
+    permissions: Permissions = NOTHING,
+    quota: Quota = USUAL,
 ) -> T:
     """Act out a scenario with a server over the sandboxes of a provider, and its URL."""
+    clients = {name: Client(digest=digest, permissions=permissions, quota=quota) for name, digest in DIGESTS.items()}
 
     async def act() -> T:
         provider = make()
-        server = SandboxServer(provider, KEYS, limits=limits)
+        server = SandboxServer(provider, clients, limits=limits)
         try:
             async with listening(server.app(), 0) as port:
                 return await scenario(server, f"http://127.0.0.1:{port}")
@@ -60,7 +67,7 @@ def creation(files: Mapping[str, str] | None = None, spec: SandboxSpec = SPEC) -
     return wire.write_message(wire.Creation.of(files or {}, spec))
 
 
-@pytest.mark.parametrize("key", ["", "wrong", KEYS["one"]])
+@pytest.mark.parametrize("key", ["", "wrong", DIGESTS["one"]])
 def test_a_stranger_is_told_so_and_nothing_else(key: str) -> None:
     async def knock(server: SandboxServer, url: str) -> None:
         client = RemoteSandboxes(url, key or "x")
@@ -185,7 +192,7 @@ def test_limits_are_kept_and_named() -> None:
         try:
             first = await client.create({})
             await client.create({})
-            with pytest.raises(SandboxError, match="2 of 2 sandboxes of this key"):
+            with pytest.raises(SandboxError, match="2 of 2 sandboxes of key 'one'"):
                 await client.create({})
             with pytest.raises(SandboxError, match="2 of 2"):
                 await first.fork()
@@ -198,7 +205,7 @@ def test_limits_are_kept_and_named() -> None:
         finally:
             await client.close()
 
-    serve(exceed, ServerLimits(sandboxes=2, tar_bytes=1 << 20))
+    serve(exceed, ServerLimits(tar_bytes=1 << 20), quota=Quota(sandboxes=2))
 
 
 # --- Forks --------------------------------------------------------------------------------------------------------
@@ -224,7 +231,7 @@ def test_forks_beyond_the_limit_are_not_made() -> None:
         await asyncio.sleep(0)
         assert len(server) == len(provider) == 1
 
-    serve(exceed, ServerLimits(sandboxes=2), lambda: provider)
+    serve(exceed, make=lambda: provider, quota=Quota(sandboxes=2))
 
 
 def test_asking_again_for_forks_gives_the_same_ones() -> None:
@@ -276,7 +283,7 @@ def test_forks_that_could_not_be_made_are_not_held() -> None:
             assert (status, refusal["message"]) == (503, "no room")
             assert len(server) == 1
 
-    serve(fail, ServerLimits(sandboxes=3), Unforkable)
+    serve(fail, make=Unforkable, quota=Quota(sandboxes=3))
 
 
 # --- What is said -------------------------------------------------------------------------------------------------
@@ -305,40 +312,70 @@ def test_what_the_server_does_not_know_is_refused(path: str, body: bytes) -> Non
     serve(send)
 
 
-# --- Images and folders -------------------------------------------------------------------------------------------
-
-STORED = Image(digest="d", layers=(Path("/stored"),), environment={"A": "stored", "B": "stored"}, workdir="/srv")
+# --- What a client may have ---------------------------------------------------------------------------------------
 
 
-def find(reference: str) -> Image:
-    if reference != "d":
-        raise ConfigError(f"no image {reference!r}")
-    return STORED
+@pytest.mark.parametrize(
+    "place",
+    ["127.0.0.1:22", "localhost:22", "0.0.0.0:22", "169.254.169.254:80", "10.0.0.1:443", "pypi.org:443", "ok:80"],
+)
+def test_a_client_reaches_no_place_that_the_operator_did_not_name(place: str) -> None:
+    async def reach(server: SandboxServer, url: str) -> None:
+        client = RemoteSandboxes(url, KEY)
+        try:
+            await (await client.create({}, SandboxSpec(allow=("ok:443",)))).close()
+            with pytest.raises(Unsupported, match=f"{place!r}: .* operator"):
+                await client.create({}, SandboxSpec(allow=("ok:443", place)))
+            assert len(server) == 0
+        finally:
+            await client.close()
+
+    serve(reach, make=FakeSandboxes, permissions=Permissions(allow={"ok:443"}))
 
 
-def test_an_image_is_found_by_its_digest_and_its_paths_are_the_servers() -> None:
-    permissions = Permissions(images=find)
-    asked = Image(digest="d", layers=(Path("/of/the/client"),), environment={"B": "asked"})
-    image = permissions.resolve(SandboxSpec(image=asked), {}).image
-    assert image.layers == STORED.layers
-    assert image.environment == {"A": "stored", "B": "asked"}
-    assert image.workdir == "/srv"
-    with pytest.raises(ConfigError, match="no image 'e'"):
-        permissions.resolve(SandboxSpec(image=Image(digest="e")), {})
-    assert permissions.resolve(SandboxSpec(image=Image(digest="s")), {"s": STORED}).image.layers == STORED.layers
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (SandboxLimits(memory_bytes=10**12), f"memory_bytes={10**12}: .* 'one' may have {EACH.memory_bytes} "),
+        (SandboxLimits(disk_bytes=10**12), f"disk_bytes={10**12}: .* 'one' may have {EACH.disk_bytes} "),
+        (SandboxLimits(processes=10**6), f"processes={10**6}: .* 'one' may have {EACH.processes} "),
+        (SandboxLimits(cpus=4.5), "cpus=4.5: .* 'one' may have 4.0 "),
+    ],
+)
+def test_a_client_has_no_sandbox_beyond_its_caps(limits: SandboxLimits, words: str) -> None:
+    async def ask_for_much(server: SandboxServer, url: str) -> None:
+        client = RemoteSandboxes(url, KEY)
+        try:
+            with pytest.raises(Unsupported, match=words):
+                await client.create({}, SandboxSpec(limits=limits))
+            assert len(server) == 0
+        finally:
+            await client.close()
+
+    serve(ask_for_much, make=FakeSandboxes)
 
 
-def test_only_shared_folders_can_be_named(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    (shared / "out").symlink_to("/etc")
-    permissions = Permissions(folders=(shared,))
-    layer = SandboxSpec(image=Image(layers=(shared / "a",)), mounts={"/m": shared / "b"})
-    assert permissions.resolve(layer, {}) == layer
-    for path in (Path("/etc"), shared / ".." / "x", shared / "out", tmp_path):
-        for spec in (SandboxSpec(image=Image(layers=(path,))), SandboxSpec(mounts={"/m": path})):
-            with pytest.raises(Unsupported, match="share the folder"):
-                permissions.resolve(spec, {})
+def test_the_sandboxes_of_a_key_are_counted_together_and_forks_with_them() -> None:
+    quota = Quota(each=SandboxLimits(), total=replace(TOTAL, memory_bytes=3 << 30))  # three usual ones
+
+    async def fill(server: SandboxServer, url: str) -> None:
+        client, other = RemoteSandboxes(url, KEY), RemoteSandboxes(url, OTHER_KEY)
+        try:
+            sandbox = await client.create({})
+            forks = await sandbox.fork(2)
+            for more in (lambda: client.create({}), sandbox.fork):
+                with pytest.raises(
+                    SandboxError, match=f"'one' have memory_bytes={3 << 30} of {3 << 30}, {1 << 30} more"
+                ):
+                    await more()
+            await (await other.create({})).close()
+            await forks[0].close()
+            await client.create({})
+        finally:
+            await client.close()
+            await other.close()
+
+    serve(fill, make=FakeSandboxes, quota=quota)
 
 
 # --- A server that cannot be trusted ------------------------------------------------------------------------------
