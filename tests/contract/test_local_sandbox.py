@@ -4,12 +4,15 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import etude
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
 from etude.sandboxes.folders import Folder
@@ -263,6 +266,38 @@ def test_a_worker_that_could_not_start_a_command_is_replaced(local: Stage, tmp_p
 
     tmp_path.chmod(0o711)
     assert asyncio.run(lose()) == "next\n"
+
+
+NO_FILTERS = """
+import asyncio, ctypes, struct, sys
+from pathlib import Path
+libc = ctypes.CDLL(None)
+code = ctypes.create_string_buffer(b''.join(struct.pack('<HBBI', *line) for line in (
+    (0x20, 0, 0, 0), (0x15, 0, 3, PRCTL), (0x20, 0, 0, 16), (0x15, 0, 1, 22), (0x06, 0, 0, 0x50001),
+    (0x06, 0, 0, 0x7FFF0000))))
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack('HP', 6, ctypes.addressof(code)), 0, 0) == 0
+from etude.sandboxes.local import LocalSandboxes
+async def main():
+    provider = LocalSandboxes(1, Path(sys.argv[1]))
+    print(*sorted(await provider.capabilities()))
+    print((await (await provider.create({})).exec(["python", "-c", "print('runs')"], timeout_s=30)).stdout)
+    await provider.close()
+asyncio.run(main())
+"""
+"""Runs where the kernel takes no filter of system calls any more."""
+
+
+def test_what_takes_the_filter_is_not_claimed_without_it(tmp_path: Path) -> None:
+    program = NO_FILTERS.replace("PRCTL", {"x86_64": "157", "aarch64": "167"}[os.uname().machine])
+    tmp_path.chmod(0o711)
+    environment = {"PYTHONPATH": str(Path(etude.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], env=environment, capture_output=True, text=True, check=True
+    )
+    claims, printed, _ = done.stdout.split("\n", 2)
+    assert not {Capability.NETWORK_OFF, Capability.PROCESSES_APART} & set(claims.split())
+    assert printed == "runs"
 
 
 # --- Trouble ------------------------------------------------------------------------------------------------------

@@ -241,13 +241,13 @@ def _clients(lending: Lending) -> dict[str, Client]:
         if lending.folders or lending.allow:
             raise ConfigError("--clients FILE says what each may name: write folders and allow there, or leave it out")
         return read_clients(lending.clients, images)
-    key = os.environ.get(KEY_VARIABLE, "")
-    if not key:
-        key = secrets.token_urlsafe(32)
-        _say(f"{KEY_VARIABLE}={key}  (made for this server; set it to have your own)")
+    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
     digest = hashlib.sha256(key.encode()).hexdigest()
     tree = {"key_sha256": digest, "allow": lending.allow, "folders": lending.folders}
-    return {"client": parse_client("etude sandboxes serve", tree, images)}
+    client = parse_client("etude sandboxes serve", tree, images)
+    if not os.environ.get(KEY_VARIABLE):
+        _say(f"{KEY_VARIABLE}={key}  (made for this server; set it to have your own)")
+    return {"client": client}
 
 
 @contextlib.asynccontextmanager

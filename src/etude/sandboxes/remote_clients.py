@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from etude.config.section import Section
 from etude.errors import ConfigError, Unsupported
 from etude.sandboxes.remote_holdings import EACH, SANDBOXES, TOTAL, Quota
-from etude.worlds import PLACE, WORKDIR, Image, SandboxLimits, SandboxSpec
+from etude.worlds import WORKDIR, Image, SandboxLimits, SandboxSpec
 
 TABLE = "clients"
 """The key of the file below which each client has a table; what is beside it holds for all."""
@@ -105,7 +106,7 @@ class ClientSection(Section):
 
     key_sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
     """Of the client's key, in hexadecimal digits: ``printf %s KEY | sha256sum``."""
-    allow: tuple[Annotated[str, StringConstraints(pattern=f"^{PLACE.pattern}$")], ...] = ()
+    allow: tuple[str, ...] = ()
     """Places ``host:port`` that its sandboxes may reach."""
     folders: tuple[Path, ...] = ()
     """Folders below which its layers and mounts may be: it sees all that is in there."""
@@ -115,6 +116,11 @@ class ClientSection(Section):
     """The highest limits of one sandbox."""
     total: Caps = Caps()
     """The highest sum of the limits of all."""
+
+    @field_validator("allow")
+    @classmethod
+    def _are_places(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
+        return SandboxSpec(allow=allow).allow
 
     def client(self, images: Callable[[str], Image] | None) -> Client:
         """As a noun. ``ValueError`` for caps that contradict each other."""
@@ -150,9 +156,13 @@ def parse_client(source: str, tree: Mapping[str, object], images: Callable[[str]
     try:
         return ClientSection.model_validate_json(json.dumps(tree, default=str)).client(images)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}" for fault in error.errors()
-        )
-        raise ConfigError(f"{source}: {faults}") from error
+        raise ConfigError(f"{source}: {'; '.join(map(_explain, error.errors()))}") from error
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+def _explain(fault: ErrorDetails) -> str:
+    """The key, its value and what is wrong with it; errors of ours say all of that themselves."""
+    if fault["type"] == "value_error":
+        return str(fault["ctx"]["error"])
+    return f"{'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
