@@ -170,6 +170,20 @@ def test_a_command_cannot_change_the_process_that_later_ones_come_from(local: St
     assert (worked, after) == ("", before)
 
 
+def test_a_command_leaves_other_workers_what_the_kernel_counts_for_their_user(local: Stage) -> None:
+    local.need(Capability.PROCESSES_APART)
+    take = (
+        "import ctypes, os, signal\nlibc = ctypes.CDLL(None)\nwatches = timers = 0\n"
+        "while libc.inotify_init1(0) >= 0: watches += 1\n"
+        "event, number = (ctypes.c_int * 16)(0, 0, 34, 0), ctypes.c_void_p()\n"
+        "while libc.timer_create(1, event, ctypes.byref(number)) == 0: timers += 1\n"
+        "print(watches, timers)"
+    )
+    watches, timers = map(int, local.python(take).stdout.split())
+    assert 1 <= watches <= 16
+    assert 1 <= timers <= 256
+
+
 def test_a_command_limits_and_schedules_itself(local: Stage) -> None:
     program = (
         "import os, resource, signal\nresource.setrlimit(resource.RLIMIT_NOFILE, (9, 9))\nos.nice(1)\n"

@@ -71,8 +71,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 def timer():
     event, number = (ctypes.c_int * 16)(0, 0, 34, 0), ctypes.c_void_p()
     return libc.timer_create(1, event, ctypes.byref(number))
-def queue(numbers=iter(range(1 << 20))):
-    return libc.mq_open(b'/q%d.%d' % (os.getpid(), next(numbers)), 0o102, 0o600, None)
+def queue():
+    name = b'/etude%d' % os.getpid()
+    number = libc.mq_open(name, 0o302, 0o600, None)
+    libc.mq_unlink(name)
+    return number
 def terminal():
     try:
         return os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)

@@ -32,8 +32,8 @@ PROCESS_LIMIT = 64
 """Processes and threads of one worker at any time; only a user namespace makes this count private."""
 PENDING_SIGNALS_LIMIT = 256
 """Signals and timers that wait, of one worker; the kernel has one store of them for each user of the machine."""
-INOTIFY_LIMIT, INOTIFY_SETTING = 16, Path("/proc/sys/user/max_inotify_instances")
-"""Of one worker, likewise; where a user namespace says so of its own."""
+COUNTS = {"max_inotify_instances": 16, "max_inotify_watches": 1024}
+"""Of one worker, likewise."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -57,8 +57,9 @@ def enter_namespaces() -> bool:
     Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="utf-8")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="utf-8")
-    with suppress(OSError):  # a kernel without it counts in another way
-        INOTIFY_SETTING.write_text(str(INOTIFY_LIMIT), encoding="utf-8")
+    for name, most in COUNTS.items():
+        with suppress(OSError):  # a kernel without it counts in another way
+            Path("/proc/sys/user", name).write_text(str(most), encoding="utf-8")
     return True
 
 

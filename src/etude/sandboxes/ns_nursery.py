@@ -33,8 +33,8 @@ from etude.sandboxes.ns_trees import Parcel, is_unsettled, plan_root
 CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 """Ranges of users: a sandbox has one of its own, where no system gives out users."""
-INOTIFY_INSTANCES, INOTIFY_SETTING = 64, "/proc/sys/user/max_inotify_instances"
-"""Of one sandbox: half of what a user of the machine usually has; who is not root has no other users to make plots."""
+COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
+"""Of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
 SPARE_PLOTS = 2
 """How many are kept ready."""
 PARTING_BYTES = 64
@@ -250,8 +250,9 @@ class Nursery:
             os.seteuid(_first_user(slot))
             kernel.limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
         kernel.unshare(kernel.CLONE_NEWUSER)
-        with suppress(OSError):  # a kernel without it counts in another way
-            kernel.write_text(INOTIFY_SETTING, b"%d" % INOTIFY_INSTANCES)
+        for name, most in COUNTS.items():
+            with suppress(OSError):  # a kernel without it counts in another way
+                kernel.write_text(f"/proc/sys/user/{name}", b"%d" % most)
 
     def _map_users(self, process: int, slot: int) -> None:
         """Say who the users inside are outside: a range of nobody's users, else this user alone, who is not root."""
