@@ -7,7 +7,8 @@ machine's ``AF_VSOCK`` reaches its host. Everything else is allowed, debuggers i
 
 Commands of ``local`` follow each other in the same namespaces, as children of a process 1 that has their user. So they
 may not make what outlives a process (System V's and POSIX's shared memory, semaphores and queues) and may not change
-how process 1, or every process of their user, is scheduled. They have no netlink socket either.
+how process 1, or every process of their user, is scheduled. They have no netlink socket either. They inherit the
+filter from process 1, which goes on to ``chroot``, so that call is left to the kernel: it takes a capability.
 
 A refused call fails with ``EPERM``, as it does for an ordinary user; a refused socket family with ``EAFNOSUPPORT``;
 ``clone3``, io_uring and x32 calls with ``ENOSYS``, on which C libraries fall back to what can be inspected. A 32-bit
@@ -148,7 +149,7 @@ def filter_program(machine: str, *, shared: bool = False) -> bytes:
 
 def _bodies(shared: bool) -> dict[str, list[Instruction]]:
     """Call → what finds its verdict."""
-    spared = set() if shared else {*LASTING, *SCHEDULING, *PRIORITIES}
+    spared = {"chroot"} if shared else {*LASTING, *SCHEDULING, *PRIORITIES}
     bodies = {
         call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS.keys() - spared
     }

@@ -116,9 +116,9 @@ class Worker:
         What it is and its input are files in memory, so nobody has to feed them.
         """
         cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
-        invocation = Invocation(workdir=request["workdir"], argv=request["argv"], environment=request["environment"])
+        invocation = Invocation(request["workdir"], request["environment"], request["argv"])
         message = json.dumps(Order(root=request["root"], cpu_s=cpu_s)).encode()
-        files = [_in_memory(json.dumps(invocation)), _in_memory(request["stdin"])]
+        files = [_in_memory(invocation.to_bytes()), _in_memory(request["stdin"].encode())]
         descriptors = [*files, stdout.writer, stderr.writer]
         socket.send_fds(self._control, [message], descriptors)
         for descriptor in descriptors:
@@ -153,11 +153,11 @@ class Worker:
         return message
 
 
-def _in_memory(text: str) -> int:
-    """A file that holds a text and is read from its beginning."""
-    descriptor = os.memfd_create("text")
+def _in_memory(data: bytes) -> int:
+    """A file of ``data`` that is read from its beginning."""
+    descriptor = os.memfd_create("data")
     with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
-        file.write(text.encode())
+        file.write(data)
         file.seek(0)
     return descriptor
 
