@@ -20,9 +20,10 @@ from typing import Self
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.errors import DamagedError
+from etude.tokens.grammars import HERMES
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.tokens.reader import IncrementalReader
-from etude.tokens.toolcalls import HERMES, ReplyMarks
+from etude.tokens.toolcalls import ReplyMarks
 from etude.tokens.vocabulary import Spelling
 from etude.tokens.words import WordCache, word_splitter
 from etude.types import Json

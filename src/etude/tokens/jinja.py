@@ -17,8 +17,9 @@ Replies end with the template's turn end (what it writes behind an assistant's w
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -27,9 +28,10 @@ from etude.clock import date_utc
 from etude.errors import DamagedError
 from etude.tokens.chat import JINJA_TEMPLATE, SPECIAL_TOKENS, ChatTemplate, described, read_tokenizer
 from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
+from etude.tokens.probes import CallSupport, find_grammar
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.templates import Now, Template
-from etude.tokens.toolcalls import THINKING, ReplyMarks, grammar_of, thinking_of
+from etude.tokens.toolcalls import THINKING, ReplyMarks, thinking_of
 from etude.tokens.vocabulary import Guard, Spelling, stand_in
 from etude.types import Json
 
@@ -146,6 +148,8 @@ class _Style:
     """Whether arguments are given to it as JSON text; else as objects."""
     turn_end: str | None
     """The control token behind an assistant's words; ``None`` if it writes none."""
+    calls: CallSupport
+    """How its tool calls are read."""
 
 
 class JinjaFormat:
@@ -170,6 +174,7 @@ class JinjaFormat:
         self._stop_texts = tuple(text for text, index in self._added.items() if index in self._stop_ids)
         marks = [style.marks for style in styles.values()]
         thoughts = [mark for item in marks if item.thinking for mark in (item.thinking.opening, item.thinking.closing)]
+        thoughts += [mark for item in marks if item.grammar for mark in item.grammar.framing]
         calls = [mark for item in marks if item.grammar for mark in item.grammar.marks]
         self._spelling = Spelling(checkpoint.tokenizer).respelt(dict.fromkeys(self._stop_ids, ""))
         self._thoughtful = self._spelling.respelt(self._spelt(thoughts))
@@ -179,6 +184,11 @@ class JinjaFormat:
     def stop_ids(self) -> tuple[int, ...]:
         """The template's turn end first, then ``eos_token`` and those of the generation config."""
         return self._stop_ids
+
+    @property
+    def calls(self) -> CallSupport:
+        """How tool calls are read in replies to conversations with tools."""
+        return self._tool_use.calls
 
     @property
     def vocab_size(self) -> int:
@@ -270,29 +280,44 @@ class JinjaFormat:
         return conversation
 
     def _spelt(self, marks: Sequence[str]) -> dict[int, str]:
-        """Those marks that are tokens: id → text."""
-        return {self._added[mark]: mark for mark in marks if mark in self._added}
+        """The tokens that those marks are made of: id → text."""
+        return {index: text for text, index in self._added.items() if any(text in mark for mark in marks)}
 
     def _probe(self, template: Template) -> _Style:
         """Find out by rendering what a template does."""
-        grammar, thinking = grammar_of(template.source), thinking_of(template.source)
+        thinking = thinking_of(template.source)
         user: Json = {"role": "user", "content": "."}
         prompt = _rendered(template, [user], opening=True)
-        marks = ReplyMarks(
-            grammar=grammar,
-            thinking=thinking,
-            starts_thinking=thinking is not None and prompt.rstrip().endswith(thinking.opening),
-        )
         said = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
         _, found, behind = said.partition(self._mark)
         call = ToolCall(call_id=PROBE_ID, name="probe", arguments=PROBE_ARGUMENTS)
         asked: Json = {"role": "assistant", "content": "", "tool_calls": [_call_fields(call, as_text=True)]}
-        return _Style(
+        style = _Style(
             template=template,
-            marks=marks,
-            arguments_as_text=PROBE_ARGUMENTS in _rendered(template, [user, asked], opening=False),
+            marks=ReplyMarks(),
+            calls=CallSupport(),
+            arguments_as_text=False,
             turn_end=self._guard.find_control(behind) if found else None,
         )
+        calls = find_grammar(partial(self._try, style), template.source, thinking)
+        if PROBE_ARGUMENTS in _rendered(template, [user, asked], opening=False):
+            as_text = replace(style, arguments_as_text=True)
+            if not (spelt := find_grammar(partial(self._try, as_text), template.source, thinking)).is_worse(calls):
+                style, calls = as_text, spelt  # keeps the spelling of the model
+        thinking = thinking or (calls.grammar.thinking if calls.grammar else None)
+        marks = ReplyMarks(
+            grammar=calls.grammar,
+            thinking=thinking,
+            starts_thinking=thinking is not None and prompt.rstrip().endswith(thinking.opening),
+        )
+        return replace(style, marks=marks, calls=calls)
+
+    def _try(self, style: _Style, messages: Sequence[Message], tools: Sequence[Tool], opening: bool) -> str:
+        """The text of a probe; empty if the template does not take it."""
+        try:
+            return style.template.render(self._fields(style, messages, {}), self._tools(tools), opening=opening)
+        except ValueError:
+            return ""
 
 
 def _added_tokens(tokenizer: Tokenizer) -> list[tuple[int, AddedToken]]:

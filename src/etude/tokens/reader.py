@@ -17,7 +17,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool, ToolCall
-from etude.tokens.toolcalls import CallEnd, ReplyMarks
+from etude.tokens.toolcalls import CallEnd, ParsedCall, ReplyMarks
 from etude.tokens.vocabulary import TextState, TextStream
 
 LONG_ID_BYTES = 12
@@ -227,12 +227,14 @@ class _Scanner:
         self._grammar = marks.grammar if tools else None
         self._thinking = marks.thinking
         self._tools = {tool.name: tool for tool in tools}
+        self._openings = self._grammar.openings + self._grammar.starts if self._grammar else ()
+        self._framing = marks.grammar.framing if marks.grammar else ()
         is_short = self._grammar is not None and self._grammar.short_ids
         self._new_id = new_id or (short_call_id if is_short else long_call_id)
         self._single_call = single_call
         self.has_calls = self._grammar is not None
         """Whether there can be tool calls."""
-        self.is_plain = self._grammar is None and self._thinking is None
+        self.is_plain = self._grammar is None and self._thinking is None and not self._framing
         """Whether all there can be is text."""
         self._phase = _Phase.THINKING if marks.starts_thinking and marks.thinking else _Phase.START
         self._steps: Mapping[_Phase, Callable[[], bool]] = {
@@ -295,12 +297,25 @@ class _Scanner:
     def _begin(self) -> bool:
         """Leave START or ANSWER for what comes first: a call, or text."""
         stripped = self._rest.lstrip()
-        openings = self._grammar.openings if self._grammar else ()
-        if stripped.startswith(openings):
-            return self._open(len(self._rest) - len(stripped))
-        if any(opening.startswith(stripped) for opening in openings):
+        if stripped.startswith(self._openings + self._framing):
+            return self._mark(self._openings)
+        if any(mark.startswith(stripped) for mark in self._openings + self._framing):
             return False
         return self._move(_Phase.TEXT)
+
+    def _mark(self, openings: tuple[str, ...]) -> bool:
+        """Take the mark that what is not decided begins with, behind white space: framing is dropped, a call opens."""
+        stripped = self._rest.lstrip()
+        at = len(self._rest) - len(stripped)
+        if any(mark != stripped and mark.startswith(stripped) for mark in openings + self._framing):
+            return False
+        framing = next((mark for mark in self._framing if stripped.startswith(mark)), None)
+        if framing is not None:
+            self._drop(at + len(framing))
+            return True
+        assert self._grammar is not None
+        self._call_end = CallEnd(self._grammar, at)
+        return self._move(_Phase.CALL)
 
     def _think(self) -> bool:
         assert self._thinking is not None
@@ -315,22 +330,15 @@ class _Scanner:
         return False
 
     def _say(self) -> bool:
-        grammar = self._grammar
-        if grammar is None or grammar.first:
-            self._emit_text(len(self._rest))
-            return False
-        found = [at for at in map(self._rest.find, grammar.openings) if at >= 0]
+        openings = () if self._grammar and self._grammar.first else self._openings
+        marks = openings + self._framing
+        found = [at for at in map(self._rest.find, marks) if at >= 0]
         if found:
             self._emit_text(len(self._rest[: min(found)].rstrip()))
-            return self._open(len(self._rest) - len(self._rest.lstrip()))
-        decided = len(self._rest) - _partial(self._rest, grammar.openings)
-        self._emit_text(len(self._rest[:decided].rstrip()))
+            return self._mark(openings)
+        decided = len(self._rest) - _partial(self._rest, marks)
+        self._emit_text(len(self._rest[:decided].rstrip()) if marks else len(self._rest))
         return False
-
-    def _open(self, at: int) -> bool:
-        assert self._grammar is not None
-        self._call_end = CallEnd(self._grammar, at)
-        return self._move(_Phase.CALL)
 
     def _call(self) -> bool:
         assert self._call_end is not None
@@ -362,9 +370,9 @@ class _Scanner:
             if self._rest.startswith(mark):
                 self._drop(len(mark))
                 return True
-        openings = self._grammar.openings + self._grammar.again
+        openings = self._openings + self._grammar.again
         if self._rest.startswith(openings):
-            return self._open(0)
+            return self._mark(openings)
         if any(mark.startswith(self._rest) for mark in openings + self._grammar.between):
             return False
         return self._move(_Phase.TEXT)
@@ -384,6 +392,16 @@ class _Scanner:
     def _drop(self, length: int) -> None:
         self._rest = self._rest[length:]
         self._taken += length
+
+
+def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str, tuple[ParsedCall, ...]]:
+    """What a whole reply thinks and says, and what it calls, when it is text already, control tokens spelt."""
+    scanner = _Scanner(marks, tools, None, single_call=False)
+    deltas = [*scanner.feed(text), *scanner.finish()]
+    said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
+    calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
+    pairs = zip(calls[::2], calls[1::2], strict=True)
+    return said, tuple(ParsedCall(name=begun.name, arguments=more.arguments) for begun, more in pairs)
 
 
 def _partial(text: str, words: Sequence[str]) -> int:

@@ -15,9 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from etude.errors import DamagedError
 from etude.tokens.chat import ChatTemplate
+from etude.tokens.grammars import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, QWEN_CODER
 from etude.tokens.jinja import Checkpoint, JinjaFormat, load_format, read_checkpoint
 from etude.tokens.messages import Message, Tool, ToolCall
-from etude.tokens.toolcalls import DEEPSEEK, GRAMMARS, HERMES, KIMI, LLAMA, MISTRAL, QWEN_CODER, Grammar
+from etude.tokens.toolcalls import Grammar
 
 transformers = pytest.importorskip("transformers")
 
@@ -226,6 +227,7 @@ def test_a_template_knows_its_grammar_and_its_end(name: str, chat: JinjaFormat) 
     ids, called = reply_of(chat, name, style.call)
     assert [(call.name, json.loads(call.arguments)) for call in called.tool_calls] == [("edit", {"line": 3})]
     assert called.content == ""
+    assert (chat.calls.grammar, chat.calls.problem) == (style.grammar, "")
     ends = {"kimi": ("<|im_end|>", "[EOS]")}.get(name, (style.eos,))
     assert chat.stop_ids == tuple(chat._tokenizer.token_to_id(end) for end in ends)
     assert chat.decode([chat.stop_ids[0]]) == ""
@@ -391,4 +393,3 @@ def test_a_checkpoint_is_a_plain_noun(folders: dict[str, Path]) -> None:
     checkpoint = read_checkpoint(folders["llama"])
     assert isinstance(checkpoint, Checkpoint)
     assert checkpoint.variables == {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-    assert {style.grammar for style in STYLES.values()} == set(GRAMMARS)

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from etude.tokens.chat import ChatTemplate
+from etude.tokens.grammars import DEEPSEEK, GRAMMARS, HERMES, KIMI, LLAMA, MISTRAL
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool
 from etude.tokens.reader import IncrementalReader, long_call_id, short_call_id
-from etude.tokens.toolcalls import DEEPSEEK, GRAMMARS, HERMES, KIMI, LLAMA, MISTRAL, THINKING, Grammar, ReplyMarks
+from etude.tokens.toolcalls import THINKING, Grammar, ReplyMarks
 from etude.tokens.vocabulary import Spelling
 
 CHAT = ChatTemplate.train(["return total </tool_call> <think> {}"] * 20, vocab_size=300)
@@ -207,7 +208,8 @@ def test_a_single_call_ends_the_reply_with_its_last_token(grammar: Grammar, text
 
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_broken_call_is_text(grammar: Grammar) -> None:
-    text = f"{grammar.openings[-1]}edit: 1{grammar.closing} done"
+    opening = (*grammar.starts, *grammar.openings)[-1]
+    text = f"{opening}edit: 1{(*grammar.closings, '')[0]} done"
     assert message_of(text, ReplyMarks(grammar=grammar)) == Message(role="assistant", content=text)
 
 

@@ -1,0 +1,147 @@
+"""Values that are nearly JSON, as models write them in calls: Python's literals, and Gemma's.
+
+    {'a': [1, "b"], 'c': True}          Python: either quote, True and None, tuples
+    {a:[1,<|"|>b<|"|>],c:true}          Gemma: a quote of its own, names bare
+
+Owns the reading of one such value into JSON text; each character is read once. A number keeps its spelling. Does not
+own calls (:mod:`etude.tokens.call_forms`).
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+"""Constants of either language → JSON."""
+SPACE = re.compile(r"\s*")
+NAME = re.compile(r"[^\W\d][\w.\-$]*")
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+"""What stands behind a backslash → what it means; quotes, slashes and backslashes mean themselves."""
+PLAIN = "\\'\"/"
+DEEPEST = 100
+"""Nested values; no tool takes more."""
+
+
+class Read(NamedTuple):
+    """A part of a text that was read."""
+
+    json: str
+    end: int
+    """Where the rest of the text begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """One way to write values. Its methods raise ``ValueError`` where a text is none of it."""
+
+    quotes: tuple[str, ...]
+    escapes: bool
+    """Whether a backslash in a string says something."""
+
+    def whole(self, text: str) -> str:
+        """The JSON of a text that is one value and nothing else."""
+        read = self.value(text, _skip(text, 0))
+        if _skip(text, read.end) != len(text):
+            raise ValueError(f"more than a value: {text[read.end : read.end + 20]!r}")
+        return read.json
+
+    def value(self, text: str, at: int, depth: int = 0) -> Read:
+        """The value that begins at ``at``."""
+        if depth > DEEPEST:
+            raise ValueError(f"values nested deeper than {DEEPEST}")
+        for quote in self.quotes:
+            if text.startswith(quote, at):
+                string, end = self._string(text, at + len(quote), quote)
+                return Read(json.dumps(string, ensure_ascii=False), end)
+        match text[at : at + 1]:
+            case "{":
+                return self.members(text, at + 1, "}", ":", depth)
+            case "[":
+                return self._items(text, at + 1, "]", depth)
+            case "(":
+                return self._items(text, at + 1, ")", depth)
+        if number := NUMBER.match(text, at):
+            return Read(number[0], number.end())
+        if (word := NAME.match(text, at)) and word[0] in WORDS:
+            return Read(WORDS[word[0]], word.end())
+        raise ValueError(f"no value at {at}: {text[at : at + 20]!r}")
+
+    def members(self, text: str, at: int, closing: str, between: str, depth: int = 0) -> Read:
+        """The object whose members (``name``, ``between``, value) end with ``closing``; commas may be left out."""
+        members: dict[str, str] = {}
+        while not text.startswith(closing, at := _skip(text, at)):
+            name, at = self._name(text, at)
+            at = _expect(text, _skip(text, at), between)
+            member = self.value(text, _skip(text, at), depth + 1)
+            members[name] = member.json
+            at = _comma(text, member.end)
+        return Read(spelt(members), at + len(closing))
+
+    def _items(self, text: str, at: int, closing: str, depth: int) -> Read:
+        items: list[str] = []
+        while not text.startswith(closing, at := _skip(text, at)):
+            item = self.value(text, at, depth + 1)
+            items.append(item.json)
+            at = _comma(text, item.end)
+        return Read("[" + ", ".join(items) + "]", at + len(closing))
+
+    def _name(self, text: str, at: int) -> tuple[str, int]:
+        for quote in self.quotes:
+            if text.startswith(quote, at):
+                return self._string(text, at + len(quote), quote)
+        if name := NAME.match(text, at):
+            return name[0], name.end()
+        raise ValueError(f"no name at {at}: {text[at : at + 20]!r}")
+
+    def _string(self, text: str, at: int, quote: str) -> tuple[str, int]:
+        end = text.find(quote, at)
+        while self.escapes and end >= 0 and _is_escaped(text, at, end):
+            end = text.find(quote, end + len(quote))
+        if end < 0:
+            raise ValueError(f"a string that begins at {at} has no end")
+        string = text[at:end]
+        return (ESCAPE.sub(_unescaped, string) if self.escapes else string), end + len(quote)
+
+
+PYTHON = Notation(("'", '"'), escapes=True)
+"""Literals of Python and JSON."""
+GEMMA = Notation(('<|"|>',), escapes=False)
+"""Gemma 4's: a control token is the quote, so nothing needs an escape."""
+
+
+def spelt(members: dict[str, str]) -> str:
+    """A JSON object of members whose values are JSON text."""
+    return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
+
+
+def _skip(text: str, at: int) -> int:
+    match = SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _expect(text: str, at: int, mark: str) -> int:
+    if not text.startswith(mark, at):
+        raise ValueError(f"expected {mark!r} at {at}, not {text[at : at + 20]!r}")
+    return at + len(mark)
+
+
+def _comma(text: str, at: int) -> int:
+    at = _skip(text, at)
+    return at + text.startswith(",", at)
+
+
+def _is_escaped(text: str, start: int, at: int) -> bool:
+    """Whether an odd number of backslashes stands before ``at``."""
+    first = at
+    while first > start and text[first - 1] == "\\":
+        first -= 1
+    return (at - first) % 2 == 1
+
+
+def _unescaped(match: "re.Match[str]") -> str:
+    if code := match[1] or match[2]:
+        return chr(int(code, 16))
+    return ESCAPED.get(match[3], match[3] if match[3] in PLAIN else match[0])

@@ -1,0 +1,176 @@
+"""Probe calls: which grammar reads back the tool calls that a chat template writes.
+
+    probe ──template──▶ text ──each grammar──▶ calls        the grammar whose calls are the probe's, for most probes
+
+A template is the only description of a model's calls that a checkpoint has, so it is asked: it renders calls whose
+names and arguments are known. Owns the probes and the verdict. Does not own grammars (:mod:`etude.tokens.grammars`).
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from etude.tokens.grammars import GRAMMARS, mentioned
+from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.reader import read_text
+from etude.tokens.toolcalls import Grammar, ReplyMarks, Thinking
+from etude.types import Json
+
+Render: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool], str]
+"""(messages, tools, whether a reply is opened) → text, empty if the template does not take that conversation."""
+
+NAME = "probe_tool"
+ITEM: dict[str, Json] = {"type": "object", "properties": {"b": {"type": "string"}}}
+PARTS: dict[str, Json] = {"type": "array", "items": {"type": "integer"}}
+TOOL = Tool(
+    name=NAME,
+    description="Probe.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "Text."},
+            "days": {"type": "integer", "description": "A number."},
+            "share": {"type": "number", "description": "A number."},
+            "deep": {"type": "boolean", "description": "Yes or no."},
+            "names": {"type": "array", "items": {"type": "string"}, "description": "Texts."},
+            "parts": {"type": "object", "properties": {"a": PARTS, "c": ITEM}, "description": "An object."},
+        },
+        "required": ["city"],
+    },
+)
+"""The tool that probes call: each type of argument once."""
+TEXT, OTHER_TEXT = "Let me look.", "4711"
+"""Two replies that differ from their first character on."""
+USER = Message(role="user", content=".")
+
+
+BEGUN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
+"""The beginning of a mark, where two texts part in the middle of two marks."""
+CALL_IDS = ("abcdefgh", f"functions.{NAME}:")
+"""Beginnings of call ids: one that every template takes, Mistral's included; one for templates that write the id alone.
+"""
+SIMPLE = "one call with a text"
+"""The probe that every agent needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A reply with calls."""
+
+    name: str
+    """What it is about, for people."""
+    arguments: tuple[dict[str, Json], ...]
+    """Of each call."""
+    text: str = ""
+    """Stands before them."""
+
+    def calls(self, call_id: str) -> tuple[ToolCall, ...]:
+        """The calls; their numbers stand behind ``call_id``."""
+        return tuple(
+            ToolCall(call_id=f"{call_id}{index}", name=NAME, arguments=json.dumps(arguments, ensure_ascii=False))
+            for index, arguments in enumerate(self.arguments)
+        )
+
+
+PROBES = (
+    Probe(name="a number", arguments=({"days": 3},)),
+    Probe(name=SIMPLE, arguments=({"city": "Paris"},)),
+    Probe(name="numbers and booleans", arguments=({"city": "Paris", "days": 3, "share": 0.5, "deep": True},)),
+    Probe(
+        name="lists and objects",
+        arguments=({"city": "Paris", "names": ["p", "q"], "parts": {"a": [1, 2], "c": {"b": "r"}}},),
+    ),
+    Probe(
+        name="text with quotes, brackets and line breaks",
+        arguments=({"city": 'Zürich "1", it\'s\n  <b>\\n</b> {"a": [1]}; f(x)\n'},),
+    ),
+    Probe(name="text before a call", arguments=({"city": "Paris"},), text=TEXT),
+    Probe(name="parallel calls", arguments=({"city": "Paris"}, {"city": "Rome", "days": 4})),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallSupport:
+    """What is known of the tool calls of a chat template."""
+
+    grammar: Grammar | None = None
+    """Reads them; ``None``: nothing does."""
+    rendered: tuple[str, ...] = ()
+    """Probes that the template renders."""
+    differing: tuple[str, ...] = ()
+    """Those of them that are not read back as they were."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a simple call comes back as it was."""
+        return SIMPLE in self.rendered and SIMPLE not in self.differing
+
+    def is_worse(self, other: "CallSupport") -> bool:
+        """Whether ``other`` reads more of what is rendered."""
+        return len(self.rendered) - len(self.differing) < len(other.rendered) - len(other.differing)
+
+    @property
+    def problem(self) -> str:
+        """What an agent's calls would suffer from, in a sentence; empty if nothing."""
+        if not self.rendered:
+            guess = f"; replies are read as {self.grammar.name} calls, which it mentions" if self.grammar else ""
+            return f"the chat template renders no tool calls{guess}"
+        if self.grammar is None:
+            return "the chat template writes tool calls in a form that no grammar reads: they would be text"
+        if self.differing:
+            differing = "; ".join(self.differing)
+            return (
+                f"of {self.grammar.name} calls, these are not read back as the chat template writes them: {differing}"
+            )
+        return ""
+
+
+def find_grammar(render: Render, source: str, thinking: Thinking | None) -> CallSupport:
+    """Choose the grammar that reads back most of what a template renders; the first of equals.
+
+    Of a template that renders no call, the grammar that its ``source`` mentions is taken.
+    """
+    replies = [(probe, reply) for probe in PROBES if (reply := _reply(render, probe, thinking))]
+    if not replies:
+        return CallSupport(grammar=mentioned(source))
+    best, differing = None, [probe.name for probe, _ in replies]
+    for grammar in GRAMMARS:
+        wrong = [probe.name for probe, reply in replies if not _is_read(grammar, probe, reply)]
+        if len(wrong) < len(differing):
+            best, differing = grammar, wrong
+        if not wrong:
+            break
+    return CallSupport(grammar=best, rendered=tuple(probe.name for probe, _ in replies), differing=tuple(differing))
+
+
+def _reply(render: Render, probe: Probe, thinking: Thinking | None) -> str:
+    """What the template makes of a reply, from where its text would begin; empty where it leaves out the calls."""
+    told = render([USER], [TOOL], False).count(NAME)
+    for call_id in CALL_IDS:
+        asked = Message(role="assistant", content=probe.text, tool_calls=probe.calls(call_id))
+        whole = render([USER, asked], [TOOL], False)
+        if whole.count(NAME) >= told + len(probe.arguments) and probe.text in whole:
+            break
+    else:
+        return ""
+    prompt = render([USER], [TOOL], True)
+    said = render([USER, Message(role="assistant", content=OTHER_TEXT)], [TOOL], False)
+    start = max(_common(whole, other) for other in (prompt, said))
+    if not whole.startswith(prompt) and (begun := BEGUN_MARK.search(whole, 0, start)):
+        start = begun.start()
+    reply = whole[start:]
+    return reply.partition(thinking.closing)[2] if thinking and thinking.closing in reply else reply
+
+
+def _is_read(grammar: Grammar, probe: Probe, reply: str) -> bool:
+    text, calls = read_text(reply, ReplyMarks(grammar=grammar, thinking=grammar.thinking), [TOOL])
+    found = [(call.name, json.loads(call.arguments)) for call in calls]
+    return probe.text in text and found == [(NAME, arguments) for arguments in probe.arguments]
+
+
+def _common(left: str, right: str) -> int:
+    """Characters that two texts begin with alike."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
