@@ -158,7 +158,8 @@ def _run(options: argparse.Namespace) -> int:
         from etude.run.local import default_out
         from etude.run.readiness import check_ready
 
-        check_ready(config)
+        for doubt in check_ready(config):
+            print(f"warning: {doubt}", file=sys.stderr)
         folder = RunFolder.create(options.out or default_out(config), config)
     from etude.dashboard.terminal import final_table
     from etude.run.local import run_local
@@ -278,4 +279,5 @@ def _doctor(options: argparse.Namespace) -> int:
         folder = RunFolder.open(options.run, writes=False)
         parity = doctor.parity_of_run(folder, load_recipe(folder.config_file, options.set))
     doctor.show_parity(parity, console)
-    return 0 if parity.passed else USER_ERROR
+    reads_calls = options.model is None or doctor.show_calls(options.model, console)
+    return 0 if parity.passed and reads_calls else USER_ERROR

@@ -36,7 +36,7 @@ from etude.sandboxes.gvisor import GvisorSandboxes
 from etude.sandboxes.local import LocalSandboxes
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.qemu.provider import QemuSandboxes
-from etude.tokens.jinja import load_format
+from etude.tokens.jinja import call_support, load_format
 from etude.trainer.mismatch import Rung
 from etude.weights.pull import pull
 from etude.worlds import Capability
@@ -136,6 +136,17 @@ def show_parity(parity: Parity, console: Console) -> None:
         table.add_row(Text(name, style), *(_cell(layer) for layer in layers), str(sum(flips)) if flips else "")
     console.print(table)
     console.print(Text(f"\n{verdict(parity)}", GOOD if parity.passed and parity.rung is Rung.CLEAR else WARN))
+
+
+def show_calls(checkpoint: Path, console: Console) -> bool:
+    """Print how the tool calls of a checkpoint's chat template are read; ``False`` if it writes some and none is."""
+    calls = call_support(checkpoint)
+    words = (
+        calls.problem
+        or f"tool calls are read as the chat template writes them ({calls.grammar and calls.grammar.name})"
+    )
+    console.print(Text(words, WARN if calls.problem else GOOD))
+    return not calls.is_lost
 
 
 def verdict(parity: Parity) -> str:

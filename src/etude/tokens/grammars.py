@@ -235,13 +235,13 @@ COHERE = Grammar(
 """``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}]<|END_ACTION|>``: Command R7B and later."""
 LISTED = Grammar(
     name="listed",
-    openings=("<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<function_call>", "<|function_call|>", "functools"),
+    openings=("<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<function_call>", "<|function_call|>"),
     again=("{",),
     between=(",", "]", "</tool_calls>", "</TOOLCALL>"),
-    form=JsonCall(listed=True, python=True),
+    form=JsonCall(listed=True),
 )
 """``<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>`` and kin: MiniMax M1, Apriel, Hunyuan, Nemotron v2,
-Granite 3, GigaChat 3.1, Phi-4.
+Granite 3, GigaChat 3.1.
 """
 INTERNLM = Grammar(
     name="internlm",

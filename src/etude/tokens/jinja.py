@@ -27,8 +27,9 @@ from tokenizers import AddedToken, Tokenizer
 from etude.clock import date_utc
 from etude.errors import DamagedError
 from etude.tokens.chat import JINJA_TEMPLATE, SPECIAL_TOKENS, ChatTemplate, described, read_tokenizer
+from etude.tokens.grammars import HERMES
 from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
-from etude.tokens.probes import CallSupport, find_grammar
+from etude.tokens.probes import SIMPLE, CallSupport, find_grammar
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.templates import Now, Template
 from etude.tokens.toolcalls import THINKING, ReplyMarks, thinking_of
@@ -62,6 +63,12 @@ def load_format(folder: Path, *, now: Now = today) -> ChatFormat:
     if is_ours and all(checkpoint.tokenizer.token_to_id(token) is not None for token in SPECIAL_TOKENS):
         return ChatTemplate(checkpoint.tokenizer)
     return JinjaFormat(checkpoint, now=now)
+
+
+def call_support(folder: Path) -> CallSupport:
+    """How the tool calls of a checkpoint folder are read. Raises like :func:`load_format`."""
+    chat = load_format(folder)
+    return chat.calls if isinstance(chat, JinjaFormat) else CallSupport(grammar=HERMES, rendered=(SIMPLE,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

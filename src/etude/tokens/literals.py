@@ -17,7 +17,7 @@ WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "fals
 SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[^\W\d][\w.\-$]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
-ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL)
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(00(?:0\d|10|0[a-fA-F])[0-9a-fA-F]{4})|(.))", re.DOTALL)
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 """What stands behind a backslash → what it means; quotes, slashes and backslashes mean themselves."""
 PLAIN = "\\'\"/"
@@ -142,6 +142,6 @@ def _is_escaped(text: str, start: int, at: int) -> bool:
 
 
 def _unescaped(match: "re.Match[str]") -> str:
-    if code := match[1] or match[2]:
+    if code := match[1] or match[2] or match[3]:
         return chr(int(code, 16))
-    return ESCAPED.get(match[3], match[3] if match[3] in PLAIN else match[0])
+    return ESCAPED.get(match[4], match[4] if match[4] in PLAIN else match[0])

@@ -107,6 +107,11 @@ class CallSupport:
         """Whether a simple call comes back as it was."""
         return SIMPLE in self.rendered and SIMPLE not in self.differing
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the template writes calls of which none is read."""
+        return bool(self.rendered) and self.grammar is None
+
     def is_worse(self, other: "CallSupport") -> bool:
         """Whether ``other`` reads more of what is rendered."""
         return len(self.rendered) - len(self.differing) < len(other.rendered) - len(other.differing)
