@@ -40,6 +40,7 @@ def _add_bench(commands: Commands) -> None:
         ("gateway", "calls per second and what each costs, beside LiteLLM's proxy and one that does nothing"),
         ("sandbox", "starting sandboxes, how many live, what they leave, beside bubblewrap, crun, podman and gVisor"),
         ("grading", "attacks on graders, and honest solutions: what is accepted"),
+        ("templates", "chat templates of llama.cpp, vLLM and TRL: whose tool calls are read back"),
         ("faults", "a thousand things that go wrong in short runs: what is lost, doubled or wrongly scored"),
     ):
         parsers[name] = benches.add_parser(name, help=text)
@@ -65,6 +66,7 @@ def _add_bench(commands: Commands) -> None:
     parsers["quantised"].add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
     parsers["summaries"].add_argument("--contestants", metavar="A,B,…", help="only these arms (default: all)")
     parsers["hints"].add_argument("--weight", type=float, default=0.1, help="of hints, beside reward (default: 0.1)")
+    parsers["templates"].add_argument("--from", type=Path, dest="folder", metavar="DIR", help="has the archives")
     faults = parsers["faults"]
     faults.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
     faults.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")
@@ -130,6 +132,10 @@ def _run_once(options: argparse.Namespace) -> Measured:
             from etude.benchmarks.grading import bench_grading, grading_options, table
 
             result = bench_grading(grading_options(names(options.contestants), quick=options.quick))
+        case "templates":
+            from etude.benchmarks.templates import bench_templates, table
+
+            result = bench_templates(options.folder)
         case "faults":
             from etude.benchmarks.faults import bench_faults, fault_options, table
 

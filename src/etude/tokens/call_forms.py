@@ -23,7 +23,7 @@ from functools import cache
 from typing import TypeAlias, final
 
 from etude.tokens.json_text import DECODER, read_object
-from etude.tokens.literals import GEMMA, NAME, PYTHON, spelt
+from etude.tokens.literals import GEMMA, NAME, NESTING_PYTHON, PYTHON, spelt
 from etude.tokens.messages import Tool
 from etude.tokens.toolcalls import JSON_SCOPE, PYTHON_SCOPE, ParsedCall, Scope
 from etude.types import Json
@@ -255,11 +255,14 @@ class PythonCall:
         name = NAME.match(text)
         if name is None or not text.startswith("(", name.end()):
             return None
-        try:
-            arguments = PYTHON.members(text, name.end() + 1, ")", "=")
-        except ValueError:
-            return None
-        return checked_call(name[0], arguments.json) if arguments.end == len(text) else None
+        for notation in (PYTHON, NESTING_PYTHON):
+            try:
+                arguments = notation.members(text, name.end() + 1, ")", "=")
+            except ValueError:
+                continue
+            if arguments.end == len(text):
+                return checked_call(name[0], arguments.json)
+        return None
 
 
 @final

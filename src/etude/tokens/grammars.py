@@ -235,13 +235,13 @@ COHERE = Grammar(
 """``<|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": {…}}]<|END_ACTION|>``: Command R7B and later."""
 LISTED = Grammar(
     name="listed",
-    openings=("<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<function_call>", "<|function_call|>"),
+    openings=("<tool_calls>", "<TOOLCALL>", "<|tool_call|>", "<function_call>"),
     again=("{",),
     between=(",", "]", "</tool_calls>", "</TOOLCALL>"),
     form=JsonCall(listed=True),
 )
 """``<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>`` and kin: MiniMax M1, Apriel, Hunyuan, Nemotron v2,
-Granite 3, GigaChat 3.1.
+Granite 3.
 """
 INTERNLM = Grammar(
     name="internlm",
@@ -252,11 +252,11 @@ INTERNLM = Grammar(
 """``<|action_start|><|plugin|>{"name": …, "arguments": {…}}<|action_end|>``: InternLM 2.5."""
 GIGACHAT = Grammar(
     name="gigachat",
-    openings=("<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>"),
+    openings=("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>", "function call<|role_sep|>"),
     between=("<|message_sep|>",),
     form=JsonCall(),
 )
-"""``function call<|role_sep|>{"name": …, "arguments": {…}}``: GigaChat 3."""
+"""``function call<|role_sep|>{"name": …, "arguments": {…}}``, later ``<|function_call|>{…}``: GigaChat 3."""
 LFM = Grammar(
     name="lfm",
     sign="<|tool_call_start|>",
@@ -298,13 +298,14 @@ PHI = Grammar(
 """``functools[{"name": …, "arguments": {…}}]``, or the objects alone: Phi-4 mini."""
 PYTHONIC = Grammar(
     name="pythonic",
+    openings=("<|python_start|>", "<function_calls>"),
     starts=("[",),
     again=IDENTIFIER,
-    between=(",", "]"),
+    between=(",", "]", "<|python_end|>", "</function_calls>"),
     first=True,
     form=PythonCall(),
 )
-"""``[name(key="text"), other(key=3)]`` and nothing else: Llama 3.2 and 4, ToolACE, Gemma 3."""
+"""``[name(key="text"), other(key=3)]`` and nothing else: Llama 3.2 and 4, Olmo 3, ToolACE, Gemma 3."""
 
 GRAMMARS = (
     *(KIMI, DEEPSEEK, SEED, QWEN_CODER, HERMES, MISTRAL, LLAMA, COHERE, LFM, FUNCTIONARY, GLM),

@@ -18,6 +18,8 @@ SPACE = re.compile(r"\s*")
 NAME = re.compile(r"[^\W\d][\w.\-$]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(00(?:0\d|10|0[a-fA-F])[0-9a-fA-F]{4})|(.))", re.DOTALL)
+BEHIND_VALUE = re.compile(r"\s*(?:[)\]}:]|\Z|,\s*(?:[\[{('\"\d-]|[^\W\d]\w*\s*[=,)\]}]))")
+"""What may follow a string: an end, a colon, or a comma and another value or name."""
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 """What stands behind a backslash → what it means; quotes, slashes and backslashes mean themselves."""
 PLAIN = "\\'\"/"
@@ -40,6 +42,8 @@ class Notation:
     quotes: tuple[str, ...]
     escapes: bool
     """Whether a backslash in a string says something."""
+    nested: bool = False
+    """Whether a string goes on behind a quote that nothing follows which may follow a value."""
 
     def whole(self, text: str) -> str:
         """The JSON of a text that is one value and nothing else."""
@@ -98,16 +102,23 @@ class Notation:
 
     def _string(self, text: str, at: int, quote: str) -> tuple[str, int]:
         end = text.find(quote, at)
-        while self.escapes and end >= 0 and _is_escaped(text, at, end):
+        while end >= 0 and self._is_inside(text, at, end, quote):
             end = text.find(quote, end + len(quote))
         if end < 0:
             raise ValueError(f"a string that begins at {at} has no end")
         string = text[at:end]
         return (ESCAPE.sub(_unescaped, string) if self.escapes else string), end + len(quote)
 
+    def _is_inside(self, text: str, start: int, at: int, quote: str) -> bool:
+        """Whether the quote at ``at`` belongs to the string."""
+        is_escaped = self.escapes and _is_escaped(text, start, at)
+        return is_escaped or (self.nested and BEHIND_VALUE.match(text, at + len(quote)) is None)
+
 
 PYTHON = Notation(("'", '"'), escapes=True)
 """Literals of Python and JSON."""
+NESTING_PYTHON = Notation(("'", '"'), escapes=True, nested=True)
+"""The same by models that forget to escape quotes: ``'sed -n '3,4p' f.py'``."""
 GEMMA = Notation(('<|"|>',), escapes=False)
 """Gemma 4's: a control token is the quote, so nothing needs an escape."""
 

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.chat_formats import make_jinja
 
+from chat_formats import make_jinja
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.grammars import GRAMMARS, HERMES, MISTRAL, PYTHONIC, QWEN_CODER
 from etude.tokens.messages import Message, Tool
@@ -358,3 +358,23 @@ def test_channels_around_text_say_nothing() -> None:
     message = read("harmony", text, step=1)
     assert (message.thinking, message.content) == ("Hm.", "Wait.")
     assert [call.arguments for call in message.tool_calls] == ['{"days": 1}']
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        (r"'it\'s'", "it's"),
+        ("'sed -n '3,4p' f.py'", "sed -n '3,4p' f.py"),
+        ('"a\\n\\x41\\U0001f642"', "a\nA🙂"),
+    ],
+)
+def test_python_strings_may_hold_quotes(command: str, value: str) -> None:
+    text = f"[probe_tool(city={command}, days=3), probe_tool()]"
+    message = read("pythonic", text, step=1)
+    assert [json.loads(call.arguments) for call in message.tool_calls] == [{"city": value, "days": 3}, {}]
+
+
+@pytest.mark.parametrize("broken", ["city='x", "city=f(1)", "city=07", "city=" + "[" * 500, "3", "city="])
+def test_what_is_no_literal_is_no_call(broken: str) -> None:
+    text = f"[probe_tool({broken})]"
+    assert read("pythonic", text, step=1) == Message(role="assistant", content=text)
