@@ -74,7 +74,7 @@ def evaluate(node: ast.expr, known: Known) -> Json:
         case ast.FormattedValue(value):
             return evaluate(value, known)
         case ast.Call(ast.Name(name), values, []) if isinstance(function := known.get(name), ast.Lambda):
-            given = [ast.Constant(str(evaluate(value, known))) for value in values]
+            given = [ast.parse(repr(evaluate(value, known)), mode="eval").body for value in values]
             names = [parameter.arg for parameter in function.args.args]
             return evaluate(function.body, {**known, **dict(zip(names, given, strict=False))})
         case ast.Call(ast.Attribute(ast.Name("json"), "dumps"), [value, *_]):
