@@ -38,8 +38,7 @@ def measure(spec: ModelSpec) -> dict[str, Json]:
     token_bytes = spec.layers * attention.key_heads * width * model.embedding.element_size()
     config = EngineConfig(max_running=BATCH, max_length=PROMPT_TOKENS + NEW_TOKENS, device="cuda")
     engine = NativeEngine(Weights(model, 0, ""), config, seed=0)
-    asyncio.run(_decode(engine, spec.vocab_size))  # captures and compiles
-    seconds = asyncio.run(_decode(engine, spec.vocab_size))
+    seconds = decode_seconds(engine, spec.vocab_size)
     cache_bytes = BATCH * token_bytes * (PROMPT_TOKENS + NEW_TOKENS // 2)
     achieved = NEW_TOKENS * (weight_bytes + cache_bytes) / seconds
     copied = _copy_bandwidth()
@@ -52,15 +51,22 @@ def measure(spec: ModelSpec) -> dict[str, Json]:
     }
 
 
-async def _decode(engine: NativeEngine, vocabulary: int) -> float:
-    """Seconds for one batch, reading its prompts included."""
-    source = random.Random(0)
-    params = SamplingParams(max_tokens=NEW_TOKENS)
-    prompts = [[source.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(BATCH)]
-    async with alongside(engine.run()):
-        started_s = time.perf_counter()
+def decode_seconds(engine: NativeEngine, vocabulary: int, *, batch: int = BATCH, new_tokens: int = NEW_TOKENS) -> float:
+    """Seconds for one batch, reading its prompts included; another one before it captures and compiles."""
+    source, params = random.Random(0), SamplingParams(max_tokens=new_tokens)
+
+    async def decode() -> None:
+        prompts = [[source.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
         await asyncio.gather(*(engine.generate(prompt, params, session=str(n)) for n, prompt in enumerate(prompts)))
-        return time.perf_counter() - started_s
+
+    async def measured() -> float:
+        async with alongside(engine.run()):
+            await decode()
+            started_s = time.perf_counter()
+            await decode()
+            return time.perf_counter() - started_s
+
+    return asyncio.run(measured())
 
 
 def _copy_bandwidth() -> float:

@@ -109,8 +109,11 @@ class VllmServer:
         return [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
 
     def environment(self, inherited: Mapping[str, str], package_folder: Path) -> dict[str, str]:
-        """The environment variables; ``package_folder`` holds étude's package and nothing else."""
-        variables = {name: value for name, value in inherited.items() if not name.startswith(("VLLM_", "PYTHON"))}
+        """The environment variables: its own, over what is inherited; Python's are not, they are of our environment.
+
+        ``package_folder`` holds étude's package and nothing else.
+        """
+        variables = {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
         variables |= {
             "PYTHONPATH": str(package_folder),
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are there in no other mode

@@ -119,7 +119,7 @@ class ResidentModel:
         self.model = serving_model(serving.spec, serving.numerics, serving.device)
         self._load = partial(load_published, self.model, config=serving.numerics)
         specs = [stored.spec for stored in pulled.state.values()]
-        self._weights = InPlaceWeights(dict(self.model.named_parameters()), self._load, specs)
+        self._weights = InPlaceWeights(self.model.state_dict(), self._load, specs)  # a router's correction, too
         self._load(to_tensors(pulled.state))
         self._behind: list[Changed] = []
 

@@ -26,9 +26,11 @@ from etude.engines.vllm_answers import Offer
 from etude.engines.vllm_process import VllmProcess, VllmServer, find_python
 from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE, load_spec
+from etude.models.spec import ModelSpec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
 from etude.run.following import next_arrival
+from etude.run.numerics import route_space
 from etude.run.serving import listening, tell_person
 from etude.run.weight_log import open_log
 from etude.sandboxes.scratch import Scratch
@@ -42,8 +44,10 @@ from etude.weights.state import State
 
 WATCH_S = 0.2
 """How often it is looked after the server."""
-START_S = 300.0
-"""How long a server may take to load a checkpoint; half a minute on two cores for a small one."""
+START_S = 1800.0
+"""How long a server may take to load a checkpoint and to compile; half a minute on two cores for a small one, many for
+a large one on a GPU. One that ends is noticed at once.
+"""
 
 
 async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
@@ -59,24 +63,14 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
         pulled = receiver.weights()
         memory = scratch.create(reader=None)
         writer = _Writer(folder.model / CONFIG_FILE, memory)
-        replays = config.numerics.replay != "off"
         with probe_port(0) as port:
             pass  # let go of it again: the server is to listen there
-        server = VllmServer(
-            python=python,
-            model=writer.write(pulled.state),
-            port=port,
-            device="cpu" if config.engine.device == "cpu" else "cuda",
-            dtype=config.numerics.dtype,
-            max_length=config.engine.max_length,
-            max_running=config.engine.max_running,
-            routes=replays,
-        )
+        server = server_of(config, spec, python=python, model=writer.write(pulled.state), port=port)
         process = VllmProcess(server, folder.logs)
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 exchange = Exchange("vLLM", process.base_url, http)
-                offer = Offer(sparse_layers=spec.sparse_layers if replays else ())
+                offer = Offer(sparse_layers=spec.sparse_layers if server.routes else ())
                 engine = VllmEngine(exchange, server.limits(), offer, memory)
                 await _start(process, engine, exchange, pulled)
                 follower = _Follower(log=log, receiver=receiver, engine=engine, writer=writer)
@@ -86,6 +80,20 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
                     tasks.create_task(_follow(follower, pulled.version, SwapMode(config.engine.swap), events))
         finally:
             process.stop()
+
+
+def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int) -> VllmServer:
+    """The server that a run asks for; it returns routes where the trainer replays any."""
+    return VllmServer(
+        python=python,
+        model=model,
+        port=port,
+        device="cpu" if config.engine.device == "cpu" else "cuda",
+        dtype=config.numerics.dtype,
+        max_length=config.engine.max_length,
+        max_running=config.engine.max_running,
+        routes=route_space(spec, config.numerics) is not None,
+    )
 
 
 async def _start(process: VllmProcess, engine: VllmEngine, exchange: Exchange, pulled: PulledWeights) -> None:

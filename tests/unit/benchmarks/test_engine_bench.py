@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from etude.benchmarks.engine import Cell, Row, bench_engine, native_goals, table
+from etude.benchmarks.engine_card import decode_seconds
 from etude.benchmarks.engine_contestants import Order, Setup
 from etude.benchmarks.engine_models import MODELS, MOE_20M, QUICK_MODEL, load_served, write_model
 from etude.benchmarks.engine_options import EngineOptions, engine_options
@@ -22,10 +23,12 @@ from etude.benchmarks.engine_worker import (
     tree_cpu_s,
     tree_peak_bytes,
 )
-from etude.config.inference import NumericsConfig
+from etude.config.inference import EngineConfig, NumericsConfig
+from etude.engines.native import NativeEngine, Weights
 from etude.engines.vllm_process import PYTHON_VARIABLE
 from etude.errors import InfrastructureError, UserError
 from etude.models.decoder import Decoder
+from etude.models.spec import TINY
 
 LOAD = Load(batch=3, prompt_tokens=5, new_tokens=2, temperature=1.0, vocabulary=50, seed=1)
 
@@ -146,3 +149,10 @@ def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_options_that_measure_nothing_are_refused(fault: dict[str, tuple[str, ...] | int]) -> None:
     with pytest.raises(UserError, match="bench engine"):
         EngineOptions(**fault)  # type: ignore[arg-type]  # that is the point
+
+
+def test_the_cards_measure_decodes_twice_with_one_engine() -> None:
+    model = Decoder(TINY).eval()
+    model.initialise(0)
+    engine = NativeEngine(Weights(model, 0, ""), EngineConfig(max_running=2, max_length=128), seed=0)
+    assert decode_seconds(engine, TINY.vocab_size, batch=2, new_tokens=3) > 0

@@ -152,11 +152,13 @@ def test_a_server_for_a_cpu_offers_neither_routes_nor_kept_sets() -> None:
             VllmServer(python=Path("python"), model=Path("model"), port=1, routes=routes, kept_sets=not routes)
 
 
-def test_the_environment_of_a_gpu_server_has_nothing_of_a_cpus() -> None:
+def test_the_environment_of_a_gpu_server_is_the_users_but_for_what_is_ours() -> None:
     server = VllmServer(python=Path("p"), model=Path("m"), port=1, device="cuda", routes=True, kept_sets=True)
-    variables = server.environment({"PYTHONHOME": "x", "VLLM_CPU_KVCACHE_SPACE": "9", "PATH": "/bin"}, Path("only"))
-    assert variables["PATH"] == "/bin" and variables["PYTHONPATH"] == "only"
+    theirs = {"PYTHONHOME": "x", "VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_SERVER_DEV_MODE": "0", "PATH": "/bin"}
+    variables = server.environment(theirs, Path("only"))
+    assert variables["PATH"] == "/bin" and variables["PYTHONPATH"] == "only" and "PYTHONHOME" not in variables
+    assert variables["VLLM_ATTENTION_BACKEND"] == "FLASHINFER" and variables["VLLM_SERVER_DEV_MODE"] == "1"
     assert variables["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert not any(name.startswith("VLLM_CPU") for name in variables) and "PYTHONHOME" not in variables
+    assert not any(name.startswith("VLLM_CPU") for name in variables)
     assert {"--enable-return-routed-experts", "--return-sampling-mask"} <= set(server.command())
     assert "--enforce-eager" not in server.command()

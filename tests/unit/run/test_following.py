@@ -13,7 +13,7 @@ from etude.engines.native import NativeEngine
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
-from etude.models.spec import TINY
+from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.engine import follow
 from etude.run.following import ResidentModel, Serving, WeightFollower
 from etude.run.numerics import published_state, training_model
@@ -37,26 +37,27 @@ def train(model: Decoder, share: float, seed: int) -> None:
     """Change about ``share`` of the weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            chosen = torch.rand(parameter.shape, generator=generator) < share
-            parameter.copy_(torch.where(chosen, parameter * 1.02 + 1e-3, parameter))
+        for weights in state_of(model).values():
+            chosen = torch.rand(weights.shape, generator=generator) < share
+            weights.copy_(torch.where(chosen, weights * 1.02 + 1e-3, weights))
 
 
-def serving(dtype: torch.dtype, *, spare: bool) -> Serving:
+def serving(dtype: torch.dtype, *, spare: bool, spec: ModelSpec = TINY) -> Serving:
     numerics = NumericsConfig(dtype="float32" if dtype is torch.float32 else "bfloat16")
-    return Serving(spec=TINY, numerics=numerics, device="cpu", spare=spare)
+    return Serving(spec=spec, numerics=numerics, device="cpu", spare=spare)
 
 
+@pytest.mark.parametrize("spec", [TINY, TINY_LATENT], ids=["grouped", "latent"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spare", [True, False])
-def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype) -> None:
-    trained = Decoder(TINY)
+def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype, spec: ModelSpec) -> None:
+    trained = Decoder(spec)
     trained.initialise(0)
     trained = trained.to(dtype)
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-        follower = WeightFollower(log, serving(dtype, spare=spare))
+        follower = WeightFollower(log, serving(dtype, spare=spare, spec=spec))
         engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
         for version, share in enumerate([SPARSE, SPARSE, DENSE, SPARSE, DENSE, DENSE, SPARSE, 0.0, SPARSE], start=1):
             train(trained, share, version)
