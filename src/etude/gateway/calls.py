@@ -13,7 +13,7 @@ from typing import Protocol
 
 from etude.errors import EtudeError
 from etude.protocols import Piece
-from etude.tokens.messages import Delta, Message, Tool
+from etude.tokens.messages import Delta, Message, TemplateKwargs, Tool
 from etude.types import Turn
 
 MODEL = "policy"
@@ -61,6 +61,8 @@ class Call:
     messages: tuple[Message, ...] = ()
     """Empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
+    template_kwargs: TemplateKwargs = field(default_factory=dict)
+    """Further variables of the chat template; as the tools, they are part of the history."""
     prompt: str | tuple[int, ...] | None = None
     """A raw prompt, as text or as token ids, with no chat template; ``None`` for a conversation."""
     previous: str | None = None

@@ -8,8 +8,8 @@ turns are kept by :mod:`etude.gateway.tapes`. Knows neither HTTP nor engines nor
                       + the new messages and the opening of the next reply     the only text that is tokenised
 
 Text that the model wrote is not tokenised again because it need not come back as the tokens that were sampled. A
-history that was edited or summarised continues from what is left of it or opens a new branch; the tools are part of the
-history, for they stand before it. :mod:`etude.gateway.tree` finds the reply.
+history that was edited or summarised continues from what is left of it or opens a new branch; the tools and the chat
+template's kwargs are part of the history, for they stand before it. :mod:`etude.gateway.tree` finds the reply.
 
 A conversation can be forked. The fork's first calls must be those that were answered before, in their order: a harness
 is gone through once more from its start, gets the recorded answers, and only what it asks behind them is sampled.
@@ -21,8 +21,10 @@ answer: it is answered by the turn that is recorded, so no reply that nobody saw
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
+import orjson
 
 from etude.errors import SessionLost
 from etude.gateway.calls import Answer, Call
@@ -47,7 +49,7 @@ class _Recorded:
     """An answer, and to what."""
 
     call: Call
-    """Without its messages, tools and prompt, which are in the tree and in the turns."""
+    """Without its messages, preamble and prompt, which are in the tree and in the turns."""
     end: Node | None
     """The last message of its conversation; ``None`` for a raw prompt."""
     answer: Answer
@@ -59,6 +61,14 @@ class _Recorded:
         """The answer as it was given."""
         indexed = enumerate(self.answer.replies, self.first_turn)
         return replace(self.answer, replies=tuple(replace(reply, turn=tapes[i].whole()) for i, reply in indexed))
+
+
+_Preamble: TypeAlias = tuple[tuple[Tool, ...], bytes]
+"""What stands before a conversation: the tools, and the chat template's kwargs as JSON."""
+
+
+def _preamble(call: Call) -> _Preamble:
+    return call.tools, orjson.dumps(dict(call.template_kwargs), option=orjson.OPT_SORT_KEYS)
 
 
 class Conversation:
@@ -73,7 +83,7 @@ class Conversation:
         """Whether no turn may follow."""
         self._format = chat_format
         self._tapes = Tapes() if tapes is None else tapes
-        self._trees: list[tuple[tuple[Tool, ...], Node]] = []  # one for each set of tools
+        self._trees: list[tuple[_Preamble, Node]] = []
         self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; as many as there are turns at most
         self._requests: dict[str, list[_Recorded]] = {}
         self._replays: deque[_Recorded] = deque()  # what a fork has to be asked once more, the next one first
@@ -95,8 +105,12 @@ class Conversation:
         messages = self._messages(call)
         if not messages:
             raise ValueError("there is nothing to answer: give messages or a prompt")
-        continued = self._continued(find(self._tree(call.tools), messages), messages, call.tools)
-        return continued or Prompt(token_ids=np.array(self._format.open(messages, call.tools), np.int32), reused=0)
+        continued = self._continued(find(self._tree(call), messages), messages, call)
+        if continued is not None:
+            return continued
+        return Prompt(
+            token_ids=np.array(self._format.open(messages, call.tools, call.template_kwargs), np.int32), reused=0
+        )
 
     def answered(self, request_id: str, call: Call) -> Answer | None:
         """What answered this very request before; ``None`` if nothing did, or if the id is empty."""
@@ -172,9 +186,9 @@ class Conversation:
         """
         forked = Conversation(session_id, self._format, self._tapes.copy())
         twins: dict[Node, Node] = {}
-        for tools, root in self._trees:
+        for preamble, root in self._trees:
             twins |= twins_of(root)
-            forked._trees.append((tools, twins[root]))
+            forked._trees.append((preamble, twins[root]))
         for answer_id, known in self._answers.items():
             forked._answers[answer_id] = replace(known, end=None if known.end is None else twins[known.end])
         forked._replays.extend(forked._answers.values())
@@ -194,11 +208,12 @@ class Conversation:
         own = 1 if call.instructed else 0
         return [*call.messages[:own], *earlier, recorded.answer.replies[0].message, *call.messages[own:]]
 
-    def _tree(self, tools: tuple[Tool, ...]) -> Node:
-        """What was said where these tools were offered; an empty tree that nobody keeps, if nothing was."""
-        return next((root for known, root in self._trees if known == tools), None) or new_root()
+    def _tree(self, call: Call) -> Node:
+        """What was said behind the preamble of a call; an empty tree that nobody keeps, if nothing was."""
+        preamble = _preamble(call)
+        return next((root for known, root in self._trees if known == preamble), None) or new_root()
 
-    def _continued(self, found: Found, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt | None:
+    def _continued(self, found: Found, messages: Sequence[Message], call: Call) -> Prompt | None:
         """The prompt behind the reply that was found; ``None`` without one, or if the template cannot be put there."""
         if found.reply is None or found.reply.turn is None:
             return None
@@ -206,7 +221,7 @@ class Conversation:
         # The reply as its caller has it: should it have new ids for the calls, those of the tools' output fit them.
         reply = messages[found.depth - 1]
         try:
-            ids = self._format.extend(reply, messages[found.depth :], tools)
+            ids = self._format.extend(reply, messages[found.depth :], call.tools, call.template_kwargs)
         except ValueError:
             return None  # to render all of it afresh is exact, too; if the messages are at fault, that will say so
         sampled = turn.said.completion_ids
@@ -233,9 +248,9 @@ class Conversation:
         """Where a call ends in the tree, what was not known put in; and which turn its prompt continues."""
         if call.prompt is not None:
             return None, self._tapes.longest_beginning(answer.replies[0].turn.prompt_ids)
-        root = self._tree(call.tools)
+        root = self._tree(call)
         if not root.children:
-            self._trees.append((call.tools, root))
+            self._trees.append((_preamble(call), root))
         messages = self._messages(call)
         found = find(root, messages)
         return insert(found, messages), None if found.reply is None else found.reply.turn
@@ -244,7 +259,7 @@ class Conversation:
         """The newest of the answers to a call that is equal to ``call`` but for how it wants to be answered."""
         try:
             ids = None if call.prompt is None else self._raw_ids(call.prompt)
-            ends = find(self._tree(call.tools), self._messages(call)).ends if ids is None else ()
+            ends = find(self._tree(call), self._messages(call)).ends if ids is None else ()
         except ValueError:
             return None  # it cannot have been answered
         for recorded in reversed(candidates):

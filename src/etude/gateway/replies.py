@@ -14,7 +14,7 @@ from typing import final
 import numpy as np
 
 from etude.errors import EngineUnavailable, VersionPending
-from etude.gateway.calls import Call, Ending, Refusal, Reply
+from etude.gateway.calls import Ending, Refusal, Reply
 from etude.gateway.jobs import Job
 from etude.gateway.line import Line
 from etude.gateway.pool import EnginePool, Want
@@ -103,14 +103,14 @@ class Replies:
                     job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job)
                 )
         self._sampled(job, len(completion.token_ids))
-        reader = self._reader(job.call)
+        reader = self._reader(job)
         reader.feed(completion.token_ids.tolist())
         reader.finish()
         return await self._finished(job, index, reader, completion)
 
     async def _parts(self, job: Job, index: int) -> AsyncGenerator[Spoken | Reply, None]:
         """One reply while it is sampled, then as a whole."""
-        reader, said, sampled, whole = self._reader(job.call), list[Piece](), 0, None
+        reader, said, sampled, whole = self._reader(job), list[Piece](), 0, None
         async with (
             self._line.place(job.caller.traffic, job.caller.deadline),
             aclosing(self._pieces(job, index)) as pieces,
@@ -182,8 +182,14 @@ class Replies:
         job.visit.first_token = job.visit.first_token or self._clock.now()
         job.visit.completion_tokens += tokens
 
-    def _reader(self, call: Call) -> ReplyReader:
-        return self._chat.reader(call.tools, stops=call.sampling.stops, single_call=call.single_call)
+    def _reader(self, job: Job) -> ReplyReader:
+        call = job.call
+        return self._chat.reader(
+            call.tools,
+            prompt_ids=job.prompt.token_ids,
+            stops=call.sampling.stops,
+            single_call=call.single_call,
+        )
 
 
 async def _next(parts: AsyncGenerator[Spoken | Reply, None]) -> Spoken | Reply:

@@ -22,7 +22,7 @@ from etude.gateway.replies import Parts, Replies
 from etude.gateway.serials import Serials
 from etude.gateway.tapes import SessionFull
 from etude.protocols import Piece, SamplingParams
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta
+from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, UnreadKwargs
 
 
 @final
@@ -141,6 +141,8 @@ def _prompt(conversation: Conversation, call: Call) -> Prompt:
         return conversation.prompt(call)
     except SessionFull as error:
         raise Refusal(400, "session_full", str(error)) from error
+    except UnreadKwargs as error:
+        raise Refusal(400, "invalid_request", str(error), param="chat_template_kwargs") from error
     except ValueError as error:
         raise Refusal(400, "invalid_request", str(error), param=_param(call)) from error
 

@@ -13,7 +13,7 @@ Does not own which tokens were sampled (:mod:`etude.gateway`) or any other model
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -21,12 +21,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.errors import DamagedError
 from etude.tokens.grammars import HERMES
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import NO_KWARGS, Message, TemplateKwargs, Tool, ToolCall, UnreadKwargs
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.toolcalls import ReplyMarks
 from etude.tokens.vocabulary import Spelling
 from etude.tokens.words import WordCache, word_splitter
-from etude.types import Json
+from etude.types import Json, TokenIds
 
 PAD, DOCUMENT, END = "<|pad|>", "<|doc|>", "<|end|>"
 ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
@@ -123,8 +123,14 @@ class ChatTemplate:
         """The text of ids, special tokens left out."""
         return self._spelling.decode(token_ids)
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The ids that a model continues to answer a conversation. Raises ``ValueError`` on an unknown role."""
+    def open(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
+        """The ids that a model continues to answer a conversation.
+
+        Raises ``ValueError`` on an unknown role, and on any ``kwargs``: this template reads none.
+        """
+        check_kwargs(kwargs, ())
         ids: list[int] = []
         if tools:
             listed = "".join(json.dumps(described(tool), ensure_ascii=False) + "\n" for tool in tools)
@@ -134,14 +140,25 @@ class ChatTemplate:
             ids += self.render_message(role, message.content + "".join(map(_call_text, message.tool_calls)))
         return ids + self.generation_prompt()
 
-    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def extend(
+        self,
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        kwargs: TemplateKwargs = NO_KWARGS,
+    ) -> list[int]:
         """The ids that follow a sampled reply behind its end token: rendering is compositional, so they are those of
         ``messages`` alone. Raises like :meth:`open`.
         """
-        return self.open(messages)
+        return self.open(messages, (), kwargs)
 
     def reader(
-        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt_ids: TokenIds = (),
+        stops: Sequence[str] = (),
+        single_call: bool = False,
     ) -> IncrementalReader:
         """Reads one reply; calls are looked for where there are ``tools``."""
         return IncrementalReader(self._spelling.stream(), MARKS, tools, stops=stops, single_call=single_call)
@@ -155,6 +172,15 @@ class ChatTemplate:
     def generation_prompt(self) -> list[int]:
         """The tokens that open an assistant turn."""
         return [self._roles["assistant"]]
+
+
+def check_kwargs(kwargs: TemplateKwargs, reads: Collection[str]) -> None:
+    """Raise :class:`~etude.tokens.messages.UnreadKwargs` with those that a template does not read, and what it does."""
+    if unread := sorted(kwargs.keys() - set(reads)):
+        known = f"it reads {', '.join(sorted(reads))}" if reads else "it reads none"
+        raise UnreadKwargs(
+            f"chat_template_kwargs: the model's chat template does not read {', '.join(unread)}; {known}"
+        )
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

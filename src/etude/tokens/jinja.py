@@ -25,27 +25,34 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 
 from etude.clock import date_utc
-from etude.errors import DamagedError
-from etude.tokens.chat import JINJA_TEMPLATE, SPECIAL_TOKENS, ChatTemplate, described, read_tokenizer
+from etude.errors import DamagedError, UserError
+from etude.tokens.chat import (
+    JINJA_TEMPLATE,
+    SPECIAL_TOKENS,
+    ChatTemplate,
+    check_kwargs,
+    described,
+    read_tokenizer,
+)
 from etude.tokens.grammars import HERMES
-from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
+from etude.tokens.messages import NO_KWARGS, ChatFormat, Message, TemplateKwargs, Tool, ToolCall, UnreadKwargs
 from etude.tokens.probes import SIMPLE, CallSupport, find_grammar
 from etude.tokens.reader import IncrementalReader
-from etude.tokens.templates import Now, Template
-from etude.tokens.toolcalls import THINKING, ReplyMarks, thinking_of
+from etude.tokens.templates import SPECIAL_ROLES, Now, Template
+from etude.tokens.toolcalls import THINKING, ReplyMarks, Thinking, thinking_of
 from etude.tokens.vocabulary import Guard, Spelling, stand_in
-from etude.types import Json
+from etude.types import Json, TokenIds, as_list
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates: for any conversation; for one with tools, where a checkpoint has it."""
-SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Fields of ``tokenizer_config.json`` that templates know as variables."""
 ROLES = ("system", "user", "assistant", "tool")
 """Who may speak; a template may know fewer."""
 PROBE_ID = "abcdefghi"
 """A call id that every template takes, Mistral's included."""
 PROBE_ARGUMENTS = '{"probe":1}'
 """JSON that no encoder spells like this by itself."""
+OPENING_TOKENS = 32
+"""The end of a prompt in which the opening of a thought is looked for: as text, with white space behind it."""
 
 
 def today() -> datetime:
@@ -53,16 +60,22 @@ def today() -> datetime:
     return datetime.fromisoformat(date_utc())
 
 
-def load_format(folder: Path, *, now: Now = today) -> ChatFormat:
+def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = today) -> ChatFormat:
     """The chat format of a checkpoint folder: the built-in one if étude made it, else that of its jinja template.
 
-    Raises :class:`~etude.errors.DamagedError` naming the file that is missing or wrong.
+    It is rendered with ``kwargs`` where a call gives no others of these names. Raises
+    :class:`~etude.errors.DamagedError` naming the file that is missing or wrong, and
+    :class:`~etude.errors.UserError` for ``kwargs`` that the template does not read.
     """
     checkpoint = read_checkpoint(folder)
     is_ours = checkpoint.templates.get(DEFAULT) == JINJA_TEMPLATE
-    if is_ours and all(checkpoint.tokenizer.token_to_id(token) is not None for token in SPECIAL_TOKENS):
-        return ChatTemplate(checkpoint.tokenizer)
-    return JinjaFormat(checkpoint, now=now)
+    is_ours = is_ours and all(checkpoint.tokenizer.token_to_id(token) is not None for token in SPECIAL_TOKENS)
+    jinja = None if is_ours else JinjaFormat(checkpoint, kwargs, now=now)
+    try:
+        check_kwargs(kwargs, jinja.reads if jinja else ())
+    except UnreadKwargs as error:
+        raise UserError(f"{folder}: {error}") from error
+    return jinja or ChatTemplate(checkpoint.tokenizer)
 
 
 def call_support(folder: Path) -> CallSupport:
@@ -162,8 +175,9 @@ class _Style:
 class JinjaFormat:
     """A tokenizer and a jinja template; implements :class:`~etude.tokens.messages.ChatFormat`."""
 
-    def __init__(self, checkpoint: Checkpoint, *, now: Now = today) -> None:
+    def __init__(self, checkpoint: Checkpoint, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = today) -> None:
         self._tokenizer = checkpoint.tokenizer
+        self._kwargs = kwargs
         self._added = {token.content: index for index, token in _added_tokens(checkpoint.tokenizer)}
         self._guard = Guard(checkpoint.tokenizer, _controls(checkpoint))
         self._mark = stand_in()
@@ -175,6 +189,8 @@ class JinjaFormat:
         self._default = styles[DEFAULT]
         self._tool_use = styles.get(TOOL_USE, self._default)
         ends = [self._added[style.turn_end] for style in styles.values() if style.turn_end is not None]
+        self.reads = frozenset[str]().union(*(style.template.reads for style in styles.values()))
+        """The variables that a caller may set."""
         self._stop_ids = tuple(dict.fromkeys([*ends, *checkpoint.stop_ids]))
         if not self._stop_ids:
             raise DamagedError("nothing ends a reply: set eos_token in tokenizer_config.json")
@@ -184,6 +200,7 @@ class JinjaFormat:
         thoughts += [mark for item in marks if item.grammar for mark in item.grammar.framing]
         calls = [mark for item in marks if item.grammar for mark in item.grammar.marks]
         self._spelling = Spelling(checkpoint.tokenizer).respelt(dict.fromkeys(self._stop_ids, ""))
+        self._written = self._spelling.respelt({index: text for text, index in self._added.items()})
         self._thoughtful = self._spelling.respelt(self._spelt(thoughts))
         self._calling = self._thoughtful.respelt(self._spelt(calls))
 
@@ -210,13 +227,23 @@ class JinjaFormat:
         """The text of ids, without special tokens."""
         return self._spelling.decode(token_ids)
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """The ids that a model continues to answer a conversation. Raises ``ValueError`` with the template's words."""
-        style = self._style(tools)
-        conversation = self._fields(style, messages, {})
-        return self._guard.encode(style.template.render(conversation, self._tools(tools), opening=True))
+    def open(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
+        """The ids that a model continues to answer a conversation.
 
-    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        Raises ``ValueError`` with the template's words, and for ``kwargs`` that it does not read.
+        """
+        style = self._style(tools)
+        return self._guard.encode(self._render(style, self._fields(style, messages, {}), tools, kwargs))
+
+    def extend(
+        self,
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        kwargs: TemplateKwargs = NO_KWARGS,
+    ) -> list[int]:
         """The ids that follow a sampled reply behind its stop id.
 
         A template renders whole conversations only, so one is made up that ends like the real one: some user, an
@@ -235,7 +262,7 @@ class JinjaFormat:
             Message(role="assistant", content=text, tool_calls=tuple(calls)),
         ]
         conversation = self._fields(style, [*before, *messages], names)
-        rendered = style.template.render(conversation, self._tools(tools), opening=True)
+        rendered = self._render(style, conversation, tools, kwargs)
         at = rendered.rfind(self._mark)
         if at < 0:
             raise ValueError("the model's chat template leaves out what the assistant said: no turn can follow it")
@@ -249,18 +276,42 @@ class JinjaFormat:
         return ids[next(index for index, token_id in enumerate(ids) if token_id in self._stop_ids) + 1 :]
 
     def reader(
-        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt_ids: TokenIds = (),
+        stops: Sequence[str] = (),
+        single_call: bool = False,
     ) -> IncrementalReader:
         """Reads one reply; calls are looked for where there are ``tools``, in the checkpoint's own grammar."""
-        style = self._style(tools)
+        marks = self._style(tools).marks
         spelling = self._calling if tools else self._thoughtful
-        return IncrementalReader(spelling.stream(), style.marks, tools, stops=stops, single_call=single_call)
+        if marks.thinking is not None:
+            marks = replace(marks, starts_thinking=self._opens_thought(marks.thinking, prompt_ids))
+        return IncrementalReader(spelling.stream(), marks, tools, stops=stops, single_call=single_call)
+
+    def _opens_thought(self, thinking: Thinking, prompt_ids: TokenIds) -> bool:
+        """Whether a prompt ends with the opening of a thought and white space.
+
+        Where the opening is a token, that token counts: text that spells it is not.
+        """
+        tail = as_list(prompt_ids[-OPENING_TOKENS:])
+        opening_id = self._added.get(thinking.opening)
+        if opening_id is None:
+            return self._written.decode(tail).rstrip().endswith(thinking.opening)
+        last = next((token_id for token_id in reversed(tail) if self._written.decode([token_id]).strip()), None)
+        return last == opening_id
 
     def _style(self, tools: Sequence[Tool]) -> _Style:
         return self._tool_use if tools else self._default
 
-    def _tools(self, tools: Sequence[Tool]) -> list[Json]:
-        return [self._guard.hide_all(described(tool)) for tool in tools]
+    def _render(
+        self, style: _Style, conversation: Sequence[Json], tools: Sequence[Tool], kwargs: TemplateKwargs
+    ) -> str:
+        """What a template makes of a conversation whose texts are hidden, up to the opening of the next reply."""
+        check_kwargs(kwargs, self.reads)
+        hidden = {name: self._guard.hide_all(value) for name, value in {**self._kwargs, **kwargs}.items()}
+        return style.template.render(conversation, _tool_fields(tools, self._guard), hidden, opening=True)
 
     def _fields(self, style: _Style, messages: Sequence[Message], names: Mapping[str, str]) -> list[Json]:
         """The messages as templates know them. ``names`` are those of calls by id; a tool's message has its tool's."""
@@ -294,7 +345,6 @@ class JinjaFormat:
         """Find out by rendering what a template does."""
         thinking = thinking_of(template.source)
         user: Json = {"role": "user", "content": "."}
-        prompt = _rendered(template, [user], opening=True)
         said = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
         _, found, behind = said.partition(self._mark)
         call = ToolCall(call_id=PROBE_ID, name="probe", arguments=PROBE_ARGUMENTS)
@@ -312,17 +362,14 @@ class JinjaFormat:
             if not (spelt := find_grammar(partial(self._try, as_text), template.source, thinking)).is_worse(calls):
                 style, calls = as_text, spelt  # keeps the spelling of the model
         thinking = thinking or (calls.grammar.thinking if calls.grammar else None)
-        marks = ReplyMarks(
-            grammar=calls.grammar,
-            thinking=thinking,
-            starts_thinking=thinking is not None and prompt.rstrip().endswith(thinking.opening),
-        )
-        return replace(style, marks=marks, calls=calls)
+        return replace(style, marks=ReplyMarks(grammar=calls.grammar, thinking=thinking), calls=calls)
 
     def _try(self, style: _Style, messages: Sequence[Message], tools: Sequence[Tool], opening: bool) -> str:
         """The text of a probe; empty if the template does not take it."""
         try:
-            return style.template.render(self._fields(style, messages, {}), self._tools(tools), opening=opening)
+            return style.template.render(
+                self._fields(style, messages, {}), _tool_fields(tools, self._guard), opening=opening
+            )
         except ValueError:
             return ""
 
@@ -340,6 +387,11 @@ def _controls(checkpoint: Checkpoint) -> dict[str, int]:
         for index, token in _added_tokens(checkpoint.tokenizer)
         if token.special or token.content in thoughts or (token.content.strip() and token.content in sources)
     }
+
+
+def _tool_fields(tools: Sequence[Tool], guard: Guard) -> list[Json]:
+    """Tools as the OpenAI API has them, their texts hidden."""
+    return [guard.hide_all(described(tool)) for tool in tools]
 
 
 def _call_fields(call: ToolCall, *, as_text: bool) -> dict[str, Json]:

@@ -6,12 +6,21 @@ business, how in tokens is a :class:`ChatFormat`'s.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, Protocol, TypeAlias
 
-from etude.types import Json
+from etude.types import Json, TokenIds
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 """Who speaks."""
+
+TemplateKwargs: TypeAlias = Mapping[str, Json]
+"""Further variables that a chat template is rendered with (``chat_template_kwargs``), e.g. ``enable_thinking``."""
+NO_KWARGS: TemplateKwargs = MappingProxyType({})
+
+
+class UnreadKwargs(ValueError):
+    """Template kwargs that a chat template does not read: they would have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,14 +139,23 @@ class ChatFormat(Protocol):
         """The text of ids, without special tokens."""
         ...
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def open(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
         """The ids that a model continues to answer a whole conversation.
 
-        Raises ``ValueError`` for a conversation that the template does not take, e.g. an unknown role.
+        Raises ``ValueError`` for a conversation that the template does not take, e.g. an unknown role, and
+        :class:`UnreadKwargs`.
         """
         ...
 
-    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def extend(
+        self,
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        kwargs: TemplateKwargs = NO_KWARGS,
+    ) -> list[int]:
         """The ids that follow a sampled ``reply`` behind its stop id: ``messages``, and the opening of the next reply.
 
         Sampled ids + stop id (if it was cut) + these are the next prompt; no text before them is looked at, so it
@@ -146,7 +164,15 @@ class ChatFormat(Protocol):
         ...
 
     def reader(
-        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt_ids: TokenIds = (),
+        stops: Sequence[str] = (),
+        single_call: bool = False,
     ) -> ReplyReader:
-        """Reads one reply. ``stops`` end it; with ``single_call`` its first complete tool call does, too."""
+        """Reads one reply, which begins inside a thought if ``prompt_ids``, what it continues, end with its opening.
+
+        ``stops`` end it; with ``single_call`` its first complete tool call does, too.
+        """
         ...

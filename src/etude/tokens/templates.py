@@ -1,25 +1,45 @@
 """One jinja chat template, compiled and rendered the way Hugging Face's checkpoints expect it.
 
 Owns the environment: settings, filters and globals as ``apply_chat_template`` has them, in jinja's sandbox, for a
-template is code from a download. Text in, text out; tokens are :mod:`etude.tokens.jinja`'s business.
+template is code from a download. It may read what it is given and nothing else, and one rendering has a budget of
+steps: a template that loops ends with an error instead of holding up whoever renders. Text in, text out; tokens are
+:mod:`etude.tokens.jinja`'s business.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from typing import TypeAlias
+from typing import Any, TypeAlias, final
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from etude.errors import DamagedError
+from etude.tokens.messages import NO_KWARGS, TemplateKwargs
 from etude.types import Json
 
 Now: TypeAlias = Callable[[], datetime]
 """Says what day it is; asked once per rendering."""
 
+MAX_STEPS = 2_000_000
+"""Steps of one rendering: one for each item that a loop takes or a range is made of. A second or two; a template that
+compares each message with each other gets there at a thousand messages.
+"""
+STEP_CHARACTERS, STEP_ITEMS = 256, 16
+"""So much of a text or a list that an operator makes counts as one step."""
+CALL_STEPS = 20
+"""A call takes as long as so many items of a loop."""
+MAX_BITS = 4096
+"""Of a whole number that a template computes: the product of larger ones takes time beyond any count of steps."""
+SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Fields of ``tokenizer_config.json`` that templates know as variables."""
+GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
+"""What a template is given with each conversation: nobody may set it by name."""
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a template may raise, on purpose or by a conversation it did not expect."""
 
@@ -35,32 +55,135 @@ class Template:
         """What it was compiled from."""
         self._variables = dict(variables)
         self._now = now
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment = _Environment()
         try:
+            reads = _variables_of(environment.parse(source))
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise DamagedError(f"the chat template does not compile: {error}") from error
+        self.reads = reads - GIVEN - environment.globals.keys()
+        """The further variables that it looks at, e.g. ``enable_thinking``: what a caller may set."""
 
-    def render(self, messages: Sequence[Json], tools: Sequence[Json] = (), *, opening: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Json],
+        tools: Sequence[Json] = (),
+        kwargs: TemplateKwargs = NO_KWARGS,
+        *,
+        opening: bool,
+    ) -> str:
         """The text of a conversation; with ``opening`` also of the beginning of the next reply.
 
-        Raises ``ValueError`` with the template's own words for a conversation that it does not take.
+        ``kwargs`` are further variables, out of :attr:`reads`. Raises ``ValueError`` with the template's own words for
+        a conversation that it does not take, and where it takes more than ``MAX_STEPS``.
         """
+        steps = _steps.set(MAX_STEPS)
         try:
             return self._template.render(
-                **self._variables,
-                messages=list(messages),
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=opening,
-                strftime_now=self._now().strftime,
+                {"documents": None}
+                | dict(kwargs)
+                | self._variables
+                | {
+                    "messages": list(messages),
+                    "tools": list(tools) or None,
+                    "add_generation_prompt": opening,
+                    "strftime_now": self._now().strftime,
+                }
             )
         except FAULTS as error:
             raise ValueError(f"the model's chat template does not take this conversation: {error}") from error
+        finally:
+            _steps.reset(steps)
+
+
+def _variables_of(tree: nodes.Template) -> frozenset[str]:
+    """What a template takes from outside: what it looks up and does not set, or asks about before it does."""
+    names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+    asked = {
+        node.node.name
+        for node in tree.find_all((nodes.Test, nodes.Filter))
+        if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
+    }
+    return frozenset(meta.find_undeclared_variables(tree)) - (names - asked)
+
+
+_steps: ContextVar[int] = ContextVar("steps", default=MAX_STEPS)
+"""How many steps the rendering in progress may still take."""
+
+
+def _spend(steps: int) -> None:
+    left = _steps.get() - steps
+    if left < 0:
+        raise TemplateError(f"it takes more than {MAX_STEPS:,} steps: it loops, or the conversation is too long for it")
+    _steps.set(left)
+
+
+class _Generator(CodeGenerator):
+    """Has loops and ``~`` go through the environment, whatever they run over."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        """A loop over counted items."""
+        assert isinstance(node.iter, nodes.Expr)
+        node.iter = self._through("counted", node.iter)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja's name
+        """Texts put together."""
+        self.visit(self._through("joined", nodes.List(node.nodes, lineno=node.lineno)), frame)
+
+    def _through(self, method: str, argument: nodes.Expr) -> nodes.Call:
+        call = nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None, lineno=argument.lineno)
+        call.set_environment(self.environment)
+        return call
+
+
+@final
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja as ``apply_chat_template`` sets it up, but that whatever repeats or grows is counted."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        self.filters["tojson"] = _to_json
+        self.globals["raise_exception"] = _raise
+        self.globals["range"] = _range
+        del self.globals["lipsum"]  # makes up text, without end if it is told to
+
+    def counted(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        """The items of a loop, one step each."""
+        for item in iterable:
+            _spend(1)
+            yield item
+
+    def joined(self, parts: Iterable[Any]) -> str:
+        """What ``~`` makes."""
+        texts = [str(part) for part in parts]
+        _spend(sum(map(len, texts)) // STEP_CHARACTERS)
+        return "".join(texts)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja has it
+        """Count a call, which may be a macro's of itself."""
+        _spend(CALL_STEPS)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Count what an operator makes by its size, before it is made."""
+        _spend(_size(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Steps that the result of an operator counts as. Raises ``TemplateError`` for a number that is too large."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TemplateError(f"it computes a number of more than {MAX_BITS} bits")
+        return 0
+    sides = [side for side in (left, right) if isinstance(side, str | list | tuple)]
+    times = max([0, *(side for side in (left, right) if isinstance(side, int))]) if operator == "*" else 1
+    return sum(times * len(side) // (STEP_CHARACTERS if isinstance(side, str) else STEP_ITEMS) for side in sides)
 
 
 class _Generation(Extension):
@@ -82,6 +205,13 @@ def _to_json(
 ) -> str:
     """JSON as it is; jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _range(*bounds: int) -> range:
+    """Python's, counted when it is made: filters take its items without a loop."""
+    numbers = range(*bounds)
+    _spend(len(numbers))
+    return numbers
 
 
 def _raise(message: str) -> None:

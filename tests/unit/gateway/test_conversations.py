@@ -12,8 +12,8 @@ from etude.errors import SessionLost
 from etude.gateway.calls import Answer, Call, Ending, Reply, Sampling
 from etude.gateway.conversations import Conversation
 from etude.gateway.tapes import SessionFull, Tapes
-from etude.tokens.messages import Message, ReplyReader, Tool, ToolCall
-from etude.types import Finish, Ids, Turn
+from etude.tokens.messages import NO_KWARGS, Message, ReplyReader, TemplateKwargs, Tool, ToolCall
+from etude.types import Finish, Ids, Json, TokenIds, Turn
 
 END, ALSO_END, FIRST_LETTER = 0, 1, 8
 ROLES = {"system": 2, "user": 3, "assistant": 4, "tool": 5}
@@ -32,20 +32,33 @@ class LetterFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token - FIRST_LETTER) for token in token_ids if token >= FIRST_LETTER)
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def open(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
         if messages[0].role == "tool":
             raise ValueError("a conversation cannot begin with a tool's output")
         offered = [token for tool in tools for token in (TOOL, *self.encode(tool.name), END)]
-        return offered + self._rendered(messages)
+        return offered + self.encode("".join(kwargs)) + self._rendered(messages)
 
-    def extend(self, reply: Message, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def extend(
+        self,
+        reply: Message,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        kwargs: TemplateKwargs = NO_KWARGS,
+    ) -> list[int]:
         assert reply.role == "assistant", "it stands behind a reply"
         if any(message.role == "system" for message in messages):
             raise ValueError("system messages come first")
         return self._rendered(messages)
 
     def reader(
-        self, tools: Sequence[Tool] = (), *, stops: Sequence[str] = (), single_call: bool = False
+        self,
+        tools: Sequence[Tool] = (),
+        *,
+        prompt_ids: TokenIds = (),
+        stops: Sequence[str] = (),
+        single_call: bool = False,
     ) -> ReplyReader:
         raise NotImplementedError("conversations read no reply")
 
@@ -165,6 +178,26 @@ def test_other_tools_are_another_history() -> None:
         asked, [Tool(name="read"), Tool(name="edit")]
     )
     assert ids_for(conversation, *asked) == FORMAT.open(asked)
+
+
+def test_other_kwargs_of_the_template_are_another_history() -> None:
+    conversation, question = new_conversation(), user("go")
+    thinks = replace(call_of(question), template_kwargs={"thinking": True, "effort": [1]})
+    known, reply = play(conversation, thinks, [9, END])
+    asked = (question, reply, user("on"))
+    goes_on = conversation.prompt(replace(thinks, messages=asked))
+    assert goes_on.reused == len(known) and goes_on.token_ids[: len(known)].tolist() == known
+    assert conversation.prompt(
+        replace(thinks, messages=asked, template_kwargs={"effort": [1], "thinking": True})
+    ).reused
+    unlike: list[dict[str, Json]] = [{}, {"thinking": 1, "effort": [1]}, {"thinking": True}]
+    for others in unlike:
+        prompt = conversation.prompt(replace(thinks, messages=asked, template_kwargs=others))
+        assert prompt.reused == 0 and prompt.token_ids.tolist() == FORMAT.open(asked, (), others)
+        assert conversation.last_answer(replace(thinks, template_kwargs=others)) is None
+    assert conversation.last_answer(thinks) is not None
+    forked = conversation.fork("f")
+    assert forked.replayed(thinks) is not None and forked.prompt(replace(thinks, messages=asked)).reused == len(known)
 
 
 def test_what_clients_change_on_the_way_back_does_not_break_a_branch() -> None:

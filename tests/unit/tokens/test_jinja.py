@@ -306,7 +306,7 @@ def test_thoughts_opened_by_the_prompt_are_read_as_thoughts(tmp_path: Path) -> N
     source = (TEMPLATES / "qwen.jinja").read_text().replace("'<|im_start|>assistant\\n' }}{%- endif %}\n", opened)
     folder = save(tmp_path, "qwen")
     (folder / "chat_template.jinja").write_text(source)
-    reader = load(folder).reader()
+    reader = load(folder).reader(prompt_ids=load(folder).open([HELLO]))
     reader.feed(load(folder)._tokenizer.encode("hm\n</think>\n\nYes").ids)
     reader.finish()
     assert reader.message() == Message(role="assistant", thinking="hm", content="Yes")

@@ -48,3 +48,41 @@ def test_variables_and_the_opening_are_known() -> None:
 def test_a_source_that_is_no_template_is_damage() -> None:
     with pytest.raises(DamagedError, match="does not compile"):
         Template("{% if %}", {}, lambda: NOON)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) if false %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+        "{% for i in range(9999) %}{{ range(9999) | sum }}{% endfor %}",
+        "{{ 'a' * 9999999999 }}",
+        "{{ [0] * 9999999999 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ range(999999999999) | list }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(source: str) -> None:
+    template = Template(source, {}, lambda: NOON)
+    with pytest.raises(ValueError, match=r"more than (2,000,000 steps: it loops|4096 bits)|recursion depth"):
+        template.render([], opening=True)
+
+
+def test_counted_loops_and_operators_are_jinjas() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index ~ '/' ~ loop.length ~ m * 2 + '!' }}{{ ',' if not loop.last }}{% else %}"
+        "none{% endfor %} {% for k, v in {'a': 1}.items() %}{{ k ~ v }}{% endfor %} {{ 2 ** 3 * 2 + 1 }} {{ 2 * 'x' }}"
+    )
+    assert Template(source, {}, lambda: NOON).render(["a", "b"], opening=True) == "1/2aa!,2/2bb! a1 17 xx"
+    assert Template(source, {}, lambda: NOON).render([], opening=True) == "none a1 17 xx"
+
+
+def test_what_a_template_reads_is_what_it_does_not_set() -> None:
+    source = (
+        "{% if thinking is not defined %}{% set thinking = false %}{% endif %}{{ effort | default('low') }}{{ name }}"
+        "{% for message in messages %}{% if x %}{% set text = message %}{% endif %}{{ text ~ bos_token }}{% endfor %}"
+        "{% macro show(y) %}{{ y ~ tools ~ range(2) }}{% endmacro %}{{ show(1) ~ strftime_now ~ raise_exception }}"
+    )
+    template = Template(source, {}, lambda: NOON)
+    assert template.reads == {"thinking", "effort", "name", "x"}
+    assert template.render([], (), {"thinking": True, "effort": "high", "name": "n"}, opening=True).startswith("highn1")

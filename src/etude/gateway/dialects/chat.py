@@ -8,6 +8,7 @@ Decisions that a reader of OpenAI's reference may miss there:
 * A tool's ``strict`` is accepted: SDKs set it by default, and the schema reaches the model either way. Nothing here
   constrains what is sampled, so arguments may break the schema, as without it, and a harness has to check them.
   ``tool_choice`` ``required`` or one tool's name would change what a harness does next; they are refused.
+* ``chat_template_kwargs`` are what the model's template reads, as in vLLM; others are refused once that is known.
 * ``reasoning_effort`` and ``verbosity`` are accepted as the hints they are; no model here has such settings.
 * ``developer`` is another word for ``system``.
 """
@@ -45,7 +46,7 @@ HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_
 CHAT_FIELDS = (
     UNDERSTOOD
     | INFORMATIVE
-    | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"}
+    | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
     | HINTS
 )
 """Fields of a body that are read, or tolerated."""
@@ -60,7 +61,6 @@ CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
         "service_tier": ("auto", "default"),
         "functions": ([],),
         "function_call": ("none",),
-        "chat_template_kwargs": ({},),
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
     }
@@ -121,6 +121,7 @@ def parse(body: bytes) -> ChatAsked:
     call = Call(
         messages=_read_messages(fields),
         tools=read_tools(fields, _read_tool),
+        template_kwargs=fields.document("chat_template_kwargs"),
         sampling=read_sampling(fields, _read_max_tokens(fields)),
         stream=fields.flag("stream"),
         single_call=not fields.flag("parallel_tool_calls", default=True),
@@ -252,6 +253,7 @@ SCHEMA = record(
     tools=nullable(listed(TOOL_SCHEMA)),
     tool_choice=nullable(word("auto", "none")),
     parallel_tool_calls=nullable(FLAG),
+    chat_template_kwargs=nullable(OBJECT),
     max_tokens=nullable(whole(1, MAX_WHOLE)),
     max_completion_tokens=nullable(whole(1, MAX_WHOLE)),
     logprobs=nullable(FLAG),

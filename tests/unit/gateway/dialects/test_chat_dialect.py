@@ -183,6 +183,7 @@ def test_both_names_of_the_allowance_are_read() -> None:
         ({"presence_penalty": 0.5}, "unsupported_parameter", "presence_penalty"),
         ({"priority": 1}, "unsupported_parameter", "priority"),
         ({"min_p": 0.1}, "unsupported_parameter", "min_p"),
+        ({"chat_template_kwargs": [1]}, "invalid_request", "chat_template_kwargs"),
         ({"store": True}, "unsupported_parameter", "store"),
         ({"web_search_options": {}}, "unsupported_parameter", "web_search_options"),
         ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options"),
