@@ -158,8 +158,8 @@ def _run(options: argparse.Namespace) -> int:
         from etude.run.local import default_out
         from etude.run.readiness import check_ready
 
-        for doubt in check_ready(config):
-            print(f"warning: {doubt}", file=sys.stderr)
+        for warning in check_ready(config):
+            print(f"warning: {warning}", file=sys.stderr)
         folder = RunFolder.create(options.out or default_out(config), config)
     from etude.dashboard.terminal import final_table
     from etude.run.local import run_local
@@ -268,6 +268,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     from etude.run import doctor
     from etude.run.folder import RunFolder
+    from etude.run.readiness import about_template
 
     console = Console()
     if not options.parity:
@@ -279,5 +280,9 @@ def _doctor(options: argparse.Namespace) -> int:
         folder = RunFolder.open(options.run, writes=False)
         parity = doctor.parity_of_run(folder, load_recipe(folder.config_file, options.set))
     doctor.show_parity(parity, console)
-    reads_calls = options.model is None or doctor.show_calls(options.model, console)
+    if options.model is None:
+        return 0 if parity.passed else USER_ERROR
+    reads_calls = doctor.show_calls(options.model, console)
+    for line in about_template(options.model):
+        console.print(line)
     return 0 if parity.passed and reads_calls else USER_ERROR

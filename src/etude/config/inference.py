@@ -126,6 +126,10 @@ class GatewayConfig(Section):
     """Tokens that one session holds, each branch of its conversation counted once: calls beyond are refused, which ends
     the rollout. At most 6 bytes each and what their text takes; sampled ones take 12 more.
     """
+    chat_template_kwargs: dict[str, str | bool | int | float] = Field(default={})
+    """Variables of the model's chat template that hold unless a call sets them, e.g. ``enable_thinking = false``; the
+    phases before RL render with them, too. Which ones there are is the template's to say: others are refused.
+    """
     keys: str = ""
     """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
     access_log: bool = False

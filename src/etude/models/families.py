@@ -1,8 +1,9 @@
 """Model families: what Hugging Face's ``config.json`` says of a model, as a spec and back.
 
 Read: ``qwen3``, ``qwen3_moe``, ``qwen2``, ``llama``, ``mistral``, ``deepseek_v3``, ``kimi_k2``, as transformers 4 and 5
-write them. A value that would change the computation and is not supported is refused by name, never ignored. Written:
-the family whose model computes the same, so ``mistral`` comes back as ``llama`` and ``kimi_k2`` as ``deepseek_v3``.
+write them. A value that would change the computation and is not supported is refused by name, never ignored; a key that
+is absent is what transformers takes it for in that family, or refused. Written: the family whose model computes the
+same, so ``mistral`` comes back as ``llama`` and ``kimi_k2`` as ``deepseek_v3``.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,9 +91,11 @@ class Fields:
             raise DamagedError(f"{self.origin}: {name} is {value!r:.80}, expected {kind.__name__}")
         return value
 
-    def optional(self, name: str, kind: type[T]) -> T | None:
-        """A value that may be absent or null."""
-        return None if self._values.get(name) is None else self.read(name, kind)
+    def optional(self, name: str, kind: type[T], absent: T | None = None) -> T | None:
+        """A value that may be null, or ``absent``."""
+        if name not in self._values:
+            return absent
+        return None if self._values[name] is None else self.read(name, kind)
 
     def items(self, name: str) -> list[Json]:
         """A list that may be absent or null."""
@@ -108,9 +111,11 @@ class Fields:
             raise DamagedError(f"{self.origin}: {name} is {value!r:.80}, expected an object")
         return value
 
-    def expect(self, name: str, value: Json, *, fix: str) -> None:
-        """Refuse any other value than this one; absent or null will do, too."""
-        found = self._values.get(name)
+    def expect(self, name: str, value: Json, *, fix: str, absent: Json = None) -> None:
+        """Refuse any other value than this one; null will do, too, and so will a key that is not there unless it stands
+        for another value, ``absent``.
+        """
+        found = self._values.get(name, absent)
         if found is not None and found != value:
             raise UserError(f"{self.origin}: {name} {found!r:.80} is not supported: {fix}")
 
@@ -142,12 +147,23 @@ def _model(
     )
 
 
-def _grouped(fields: Fields, *, bias: bool, output_bias: bool, normed: bool) -> GroupedSpec:
+def _grouped(
+    fields: Fields,
+    *,
+    bias: bool,
+    output_bias: bool,
+    normed: bool,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+) -> GroupedSpec:
+    """``kv_heads`` and ``head_dim`` where a ``config.json`` has no such keys; null is one for each head, all together
+    as wide as the model.
+    """
     heads = fields.read("num_attention_heads", int)
     return GroupedSpec(
         heads=heads,
-        kv_heads=fields.read("num_key_value_heads", int, heads),
-        head_dim=fields.read("head_dim", int, fields.read("hidden_size", int) // heads),
+        kv_heads=fields.optional("num_key_value_heads", int, kv_heads) or heads,
+        head_dim=fields.optional("head_dim", int, head_dim) or fields.read("hidden_size", int) // heads,
         bias=bias,
         output_bias=output_bias,
         normed=normed,
@@ -161,17 +177,18 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _mistral(fields: Fields) -> ModelSpec:
-    fields.expect("sliding_window", None, fix="set it to null if contexts fit into the window")
-    return _model(fields, _grouped(fields, bias=False, output_bias=False, normed=False), _rope(fields))
+    fields.expect("sliding_window", None, absent=4096, fix="set it to null if contexts fit into the window")
+    return _model(fields, _grouped(fields, bias=False, output_bias=False, normed=False, kv_heads=8), _rope(fields))
 
 
 def _qwen2(fields: Fields) -> ModelSpec:
-    return _model(fields, _grouped(fields, bias=True, output_bias=False, normed=False), _rope(fields))
+    return _model(fields, _grouped(fields, bias=True, output_bias=False, normed=False, kv_heads=32), _rope(fields))
 
 
 def _qwen3(fields: Fields) -> ModelSpec:
     bias = fields.read("attention_bias", bool, False)
-    return _model(fields, _grouped(fields, bias=bias, output_bias=bias, normed=True), _rope(fields))
+    attention = _grouped(fields, bias=bias, output_bias=bias, normed=True, kv_heads=32, head_dim=128)
+    return _model(fields, attention, _rope(fields))
 
 
 def _qwen3_moe(fields: Fields) -> ModelSpec:
@@ -181,7 +198,7 @@ def _qwen3_moe(fields: Fields) -> ModelSpec:
     layers = range(fields.read("num_hidden_layers", int))
     return _model(
         fields,
-        _grouped(fields, bias=bias, output_bias=bias, normed=True),
+        _grouped(fields, bias=bias, output_bias=bias, normed=True, kv_heads=4),
         _rope(fields),
         ExpertsSpec(
             count=fields.optional("num_experts", int) or fields.read("num_local_experts", int),
@@ -204,23 +221,23 @@ def _deepseek_v3(fields: Fields) -> ModelSpec:
         count=fields.optional("n_routed_experts", int) or fields.read("num_local_experts", int),
         per_token=fields.read("num_experts_per_tok", int),
         size=size,
-        shared_size=size * fields.read("n_shared_experts", int, 0),
+        shared_size=size * fields.read("n_shared_experts", int, 1),
         scoring="sigmoid",
         normalise=fields.read("norm_topk_prob", bool, True),
-        groups=fields.read("n_group", int, 1),
-        top_groups=fields.read("topk_group", int, 1),
-        scale=fields.read("routed_scaling_factor", float, 1.0),
+        groups=fields.read("n_group", int, 8),
+        top_groups=fields.read("topk_group", int, 4),
+        scale=fields.read("routed_scaling_factor", float, 2.5),
     )
     attention = LatentSpec(
         heads=fields.read("num_attention_heads", int),
-        q_rank=fields.optional("q_lora_rank", int),
+        q_rank=fields.optional("q_lora_rank", int, 1536),
         kv_rank=fields.read("kv_lora_rank", int),
         nope_dim=fields.read("qk_nope_head_dim", int),
         rope_dim=fields.read("qk_rope_head_dim", int),
         value_dim=fields.read("v_head_dim", int),
         sharpness=rope.latent_sharpness,
     )
-    layers, dense = fields.read("num_hidden_layers", int), fields.read("first_k_dense_replace", int, 0)
+    layers, dense = fields.read("num_hidden_layers", int), fields.read("first_k_dense_replace", int, 3)
     return _model(fields, attention, rope, experts, tuple(range(dense, layers)))
 
 

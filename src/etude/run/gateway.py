@@ -86,7 +86,7 @@ async def _serve_run(folder: RunFolder) -> None:
     secret = folder.admin_key()
     admin = Key(key_id="run", digest=digest_of(secret), scope=Scope.ADMIN, created=date_utc(), label="this run")
     plan = Plan(
-        chat=load_format(folder.model),
+        chat=load_format(folder.model, config.gateway.chat_template_kwargs),
         max_length=config.engine.max_length,
         recorder=Recorder(Payloads(folder.payloads), _replayed_routes(folder, config)),
         engines=(EngineEntry(name="engine", url=folder.endpoints.url("engine")),),
@@ -122,7 +122,7 @@ async def _serve_alone(told: Alone) -> None:
         made = new_secret(Scope.PRODUCTION)
     keys = () if made is None else (_first_key(made),)
     plan = Plan(
-        chat=load_format(told.model),
+        chat=load_format(told.model, config.chat_template_kwargs),
         max_length=longest_context(told.model),
         recorder=Recorder(None if told.payloads is None else Payloads(told.payloads)),
         engines=tuple(entry_of(engine) for engine in told.engines),

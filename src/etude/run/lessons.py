@@ -40,7 +40,8 @@ class CoursePlan:
         """That of a run; ``None`` where it has no hints. Raises as :func:`reminders_of` does."""
         if not config.hints.weight:
             return None
-        return cls(config, load_spec(folder.model), reminders_of(load_format(folder.model)))
+        chat = load_format(folder.model, config.gateway.chat_template_kwargs)
+        return cls(config, load_spec(folder.model), reminders_of(chat))
 
     def course(self, groups: Sequence[Group], *, shares: int) -> Course:
         """The lessons of a batch, whether its groups have a signal or not, dealt out evenly.

@@ -101,7 +101,7 @@ class PhaseProcess:
         self._origin = self._lineage.origin(phase, self._config)
         if self._origin == self._lineage.model("start"):
             place(self._origin, lambda target: make_start(target, self._config))
-        self._chat = load_format(self._origin)
+        self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
         self._model = read_model(self._origin)
         self._parent = digest_of(self._model)
         prepare(self._model, self._config)

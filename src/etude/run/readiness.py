@@ -9,27 +9,37 @@ from pathlib import Path
 from etude.config.recipe import RunConfig
 from etude.config.tasks import OF_FOLDER
 from etude.errors import ConfigError, UserError
-from etude.run.decisions import check_devices
+from etude.run.decisions import check_devices, resolve_device
 from etude.run.endpoints import probe_ports
 from etude.run.families import open_family
 from etude.run.rollouts import harness_mounts
-from etude.tokens.jinja import call_support
+from etude.tokens.jinja import call_support, load_format
+from etude.tokens.messages import NO_KWARGS, TemplateKwargs
+from etude.tokens.rerendering import rendered_differently
 
 
-def check_ready(config: RunConfig) -> tuple[str, ...]:
-    """What may go wrong with a new run, in sentences for people.
+def check_ready(config: RunConfig) -> list[str]:
+    """What whoever starts a run should know of it, a line each.
 
-    Raises :class:`~etude.errors.UserError` for a device, folder or port that it would not have, and for tool calls of
-    which it could not read any.
+    Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for template
+    kwargs that the model's chat template does not read, and for tool calls of which it could not read any.
     """
     check_devices(config)
-    checkpoint = Path(config.model.checkpoint)
-    if config.model.checkpoint and not (checkpoint / "config.json").is_file():
+    advice = about_numerics(config)
+    if config.model.checkpoint:
+        checkpoint = Path(config.model.checkpoint)
+        if not (checkpoint / "config.json").is_file():
+            raise ConfigError(
+                f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there, as {Path.cwd()} "
+                f"has no {checkpoint / 'config.json'}"
+            )
+        advice += about_template(checkpoint, config.gateway.chat_template_kwargs)
+        advice += about_calls(config) if config.harness.kind == "command" else []
+    elif config.gateway.chat_template_kwargs:
         raise ConfigError(
-            f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there, as {Path.cwd()} has no "
-            f"{checkpoint / 'config.json'}"
+            "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
+            "reads none"
         )
-    doubts = _check_calls(config) if config.model.checkpoint and config.harness.kind == "command" else ()
     harness_mounts(config.harness.mounts)
     if config.tasks.family in OF_FOLDER:
         try:
@@ -37,10 +47,10 @@ def check_ready(config: RunConfig) -> tuple[str, ...]:
         except UserError as error:
             raise ConfigError(f"tasks.folder: {error}") from error
     probe_ports(config)
-    return doubts
+    return advice
 
 
-def _check_calls(config: RunConfig) -> tuple[str, ...]:
+def about_calls(config: RunConfig) -> list[str]:
     """Read back what the checkpoint's chat template makes of tool calls: agents other than ours may live by them."""
     calls = call_support(Path(config.model.checkpoint))
     problem = f"model.checkpoint = {config.model.checkpoint!r}: {calls.problem}"
@@ -49,4 +59,29 @@ def _check_calls(config: RunConfig) -> tuple[str, ...]:
             f"{problem}, and the agent of harness.command would be graded without them. Give the checkpoint a "
             "chat_template.jinja that writes calls in a form of docs/models.md, or none for an agent that needs none"
         )
-    return (problem,) if calls.problem else ()
+    return [problem] if calls.problem else []
+
+
+def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list[str]:
+    """Where what is trained differs from what another server would show the model: a line, or none.
+
+    Raises as :func:`~etude.tokens.jinja.load_format`.
+    """
+    differences = rendered_differently(load_format(checkpoint, kwargs))
+    if not differences:
+        return []
+    return [
+        f"trained is what the gateway renders; a server that renders each call afresh shows this model another "
+        f"context: {', '.join(differences)} (docs/models.md, Serving what was trained)"
+    ]
+
+
+def about_numerics(config: RunConfig) -> list[str]:
+    """A line where the numbers of a GPU are far from what it is made for."""
+    devices = {resolve_device(config.engine.device), resolve_device(config.trainer.device)}
+    if "cuda" not in devices or config.numerics.dtype != "float32":
+        return []
+    return [
+        "numerics.dtype = 'float32' on a GPU: no flash attention, no graphs, experts one by one, twice the memory; "
+        "'bfloat16' is what it is made for"
+    ]

@@ -66,7 +66,7 @@ class RolloutReader:
         self._folder = folder
         self._config = folder.config()
         self._archive = archive
-        chat = load_format(folder.model)
+        chat = load_format(folder.model, self._config.gateway.chat_template_kwargs)
         self._decode = decoder(chat)
         self._read_turns = turn_reader(chat)
         self._tokenizer = read_tokenizer(folder.model)

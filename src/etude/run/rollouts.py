@@ -310,7 +310,7 @@ async def _rig(
         worlds, grader, harness = await _stage(stack, folder, config, http)
         memory = Memory(folder.path, seat)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
-        chat = load_format(folder.model)
+        chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         watch = CheatWatch(
             decode=decoder(chat),
             policy=policy_of(config.cheating),

@@ -115,6 +115,11 @@ class ChatTemplate:
         """Number of token ids."""
         return self._tokenizer.get_vocab_size()
 
+    @property
+    def thinks(self) -> bool:
+        """There are no thoughts."""
+        return False
+
     def encode(self, text: str) -> list[int]:
         """Plain text to ids, with nothing added."""
         return self._words.encode(text)

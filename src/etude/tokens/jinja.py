@@ -219,6 +219,11 @@ class JinjaFormat:
         """Number of token ids."""
         return self._tokenizer.get_vocab_size()
 
+    @property
+    def thinks(self) -> bool:
+        """Whether a template knows marks of thoughts."""
+        return any(style.marks.thinking is not None for style in (self._default, self._tool_use))
+
     def encode(self, text: str) -> list[int]:
         """Plain text to ids, nothing added; text that spells a control token is text."""
         return self._guard.encode_plain(text)

@@ -131,6 +131,11 @@ class ChatFormat(Protocol):
         """Number of token ids."""
         ...
 
+    @property
+    def thinks(self) -> bool:
+        """Whether there are thoughts in replies."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Plain text to ids, nothing added; text that spells a special token is text."""
         ...

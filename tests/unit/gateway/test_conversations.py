@@ -25,6 +25,7 @@ class LetterFormat:
 
     stop_ids = (END, ALSO_END)
     vocab_size = 0x11_0000 + FIRST_LETTER
+    thinks = False
 
     def encode(self, text: str) -> list[int]:
         return [FIRST_LETTER + ord(letter) for letter in text]

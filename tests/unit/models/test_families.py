@@ -21,6 +21,8 @@ from etude.models.spec import (
 )
 from etude.types import Json
 
+transformers = pytest.importorskip("transformers")
+
 SCALINGS = [
     None,
     LinearScaling(factor=4.0),
@@ -170,3 +172,70 @@ def test_every_family_is_documented() -> None:
     from etude.models import families
 
     assert all(f"``{family}``" in families.__doc__ for family in FAMILIES)
+
+
+SMALL: dict[str, dict[str, Json]] = {
+    "grouped": {"num_key_value_heads": 2, "head_dim": 24},
+    "qwen3_moe": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 28,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_interleave": False,
+    },
+}
+"""Values that no family has by default, for what it has beside the others."""
+
+
+def small_config(family: str) -> tuple[dict[str, Json], type]:
+    """Every key that transformers has for a family, few with its default; and the class that knows the defaults."""
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING["deepseek_v3" if family == "kimi_k2" else family]
+    defaults = known().to_dict()
+    own = SMALL.get(known.model_type, {}) | (SMALL["grouped"] if known.model_type != "deepseek_v3" else {})
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "rms_norm_eps": 1e-5}
+    shape |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    given = {
+        "attention_bias": True,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    kept = {"attention_bias"} if known.model_type == "deepseek_v3" else set()
+    config = known(**own, **shape, **{key: given[key] for key in (given.keys() & defaults.keys()) - kept}).to_dict()
+    config.pop("layer_types", None)  # it has the length of another key, and says nothing without windows
+    return config | {"model_type": family}, known
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_key_that_is_absent_is_what_the_family_takes_it_for_or_refused(family: str) -> None:
+    config, known = small_config(family)
+    assert spec_of(config, origin="config.json").vocab_size == 96
+    refused = []
+    for key in config.keys() - {"model_type"}:
+        rest = {name: value for name, value in config.items() if name != key}
+        default = known(**{name: value for name, value in rest.items() if name != "model_type"}).to_dict().get(key)
+        try:
+            found = spec_of(rest, origin="config.json")
+        except (DamagedError, UserError):
+            refused.append(key)
+            continue
+        assert found == spec_of(rest | {key: default}, origin="config.json"), f"{family}: {key}"
+    assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(refused)
+    assert ("sliding_window" in refused) is (family == "mistral")

@@ -1,0 +1,52 @@
+"""Where a server that renders every call afresh shows a model something else than it was trained on.
+
+    trained       prompt, sampled ids, what is new; thoughts and all            ``open``, ``extend``, ``extend``, …
+    afresh        the template over all messages, as other servers render them  ``open``
+
+Found out by rendering conversations whose words are known, so any chat format will do. Owns what is compared;
+docs/models.md says what to do about it.
+"""
+
+from collections.abc import Sequence
+
+from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
+
+ASKED, THOUGHT = "zq1", "zq2"
+"""Words that no template would say by itself."""
+TOOL = Tool(name="probe", description=".", parameters={"type": "object", "properties": {}})
+USER, NEXT = Message(role="user", content=ASKED), Message(role="user", content=".")
+ANSWER = Message(role="assistant", content=".", thinking=THOUGHT)
+CALL = Message(
+    role="assistant", thinking=THOUGHT, tool_calls=(ToolCall(call_id="abcdefghi", name="probe", arguments="{}"),)
+)
+RESULT = Message(role="tool", content=".", tool_call_id="abcdefghi")
+
+
+def rendered_differently(chat: ChatFormat) -> list[str]:
+    """What differs, each in some words; nothing for a format that other servers render as étude does."""
+    places: dict[str, list[str]] = {}
+    for place, conversation in (
+        ("at the next user's message", [USER, ANSWER, NEXT]),
+        ("at a tool's result", [USER, CALL, RESULT]),
+        ("at a second tool's result", [USER, CALL, RESULT, CALL, RESULT]),
+    ):
+        try:
+            differences = _differences(chat, conversation)
+        except ValueError:
+            continue  # the template does not take it: no server shows it to the model
+        for what in differences:
+            places.setdefault(what, []).append(place)
+    return [f"{what} {' and '.join(there[:2])}" for what, there in places.items()]
+
+
+def _differences(chat: ChatFormat, conversation: Sequence[Message]) -> list[str]:
+    opened, whole = chat.open(conversation[:1], [TOOL]), chat.open(conversation, [TOOL])
+    behind = chat.extend(conversation[-2], conversation[-1:], [TOOL])
+    start, _, _ = chat.decode(opened).partition(ASKED)
+    text = chat.decode(whole)
+    checks = {
+        "earlier thoughts are left out": chat.thinks and THOUGHT not in text,
+        "what stands before the first message changes": not text.startswith(start + ASKED),
+        "other tokens stand behind the reply": whole[-len(behind) :] != behind,
+    }
+    return [what for what, differs in checks.items() if differs]
