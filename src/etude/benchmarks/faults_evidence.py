@@ -25,7 +25,6 @@ from etude.config.recipe import RunConfig
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import load_spec
-from etude.run.decisions import decide
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
 from etude.run.muster import optimisation_of
@@ -105,7 +104,7 @@ def read_weights(folder: RunFolder) -> Weights:
 
 def lineage_digest(folder: RunFolder) -> str:
     """What the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` if there is none."""
-    config = decide(folder.config())
+    config = folder.config()
     spec = load_spec(folder.model)
     model = training_model(spec, config.numerics, "cpu")
     optimisation = optimisation_of(model, config)

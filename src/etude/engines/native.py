@@ -210,10 +210,12 @@ class NativeEngine:
         calls = [self._calls[work.request] for work in plan if work.samples]
         if not calls:
             return
+        if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
+            hidden_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
         if routes_NLk is not None:
-            for call, routes in zip(calls, as_routes(routes_NLk[last]), strict=True):
+            for call, routes in zip(calls, as_routes(routes_NLk), strict=True):
                 call.routes.append(routes)
-        self._draw(calls, model.logits(hidden_NH[last]))
+        self._draw(calls, model.logits(hidden_NH))
 
     def _draw(self, calls: Sequence[_Call], logits_RV: Tensor) -> None:
         """Draw the next token of each call and complete those that ended."""

@@ -198,7 +198,8 @@ def _attend(q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, rea
 def _allowed(kept: Kept, logits_NV: Tensor) -> Tensor:
     """[N,V] bool: what may be drawn."""
     counts_N = kept.offsets_N1.diff()
-    rows = torch.repeat_interleave(torch.arange(len(counts_N), device=counts_N.device), counts_N)
+    rows = torch.arange(len(counts_N), device=counts_N.device)
+    rows = torch.repeat_interleave(rows, counts_N, output_size=len(kept.token_ids))  # without it a GPU waits to count
     allowed_NV = (counts_N == 0).unsqueeze(1).expand(logits_NV.shape).clone()
     allowed_NV[rows, kept.token_ids] = True
     return allowed_NV

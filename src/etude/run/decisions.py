@@ -1,39 +1,51 @@
-"""What ``auto`` stands for on this machine, decided once for all processes of a run.
+"""What ``auto`` stands for, resolved once, as a run's folder is made: its ``run.toml`` says it to all processes.
 
-Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. Knows
-no model and loads torch only to look for a GPU.
+Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. The
+devices that a recipe names decide; only where it says ``auto`` does the machine that starts the run. Knows no model and
+loads torch only to look at a GPU.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from etude.config.inference import NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
+
+GPU_FILES = ("nvidia*", "kfd", "dxg")
+"""Of drivers, in ``/dev``: a machine without any has no GPU that torch could find."""
+Role: TypeAlias = Literal["trainer", "engine"]
+"""A section that names a device."""
 
 
 def resolve_device(name: str) -> str:
     """The device that ``auto`` stands for on this machine."""
     if name != "auto":
         return name
-    import torch  # much of a small process's memory: only where somebody has to look
+    if not any(file for pattern in GPU_FILES for file in Path("/dev").glob(pattern)):
+        return "cpu"
+    import torch  # much of a small process's memory: only where there is something to look at
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check_devices(config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a device that a recipe names and this machine does not have."""
-    for section, device in (("trainer", config.trainer.device), ("engine", config.engine.device)):
-        if device == "cuda" and resolve_device("auto") != "cuda":
+def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine")) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a device that ``roles`` have and this machine has not."""
+    devices = {"trainer": config.trainer.device, "engine": config.engine.device}
+    for role in roles:
+        if devices[role] == "cuda" and resolve_device("auto") != "cuda":
             import torch
 
             raise ConfigError(
-                f"{section}.device = 'cuda', but torch {torch.__version__} finds no CUDA device: `etude doctor` says "
-                f"what this machine has; set 'cpu' or 'auto'"
+                f"{role}.device = 'cuda', but torch {torch.__version__} finds no CUDA device: `etude doctor` says "
+                f"what this machine has; set 'cpu' or 'auto' in a recipe; a run that has begun keeps the device in its "
+                f"run.toml, so its {role} belongs on a machine that has one"
             )
 
 
-def decide(config: RunConfig) -> RunConfig:
-    """The configuration with its devices, its arithmetic and its replay named.
+def resolve(config: RunConfig) -> RunConfig:
+    """The configuration with its devices, its arithmetic and its replay named; one that names them stays as it is.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """

@@ -14,7 +14,6 @@ from etude.config.recipe import RunConfig
 from etude.engines.native import NativeEngine
 from etude.engines.server import engine_app
 from etude.models.checkpoint import load_spec
-from etude.run.decisions import decide
 from etude.run.folder import RunFolder
 from etude.run.following import Serving, WeightFollower
 from etude.run.serving import listening, run_until_signal, tell_person
@@ -84,7 +83,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
 
 def run_engine(folder: RunFolder) -> None:
     """Serve until told to stop."""
-    config = decide(folder.config())
+    config = folder.config()
     if config.engine.kind == "vllm":
         run_until_signal(serve_vllm(folder, config))
         return

@@ -22,6 +22,7 @@ from etude.config.loading import dump_toml, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.places import place_of_run
+from etude.run.decisions import resolve
 from etude.run.endpoints import Endpoints
 
 LEDGER_URL = "ledger.url"
@@ -36,9 +37,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
-        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says.
+        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says. What is ``auto`` there is
+        resolved here and now.
 
-        Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write.
+        Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
+        :func:`~etude.run.decisions.resolve` does.
         """
         folder = cls(path)
         if folder.config_file.exists():
@@ -53,7 +56,7 @@ class RunFolder:
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
                 (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
-            folder.config_file.write_text(dump_toml(config), encoding="utf-8")
+            folder.config_file.write_text(dump_toml(resolve(config)), encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
@@ -74,8 +77,8 @@ class RunFolder:
         return folder
 
     def config(self) -> RunConfig:
-        """The resolved recipe."""
-        return load_recipe(self.config_file)
+        """The resolved recipe: what was ``auto`` is named in it, so that every process reads the same."""
+        return resolve(load_recipe(self.config_file))
 
     @property
     def config_file(self) -> Path:

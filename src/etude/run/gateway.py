@@ -30,7 +30,6 @@ from etude.gateway.recorder import Recorder
 from etude.gateway.sessions import SessionLimits
 from etude.gateway.standing import EngineEntry, HealthLimits
 from etude.ledger.payloads import Payloads
-from etude.run.decisions import decide
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
 from etude.run.gateway_parts import Plan, Running, running
@@ -82,7 +81,7 @@ def run_alone(told: Alone) -> None:
 
 
 async def _serve_run(folder: RunFolder) -> None:
-    config = decide(folder.config())
+    config = folder.config()
     secret = folder.admin_key()
     admin = Key(key_id="run", digest=digest_of(secret), scope=Scope.ADMIN, created=date_utc(), label="this run")
     plan = Plan(

@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
+from etude.run.decisions import Role, check_devices
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
@@ -18,16 +20,29 @@ NICENESS = {"serve": 10, "train": 5}
 its callers wait for a core computes small, wasteful batches.
 """
 
+DEVICES: Mapping[str, Role] = {
+    "midtrain": "trainer",
+    "sft": "trainer",
+    "train": "trainer",
+    "parity": "engine",
+    "serve": "engine",
+}
+"""Whose device a process computes on."""
+
 
 def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop.
 
-    ``seat`` tells rollouts processes of one run apart, which may be as many as there is room for.
+    ``seat`` tells rollouts processes of one run apart, which may be as many as there is room for. Raises
+    :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.
     """
+    config = folder.config()
+    if name in DEVICES:
+        check_devices(config, (DEVICES[name],))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     die_with_parent()
     rank = os.environ.get("RANK")
-    ranks = folder.config().parallel.world if name == "train" else 1
+    ranks = config.parallel.world if name == "train" else 1
     if ranks > 1 and rank is None:
         _become_ranks(ranks, folder)
     os.nice(NICENESS.get(name, 0))

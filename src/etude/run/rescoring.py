@@ -14,7 +14,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import EtudeError
 from etude.models.checkpoint import load_spec
 from etude.models.experts import Routing
-from etude.run.decisions import decide
+from etude.run.decisions import check_devices
 from etude.run.folder import RunFolder
 from etude.run.numerics import load_published, training_model
 from etude.run.states import to_tensors
@@ -35,7 +35,7 @@ class Rescoring:
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
-        config = decide(config)
+        check_devices(config, ("trainer",))
         self._numerics = config.numerics
         self._log = open_log(folder)
         self._model = training_model(load_spec(folder.model), self._numerics, config.trainer.device)

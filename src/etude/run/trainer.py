@@ -28,7 +28,6 @@ from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.parts import mean_parts
-from etude.run.decisions import decide
 from etude.run.folder import RunFolder
 from etude.run.lessons import CoursePlan
 from etude.run.locks import holder
@@ -77,7 +76,7 @@ class TrainerProcess:
 
     def __init__(self, folder: RunFolder, events: EventLog, ledger: Ledger, grid: Grid | None) -> None:
         self._folder = folder
-        self.config: RunConfig = decide(folder.config())
+        self.config: RunConfig = folder.config()
         self._ledger = ledger
         self._events = events
         self._log = open_log(folder)
@@ -345,7 +344,7 @@ def _check_routes(turn: Turn, space: RouteSpace, checked: dict[int, int], where:
 
 def run_trainer(folder: RunFolder) -> None:
     """Run the trainer until the recipe's last step, as one of its ranks."""
-    config = decide(folder.config())
+    config = folder.config()
     with joined(config.parallel, config.trainer.device) as grid:
         if grid is None or grid.rank == 0:
             lead(folder, grid)

@@ -7,6 +7,7 @@ import pytest
 
 from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import RunFolderError
+from etude.run.decisions import resolve
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 
@@ -14,7 +15,7 @@ from etude.run.locks import exclusive
 def test_it_remembers_its_recipe_and_keeps_its_secrets(tmp_path: Path) -> None:
     config = RunConfig(seed=5)
     folder = RunFolder.create(tmp_path / "run", config)
-    assert RunFolder.open(tmp_path / "run").config() == config
+    assert RunFolder.open(tmp_path / "run").config() == resolve(config)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder.path / "admin.key").stat().st_mode) == 0o600
     assert len(folder.admin_key()) >= 32

@@ -8,7 +8,7 @@ from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
-from etude.run.decisions import decide
+from etude.run.decisions import resolve
 from etude.run.vllm import server_of
 
 ROUTES = "--enable-return-routed-experts"
@@ -17,7 +17,7 @@ ROUTES = "--enable-return-routed-experts"
 @pytest.mark.parametrize(("spec", "device", "routed"), [(TINY, "cuda", True), (TINY_DENSE, "cuda", False)])
 def test_only_a_model_with_experts_is_asked_for_routes(spec: ModelSpec, device: str, routed: bool) -> None:
     engine = EngineConfig(kind="vllm", device="cuda", max_length=128)
-    config = decide(RunConfig(engine=engine, trainer=TrainerConfig(device="cuda")))
+    config = resolve(RunConfig(engine=engine, trainer=TrainerConfig(device="cuda")))
     server = server_of(config, spec, python=Path("python"), model=Path("model"), port=1)
     assert server.device == device and server.max_length == 128
     assert (ROUTES in server.command()) is routed

@@ -8,7 +8,7 @@ from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.decisions import decide
+from etude.run.decisions import resolve
 from etude.trainer.parallel import clip_gradients, joined, whole_model
 
 
@@ -47,7 +47,7 @@ def test_another_number_of_processes_is_refused() -> None:
 
 def test_several_ranks_compute_with_torchs_kernels() -> None:
     several = {"parallel": {"dp": 2}, "trainer": {"device": "cpu"}, "engine": {"device": "cpu"}}
-    numerics = decide(parse_config(several, source="test")).numerics
+    numerics = resolve(parse_config(several, source="test")).numerics
     assert (numerics.arithmetic, numerics.replay) == ("fast", "completion")
     with pytest.raises(ConfigError, match="'invariant' is for one trainer process"):
-        decide(parse_config(several | {"numerics": {"arithmetic": "invariant"}}, source="test"))
+        resolve(parse_config(several | {"numerics": {"arithmetic": "invariant"}}, source="test"))
