@@ -37,6 +37,7 @@ NESTING = 4
 
 BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "src/etude/gateway/app.py": "the last resort of a server: the caller gets an answer, the log gets the place",
+    "src/etude/together.py": "a background task that fails is named and started again, a bounded number of times",
     "src/etude/tokens/chat.py": "tokenizers raises bare Exception for any fault in its file; we name it DamagedError",
 }
 """Files that may catch everything, and why. Cleaning up and raising again is allowed anywhere: it swallows nothing."""

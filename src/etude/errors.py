@@ -35,6 +35,7 @@ a restart would meet the same again: what is wrong has to be mended first, then 
 to a new weight version ends no engine at once: it waits for its plea to be answered (:mod:`etude.run.following`).
 """
 
+import traceback
 from typing import ClassVar
 
 
@@ -132,3 +133,8 @@ class SandboxError(InfrastructureError):
 
 class Unsupported(SandboxError):
     """A sandbox was asked for something that its provider does not claim; the message says what to use instead."""
+
+
+def trace_of(error: BaseException) -> str:
+    """Type and place of an unexpected error, without its words: they may quote a key, or what people wrote."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}".rstrip()

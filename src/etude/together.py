@@ -1,11 +1,23 @@
 """Work that goes on together and ends together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
+
+from etude.errors import EtudeError, InfrastructureError, trace_of
 
 T = TypeVar("T")
+Work: TypeAlias = Callable[[], Coroutine[None, None, None]]
+"""Starts a background task."""
+
+MAX_FAILURES, FAILURES_WINDOW_S = 5, 120.0
+"""More failures of one background task than this within this time are not bad luck."""
+RESTART_S = 1.0
+"""Pause before a background task is started again."""
+
+logger = logging.getLogger(__name__)
 
 
 async def together(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
@@ -34,3 +46,27 @@ async def alongside(work: Coroutine[None, None, T]) -> AsyncIterator[asyncio.Tas
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def supervised(name: str, work: Work, *, pause_s: float = RESTART_S) -> None:
+    """Run a background task that has no end; one that fails unexpectedly is reported and started again.
+
+    Raises :class:`~etude.errors.InfrastructureError` naming it when that does not help, and at once what it raises on
+    purpose.
+    """
+    loop, failed = asyncio.get_running_loop(), list[float]()
+    while True:
+        try:
+            return await work()
+        except EtudeError:
+            raise
+        except Exception as error:
+            now_s = loop.time()
+            failed = [*(at for at in failed if now_s - at < FAILURES_WINDOW_S), now_s]
+            logger.error("background task %r failed: %s", name, trace_of(error))
+            if len(failed) > MAX_FAILURES:
+                raise InfrastructureError(
+                    f"background task {name!r} failed {len(failed)} times in {FAILURES_WINDOW_S:g} s, last with "
+                    f"{type(error).__name__}"
+                ) from error
+        await asyncio.sleep(pause_s)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any, TypeAlias
 
+import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -67,6 +68,24 @@ def test_every_operation_answers_as_documented(operation: Operation, mode: Gener
 
     with suppress(Unsatisfiable):  # nothing can be wrong with a request that has no part
         fuzz()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    scheme=st.sampled_from(["http://", "https://", "http:", "HTTP://"]),
+    host=st.sampled_from(["127.0.0.1", "[::1]", "[::1", "", "x", "a..b", "x" * 64, "ü", "u:p@x", "x y", "%00", "1.2"]),
+    port=st.sampled_from(["", ":", ":9", ":0", ":port", ":-1", ":65536", ":1:2", ":٣"]),
+    path=st.sampled_from(["", "/", "/a/../b", "/%ff", "?q", "#f"]),
+)
+def test_no_address_of_an_engine_is_more_than_a_refusal(scheme: str, host: str, port: str, path: str, url: str) -> None:
+    """Strings of a schema are hardly ever addresses, and those that nearly are one do the harm."""
+    said = {"name": "second", "url": scheme + host + port + path}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    with httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S) as admin:
+        assert admin.post("/engines", json=said).status_code in (200, 400)
+        assert admin.post("/engines", json=said).status_code in (400, 409)
+        admin.delete("/engines/second")
+        assert [engine["name"] for engine in admin.get("/engines").json()["engines"]] == ["one"]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -194,7 +194,7 @@ def test_people_are_served_first_while_rollouts_saturate_the_engine_and_no_rollo
             host.engine.take_counters()
 
             async def call(traffic: TrafficClass, params: SamplingParams, session: str) -> Completion:
-                async with line.place(traffic, clock.now() + 60.0):
+                async with line.place(traffic, clock.now() + 60.0, ""):
                     asked = replace(params, priority=PRIORITIES[traffic])
                     return await pool.generate(PROMPT, asked, session=session)
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from io import BytesIO
@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
+from etude.engines.http import http_engines
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Limits, Scope, digest_of
 from etude.gateway.recorder import Recorder
@@ -25,6 +26,7 @@ from etude.ledger.turns import decode_turns
 from etude.protocols import Engine
 from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import listening
+from etude.together import alongside
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
 from patience import PATIENCE_S, until
@@ -34,6 +36,7 @@ VOCAB_SIZE = 300
 MAX_LENGTH = 64
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
 LONG: list[Json] = [{"role": "user", "content": "x" * 99}]
+FAKE_URL = "http://fake"
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
@@ -174,30 +177,39 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
 
 @contextmanager
 def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...], max_length: int) -> Iterator[str]:
-    """Where a gateway answers, in a thread of its own: for callers that are not asynchronous."""
+    """Where a gateway answers, in a thread of its own: for callers that are not asynchronous.
+
+    Engines that callers register are called over HTTP. What it dies of is raised in its thread, which fails the test.
+    """
     ready, over = threading.Event(), threading.Event()
     found: list[str] = []
 
     async def serve() -> None:
-        plan = Plan(
-            chat=chat,
-            max_length=max_length,
-            recorder=Recorder(None),
-            engines=(EngineEntry(name="one", url="http://fake"),),
-            keys=keys,
-        )
-        async with (
-            running(plan, GatewayConfig(), SystemClock(), lambda _url: engine) as parts,
-            listening(door(parts.gateway.handle, max_body_bytes=2**20), 0) as port,
-        ):
+        async with AsyncExitStack() as stack:
+            plan = Plan(
+                chat=chat,
+                max_length=max_length,
+                recorder=Recorder(None),
+                engines=(EngineEntry(name="one", url=FAKE_URL),),
+                keys=keys,
+            )
+            connect = await stack.enter_async_context(http_engines(0.0))
+            opened = running(
+                plan, GatewayConfig(), SystemClock(), lambda url: engine if url == FAKE_URL else connect(url)
+            )
+            parts = await stack.enter_async_context(opened)
+            server = door(parts.gateway.handle, max_body_bytes=2**20)
+            port = await stack.enter_async_context(listening(server, 0))
+            lives = await stack.enter_async_context(alongside(parts.hold()))
             found.append(f"http://127.0.0.1:{port}")
-            while not parts.pool.versions():
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(parts.pool.versions()))
             ready.set()
-            while not over.is_set():
+            while not over.is_set() and not lives.done():
                 await asyncio.sleep(0.02)
+            if lives.done():
+                await lives
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(PATIENCE_S)
     yield found[0]

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from etude.together import alongside, together
+from etude.errors import DamagedError, InfrastructureError
+from etude.together import MAX_FAILURES, alongside, supervised, together
 
 
 def test_results_are_in_the_order_of_the_works() -> None:
@@ -68,3 +69,37 @@ def test_whoever_waits_for_what_goes_on_alongside_has_its_result_or_its_error() 
     assert asyncio.run(run("")) == "done"
     with pytest.raises(ValueError, match="bad"):
         asyncio.run(run("bad"))
+
+
+def test_a_background_task_that_fails_is_named_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    started, words = list[int](), "a secret"
+
+    async def work() -> None:
+        started.append(len(started))
+        if len(started) < 3:
+            raise KeyError(words)
+
+    asyncio.run(supervised("engine polls", work, pause_s=0.0))
+    assert len(started) == 3
+    assert caplog.text.count("background task 'engine polls' failed: KeyError") == 2
+    assert "a secret" not in caplog.text
+
+
+def test_a_background_task_that_cannot_be_helped_ends_the_process_by_name() -> None:
+    started = list[int]()
+
+    async def work() -> None:
+        started.append(len(started))
+        raise KeyError("x")
+
+    with pytest.raises(InfrastructureError, match="'engine polls' failed 6 times in 120 s, last with KeyError"):
+        asyncio.run(supervised("engine polls", work, pause_s=0.0))
+    assert len(started) == MAX_FAILURES + 1
+
+
+def test_what_a_background_task_raises_on_purpose_is_raised_at_once() -> None:
+    async def work() -> None:
+        raise DamagedError("bytes")
+
+    with pytest.raises(DamagedError, match="bytes"):
+        asyncio.run(supervised("announcements", work))

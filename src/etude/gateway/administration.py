@@ -26,7 +26,7 @@ from etude.gateway.keyfile import KeyFile
 from etude.gateway.keys import Action, Key, Limits, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.pool import EnginePool
 from etude.gateway.routes import Handler, Matched, read_fields, reply_json
-from etude.gateway.standing import EngineEntry, EngineView
+from etude.gateway.standing import EngineEntry, EngineView, is_engine_url
 from etude.protocols import Clock
 from etude.types import Json
 
@@ -169,8 +169,8 @@ def _optional_text(fields: Fields, name: str) -> str:
 
 def _url(fields: Fields) -> str:
     url = fields.text("url")
-    if not url.startswith(("http://", "https://")) or len(url) > MAX_TEXT or not url.isprintable():
-        raise fields.invalid("url", f"http://… or https://…, at most {MAX_TEXT} characters")
+    if len(url) > MAX_TEXT or not is_engine_url(url):
+        raise fields.invalid("url", f"http://HOST:PORT or https://HOST:PORT, at most {MAX_TEXT} characters")
     return url
 
 

@@ -2,7 +2,7 @@
 
     enter ──▶ GRANTED ──leave──▶ LEFT          a place was free
           ├─▶ WAITING ──due───▶ GRANTED        one became free, or EXPIRED: the call's deadline came first
-          └─▶ REFUSED                          as many wait as may
+          └─▶ REFUSED                          as many wait as may, or it gave way to a call of a shorter line
 
 Owns how many calls are at the engines and who waits for a place. People come before rollouts: a production call that
 finds all places taken by rollouts gets one beyond the limit, as the engines put rollouts back for it, and it never
@@ -12,16 +12,21 @@ How many places there are is found out, as TCP finds out what a path carries (Ja
 control"): while all are in use and nothing queues at the engines, each answer adds one place at first, and one per
 round of answers after the first congestion; when an engine says that it is busy, or a call runs into its deadline, the
 number falls by a factor, at most once in the time of one call. No clock: ``now`` is an argument, in seconds.
+
+Within a class accounts have equal shares of places and of the room to wait, as soon as several want them
+(:mod:`etude.gateway.fairness`).
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from math import ceil
 from types import MappingProxyType
+
+from etude.gateway.fairness import FairQueue
 
 
 class TrafficClass(StrEnum):
@@ -58,7 +63,7 @@ class TicketState(StrEnum):
     WAITING = "waiting"
     """In line."""
     REFUSED = "refused"
-    """The line was full."""
+    """The line was full, or is, and it had more than its share of it."""
     EXPIRED = "expired"
     """Its deadline came before a place."""
     LEFT = "left"
@@ -69,7 +74,9 @@ TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
     {
         TicketState.NEW: frozenset({TicketState.GRANTED, TicketState.WAITING, TicketState.REFUSED}),
         TicketState.GRANTED: frozenset({TicketState.LEFT}),
-        TicketState.WAITING: frozenset({TicketState.GRANTED, TicketState.EXPIRED, TicketState.LEFT}),
+        TicketState.WAITING: frozenset(
+            {TicketState.GRANTED, TicketState.REFUSED, TicketState.EXPIRED, TicketState.LEFT}
+        ),
         TicketState.REFUSED: frozenset(),
         TicketState.EXPIRED: frozenset(),
         TicketState.LEFT: frozenset(),
@@ -132,6 +139,8 @@ class Ticket:
     traffic: TrafficClass
     deadline: float
     """When a place is of no more use."""
+    account: str = ""
+    """Whose share of the places it takes."""
     state: TicketState = TicketState.NEW
     granted_at: float = 0.0
     retry_after_s: float | None = None
@@ -157,10 +166,12 @@ class Admission:
         self._limits = limits
         self._places = Places(limits)
         self._inflight = dict.fromkeys(TrafficClass, 0)
-        self._lines: dict[TrafficClass, OrderedDict[Ticket, None]] = {one: OrderedDict() for one in TrafficClass}
+        self._held: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}  # by account
+        self._lines: dict[TrafficClass, FairQueue[Ticket]] = {one: FairQueue() for one in TrafficClass}
         self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap; it may hold tickets that wait no more
         self._arrivals = count()
-        self._expired: list[Ticket] = []
+        self._ended: list[Ticket] = []
+        """Tickets that expired or gave way since :meth:`due` was asked."""
         self._drain = Drain()
 
     @property
@@ -176,28 +187,34 @@ class Admission:
         """Calls of a class in line."""
         return len(self._lines[traffic])
 
-    def enter(self, traffic: TrafficClass, now: float, deadline: float) -> Ticket:
-        """Ask for a place: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``."""
+    def enter(self, traffic: TrafficClass, now: float, deadline: float, account: str = "") -> Ticket:
+        """Ask for a place: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``.
+
+        One that waits may have had another one refused: ask :meth:`due`.
+        """
         self._expire(now)
-        ticket, line = Ticket(traffic=traffic, deadline=deadline), self._lines[traffic]
+        ticket, line = Ticket(traffic=traffic, deadline=deadline, account=account), self._lines[traffic]
         if not line and self._has_place(traffic):
             self._grant(ticket, now)
-        elif len(line) >= self._limits.waiting or deadline <= now:
-            ticket.move(TicketState.REFUSED)
-            ticket.retry_after_s = self._drain.wait_s(len(line) + 1)
+        elif deadline <= now or (len(line) >= self._limits.waiting and not self._displace(line, account)):
+            self._refuse(ticket)
         else:
             ticket.move(TicketState.WAITING)
-            line[ticket] = None
+            line.add(account, ticket)
             heapq.heappush(self._deadlines, (deadline, next(self._arrivals), ticket))
         return ticket
 
     def leave(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
         """A call is over, or gives up waiting; a ticket that was refused or has expired needs no leaving."""
         if ticket.state is TicketState.WAITING:
-            del self._lines[ticket.traffic][ticket]
+            self._lines[ticket.traffic].remove(ticket.account, ticket)
         elif ticket.state is TicketState.GRANTED:
             busy = sum(self._inflight.values())
             self._inflight[ticket.traffic] -= 1
+            held = self._held[ticket.traffic]
+            held[ticket.account] -= 1
+            if not held[ticket.account]:
+                del held[ticket.account]  # or accounts would become ever more
             self._drain.left(now, busy)
             if outcome is Outcome.ANSWERED:
                 self._places.answered(now - ticket.granted_at, busy)
@@ -208,13 +225,13 @@ class Admission:
         ticket.move(TicketState.LEFT)
 
     def due(self, now: float) -> list[Ticket]:
-        """Tickets that do not wait any more: granted in order of class and arrival, or expired."""
+        """Tickets that do not wait any more: granted in order of class, share and arrival, expired or refused."""
         self._expire(now)
-        changed, self._expired = self._expired, []
+        changed, self._ended = self._ended, []
         for traffic in PRIORITIES:
             line = self._lines[traffic]
             while line and self._has_place(traffic):
-                ticket, _ = line.popitem(last=False)
+                ticket = line.pop(self._held[traffic])
                 self._grant(ticket, now)
                 changed.append(ticket)
         return changed
@@ -240,6 +257,21 @@ class Admission:
         ticket.move(TicketState.GRANTED)
         ticket.granted_at = now
         self._inflight[ticket.traffic] += 1
+        self._held[ticket.traffic][ticket.account] += 1
+
+    def _refuse(self, ticket: Ticket) -> None:
+        ticket.move(TicketState.REFUSED)
+        ticket.retry_after_s = self._drain.wait_s(len(self._lines[ticket.traffic]) + 1)
+
+    def _displace(self, line: FairQueue[Ticket], account: str) -> bool:
+        """Make room in a full line for a call of ``account``, if that has less than its share."""
+        found = line.displaced_by(account)
+        if found is None:
+            return False
+        line.remove(*found)
+        self._refuse(found[1])
+        self._ended.append(found[1])
+        return True
 
     def _expire(self, now: float) -> None:
         self._forget_settled()
@@ -247,9 +279,9 @@ class Admission:
             *_, ticket = heapq.heappop(self._deadlines)
             line = self._lines[ticket.traffic]
             ticket.retry_after_s = self._drain.wait_s(len(line))
-            del line[ticket]
+            line.remove(ticket.account, ticket)
             ticket.move(TicketState.EXPIRED)
-            self._expired.append(ticket)
+            self._ended.append(ticket)
             self._forget_settled()
 
     def _forget_settled(self) -> None:

@@ -232,6 +232,7 @@ class Gateway:
             conversation=guest.conversation,
             traffic=guest.traffic,
             deadline=self._clock.now() + deadline_s,
+            account=guest.key.account,
             request_id=headers.get(REQUEST_IDS[0]) or headers.get(REQUEST_IDS[1], ""),
             retried=headers.get(RETRY_COUNT, "0") != "0",
             min_version=None if oldest is None else int(oldest),

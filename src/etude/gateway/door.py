@@ -88,7 +88,7 @@ def door(handle: Handle, *, max_body_bytes: int, body_s: float = BODY_S) -> web.
     def request_of(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
 
-    return web.Server(serve, request_factory=request_of, handler_cancellation=True, access_log=None)
+    return web.Server(serve, request_factory=request_of, handler_cancellation=True)
 
 
 @final

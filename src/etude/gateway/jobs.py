@@ -18,6 +18,8 @@ class Caller:
     traffic: TrafficClass
     deadline: float
     """When the call must be over, on the gateway's clock."""
+    account: str = ""
+    """The key whose share of the engines it takes."""
     request_id: str = ""
     """By which a retry of this call is known; empty for none."""
     retried: bool = False

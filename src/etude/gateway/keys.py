@@ -115,6 +115,11 @@ class Key:
         if self.opener is not None and self.session_id is None:
             raise ValueError(f"key {self.key_id!r} has an opener, {self.opener!r}, and no session that it opened")
 
+    @property
+    def account(self) -> str:
+        """Id of the key on whose account calls are made."""
+        return self.key_id if self.opener is None else self.opener
+
 
 def new_secret(scope: Scope) -> str:
     """A random secret. Its form, ``etude-<scope>-`` and 43 characters, is what scanners for leaked keys look for."""
@@ -277,7 +282,7 @@ class Keyring:
 
     def _account(self, key: Key) -> _Entry | None:
         """Who pays for a key's calls, and has to be there for them."""
-        return self._by_id.get(key.key_id if key.opener is None else key.opener)
+        return self._by_id.get(key.account)
 
 
 def retry_after(seconds: float) -> int:

@@ -1,6 +1,6 @@
 """Waiting for a place at the engines: the async shell of :class:`~etude.gateway.admission.Admission`.
 
-    async with line.place(traffic, deadline): …call an engine…
+    async with line.place(traffic, deadline, account): …call an engine…
 
 Consumes calls; produces places; waits for a call to leave, at most until the deadline; woken by the one that leaves.
 Owns the futures of those who wait and what the end of a call says about the load. On shutdown each waiter is cancelled
@@ -27,14 +27,16 @@ class Line:
         self._clock = clock
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
 
-    def place(self, traffic: TrafficClass, deadline: float) -> "Place":
+    def place(self, traffic: TrafficClass, deadline: float, account: str) -> "Place":
         """A place for one call, as a context; entering it raises :class:`~etude.gateway.calls.Refusal` with 429."""
-        return Place(self, traffic, deadline)
+        return Place(self, traffic, deadline, account)
 
-    async def enter(self, traffic: TrafficClass, deadline: float) -> Ticket:
+    async def enter(self, traffic: TrafficClass, deadline: float, account: str) -> Ticket:
         """Wait for a place; the ticket is granted."""
-        ticket = self.admission.enter(traffic, self._clock.now(), deadline)
+        now = self._clock.now()
+        ticket = self.admission.enter(traffic, now, deadline, account)
         if ticket.state is TicketState.WAITING:
+            self._wake(now)  # the one that gave way to it
             await self._wait(ticket)
         if ticket.state is not TicketState.GRANTED:
             raise Refusal(
@@ -84,14 +86,14 @@ class Line:
 class Place:
     """The context of :meth:`Line.place`."""
 
-    __slots__ = ("_deadline", "_line", "_ticket", "_traffic")
+    __slots__ = ("_account", "_deadline", "_line", "_ticket", "_traffic")
 
-    def __init__(self, line: Line, traffic: TrafficClass, deadline: float) -> None:
-        self._line, self._traffic, self._deadline = line, traffic, deadline
+    def __init__(self, line: Line, traffic: TrafficClass, deadline: float, account: str) -> None:
+        self._line, self._traffic, self._deadline, self._account = line, traffic, deadline, account
         self._ticket: Ticket | None = None
 
     async def __aenter__(self) -> None:
-        self._ticket = await self._line.enter(self._traffic, self._deadline)
+        self._ticket = await self._line.enter(self._traffic, self._deadline, self._account)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

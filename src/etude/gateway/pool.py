@@ -109,9 +109,10 @@ class EnginePool:
         self._clients: dict[str, _Client] = {}
 
     def add(self, entry: EngineEntry) -> None:
-        """Register an engine; it is polled at once. Raises ``ValueError`` if the name is taken."""
+        """Register an engine; it is polled at once. Raises ``ValueError`` if the name is taken, or for its URL."""
+        client = _Client(engine=self._make(entry.url))
         self._router.add(entry, self._clock.now())
-        self._clients[entry.name] = _Client(engine=self._make(entry.url))
+        self._clients[entry.name] = client
 
     def remove(self, name: str) -> None:
         """Send nothing more to an engine; its calls end as they may. Raises ``ValueError`` for an unknown name."""
@@ -264,10 +265,12 @@ class EnginePool:
         try:
             async with asyncio.timeout(self._limits.poll_s):
                 health = await client.engine.health()
-        except (EngineUnavailable, TimeoutError) as error:
+        except BaseException as error:  # of any kind, or the engine would never be asked again
             if self._clients.get(name) is client:  # else another one has its name now
                 self._failed(name, f"a poll failed: {error or 'no answer in time'}", in_call=False)
-            return
+            if isinstance(error, EngineUnavailable | TimeoutError):
+                return
+            raise
         if self._clients.get(name) is client:
             self._router.report(name, health, self._clock.now())
             if self._admission is not None:

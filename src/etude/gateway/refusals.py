@@ -5,9 +5,8 @@ unknown error says could quote a prompt, so neither caller nor log ever see more
 """
 
 import logging
-import traceback
 
-from etude.errors import CaptureError, EngineBusy, EngineUnavailable, SessionLost, VersionPending
+from etude.errors import CaptureError, EngineBusy, EngineUnavailable, SessionLost, VersionPending, trace_of
 from etude.gateway.calls import Refusal
 
 RETRY_AFTER_S = 1.0
@@ -41,6 +40,5 @@ def refusal_of(error: Exception, route: str) -> Refusal:
             # Not 503: asking again would be answered the same, and the rollout's record shall name the reason.
             logger.error("%s: %s", route, error)
             return Refusal(500, "capture_failed", str(error))
-    place = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("%s failed: %s\n%s", route, type(error).__name__, place)
+    logger.error("%s failed: %s", route, trace_of(error))
     return Refusal(500, "internal_error", f"the gateway failed: {type(error).__name__}")

@@ -16,7 +16,7 @@ import numpy as np
 from etude.errors import EngineUnavailable, VersionPending
 from etude.gateway.calls import Ending, Refusal, Reply
 from etude.gateway.jobs import Job
-from etude.gateway.line import Line
+from etude.gateway.line import Line, Place
 from etude.gateway.pool import EnginePool, Want
 from etude.gateway.recorder import Recorder, cut
 from etude.protocols import Clock, Completion, Piece
@@ -97,7 +97,7 @@ class Replies:
                     if isinstance(part, Reply):
                         return part
             raise AssertionError("the last part is the reply")
-        async with self._line.place(job.caller.traffic, job.caller.deadline):
+        async with self._place(job):
             with self._charged(job):
                 completion = await self._pool.generate(
                     job.prompt.token_ids, job.params_of(index), session=job.session, want=self._want(job)
@@ -108,11 +108,14 @@ class Replies:
         reader.finish()
         return await self._finished(job, index, reader, completion)
 
+    def _place(self, job: Job) -> Place:
+        return self._line.place(job.caller.traffic, job.caller.deadline, job.caller.account)
+
     async def _parts(self, job: Job, index: int) -> AsyncGenerator[Spoken | Reply, None]:
         """One reply while it is sampled, then as a whole."""
         reader, said, sampled, whole = self._reader(job), list[Piece](), 0, None
         async with (
-            self._line.place(job.caller.traffic, job.caller.deadline),
+            self._place(job),
             aclosing(self._pieces(job, index)) as pieces,
         ):
             async for piece in pieces:

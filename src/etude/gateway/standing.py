@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 from etude.protocols import EngineHealth
 
@@ -95,6 +96,17 @@ class EngineEntry:
     url: str
     region: str = ""
     """Where it is; callers may ask for engines near them."""
+
+
+def is_engine_url(url: str) -> bool:
+    """Whether a client can be made for a URL: http or https, a host, a port that is one, perhaps a path."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:
+        return False
+    plain = url.isprintable() and not set(url) & set(" @?#")
+    return plain and parts.scheme in ("http", "https") and bool(host) and port != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,14 @@ Owns what the parts are made of and how the process ends; what they are is :mod:
 import asyncio
 import gc
 import json
+import logging
 import re
 import ssl
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from etude.clock import SystemClock, date_utc
@@ -22,21 +24,23 @@ from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
-from etude.errors import ConfigError, DamagedError
+from etude.errors import ConfigError, DamagedError, InfrastructureError
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_key_id, new_secret
-from etude.gateway.pool import EnginePool
 from etude.gateway.recorder import Recorder
 from etude.gateway.sessions import SessionLimits
-from etude.gateway.standing import EngineEntry, HealthLimits
+from etude.gateway.standing import EngineEntry, HealthLimits, is_engine_url
 from etude.ledger.payloads import Payloads
+from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
 from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.weight_log import open_log
+from etude.together import supervised
 from etude.tokens.jinja import load_format
 from etude.types import RouteSpace
+from etude.weights.log import WeightLog
 
 FRESH_S = 0.05
 """How often a run's gateway asks the engine beside it which weights it serves: rollouts start by that."""
@@ -53,6 +57,8 @@ COLLECT_AFTER = (50_000, 50, 100)
 objects and none in a cycle; by default the collector would walk through all conversations every few hundred calls, in
 pauses that are the slowest calls.
 """
+logger = logging.getLogger(__name__)
+
 ENGINE_FORM = re.compile(r"(?P<url>https?://[^@]+?)/*(@(?P<region>[A-Za-z0-9._-]+))?")
 
 
@@ -99,7 +105,9 @@ async def _serve_run(folder: RunFolder) -> None:
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_connected(plan, config.gateway))
         server = door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
-        await stack.enter_async_context(listening(server, folder.endpoints.port("gateway"), shutdown_s=DRAINED_S))
+        port, connections = folder.endpoints.port("gateway"), Connections()
+        inside = listening(server, port, shutdown_s=DRAINED_S, connections=connections)
+        await stack.enter_async_context(inside)
         if config.gateway.public:
             outside = listening(
                 door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
@@ -107,10 +115,13 @@ async def _serve_run(folder: RunFolder) -> None:
                 host=config.gateway.host,
                 tls=tls_context(config.gateway),
                 shutdown_s=DRAINED_S,
+                connections=connections,
             )
             await stack.enter_async_context(outside)
         tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
-        announcing = asyncio.create_task(_announce(folder, parts.pool))
+        announcing = asyncio.create_task(
+            supervised("announcements", partial(announce, open_log(folder), parts.pool.announce))
+        )
         stack.callback(announcing.cancel)
         await _until_told(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
 
@@ -166,21 +177,28 @@ async def _until_told(parts: Running, drain_s: float, *beside: asyncio.Task[None
         raise
 
 
-async def _announce(folder: RunFolder, pool: EnginePool) -> None:
-    """Tell the pool which digest each version has, for ever.
+async def announce(log: WeightLog, tell: Callable[[int, str], None]) -> None:
+    """Tell which digest each version has, for ever; while the store is away, nothing.
 
     consumes: commit records; produces: announcements; waits for: the next version; woken by: its own polling; on
     shutdown: cancelled between two polls.
     """
-    log, known = open_log(folder), -1
+    known, away = -1, False
     while True:
-        with suppress(DamagedError):  # a record that cannot be read announces nothing; `etude weights` tells of it
+        try:
             newest = await asyncio.to_thread(log.latest, None if known < 0 else known)
             if newest is not None and newest != known:
                 record = await asyncio.to_thread(log.read, newest)
                 if record is not None:
-                    pool.announce(newest, record.digest)
+                    tell(newest, record.digest)
                     known = newest
+            away = False
+        except DamagedError:
+            pass  # a record that cannot be read announces nothing; `etude weights` tells of it
+        except (InfrastructureError, OSError) as error:
+            if not away:
+                logger.warning("new weight versions are not announced while the store is away: %s", error)
+            away = True
         await asyncio.sleep(ANNOUNCE_S)
 
 
@@ -207,7 +225,7 @@ def _settings(told: Alone) -> GatewayConfig:
 def entry_of(text: str) -> EngineEntry:
     """An engine as the command line names it: ``URL`` or ``URL@region``. Raises ``ConfigError`` for anything else."""
     form = ENGINE_FORM.fullmatch(text)
-    if form is None:
+    if form is None or not is_engine_url(form["url"]):
         raise ConfigError(f"--engine {text!r}: expected http://HOST:PORT or http://HOST:PORT@REGION")
     url = form["url"]
     return EngineEntry(name=url.partition("://")[2].replace("/", "-"), url=url, region=form["region"] or "")

@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -36,6 +37,7 @@ from etude.gateway.service import Service
 from etude.gateway.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
 from etude.gateway.standing import EngineEntry, HealthLimits
 from etude.protocols import Clock, Engine
+from etude.together import Work, supervised
 from etude.tokens.messages import ChatFormat
 
 KEYS_S = 1.0
@@ -110,11 +112,12 @@ async def running(
         if log is not None:
             stack.callback(log.close)
         gateway = Gateway(service, facilities, config, key_file=key_file, access_log=log)
-        tasks = [asyncio.create_task(pool.watch()), asyncio.create_task(_expire(gateway))]
+        background: dict[str, Work] = {"engine polls": pool.watch, "session expiry": partial(_expire, gateway)}
         if key_file is not None:
-            tasks.append(asyncio.create_task(_follow_keys(key_file, keyring, plan, clock)))
+            background["key file"] = partial(_follow_keys, key_file, keyring, plan, clock)
         if log is not None:
-            tasks.append(asyncio.create_task(log.run()))
+            background["access log"] = log.run
+        tasks = [asyncio.create_task(supervised(name, work), name=name) for name, work in background.items()]
         try:
             yield Running(gateway=gateway, pool=pool, keyring=keyring, sessions=sessions, tasks=tuple(tasks))
         finally:
@@ -140,7 +143,7 @@ async def _follow_keys(key_file: KeyFile, keyring: Keyring, plan: Plan, clock: C
         await asyncio.sleep(KEYS_S)
         try:
             _load_keys(key_file, keyring, plan, clock)
-        except (UserError, DamagedError) as error:
+        except (UserError, DamagedError, OSError) as error:
             logger.warning("%s", error)
 
 

@@ -8,14 +8,14 @@ import signal
 import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import FrameType
 
 import uvloop
 from aiohttp import web
 
 from etude.errors import PortInUseError
+from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
 
 PR_SET_PDEATHSIG = 1
@@ -53,6 +53,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
     process that it left behind has nobody, and would keep its successor waiting. ``None`` lets a server that stands
     alone take its time.
     """
+    raise_file_limit()
     received: list[int] = []
 
     async def supervised() -> None:
@@ -105,40 +106,38 @@ async def listening(
     host: str = HOST,
     tls: ssl.SSLContext | None = None,
     shutdown_s: float = SHUTDOWN_S,
+    connections: Connections | None = None,
 ) -> AsyncIterator[int]:
-    """Serve ``app`` while the context is open; gives the port. Raises :class:`~etude.errors.PortInUseError`."""
+    """Serve ``app`` while the context is open; gives the port. Raises :class:`~etude.errors.PortInUseError`.
+
+    ``connections`` are those of all servers of the process, where it has several.
+    """
     runner: web.BaseRunner
     if isinstance(app, web.Application):
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=shutdown_s)
     else:
         runner = web.ServerRunner(app, shutdown_timeout=shutdown_s)
     await runner.setup()
     try:
-        await _bind(runner, Address(host, port), tls)
+        shared = connections or Connections()
+        assert runner.server is not None, "it was set up"
+        shared.watch(runner.server)
+        await _bind(lambda: LimitedSite(runner, (host, port), shared, tls), host, port)
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where to listen."""
-
-    host: str
-    port: int
-
-
-async def _bind(runner: web.BaseRunner, address: Address, tls: ssl.SSLContext | None) -> None:
+async def _bind(site: Callable[[], web.BaseSite], host: str, port: int) -> None:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + BIND_S
     while True:
         try:
-            site = web.TCPSite(runner, address.host, address.port, reuse_address=True, ssl_context=tls)
-            return await site.start()
+            return await site().start()
         except OSError as error:
             if loop.time() >= deadline_s:
                 raise PortInUseError(
-                    f"port {address.port} on {address.host} is in use: free it, or choose another, 0 for any that is "
-                    f"free ({error.strerror})"
+                    f"port {port} on {host} is in use: free it, or choose another, 0 for any that is free "
+                    f"({error.strerror})"
                 ) from error
         await asyncio.sleep(0.2)

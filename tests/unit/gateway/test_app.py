@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
@@ -16,6 +17,7 @@ from gateways import (
     LONG,
     MAX_LENGTH,
     MESSAGES,
+    OTHER_KEY,
     PRODUCT_KEY,
     QUESTION,
     VOCAB_SIZE,
@@ -26,7 +28,7 @@ from gateways import (
     gateway,
     template,
 )
-from patience import PATIENCE_S
+from patience import PATIENCE_S, until
 
 
 class BrokenEngine(FakeEngine):
@@ -459,3 +461,20 @@ def test_counting_tokens_is_what_a_call_then_reads() -> None:
         assert len(await caller.close(session_id)) == 1
 
     play(fake_engine(), scene)
+
+
+def test_one_product_does_not_take_every_place_and_all_of_the_line() -> None:
+    clock = GatedClock()
+    config = GatewayConfig(engine_timeout_s=0.1, max_production=2, max_waiting=4)
+
+    async def scene(caller: Caller) -> None:
+        mine = [asyncio.create_task(caller.chat(PRODUCT_KEY)) for _ in range(12)]
+        await until(lambda: sum(call.done() for call in mine) == 6)  # more than all the places and all the line
+        yours = [asyncio.create_task(caller.chat(OTHER_KEY)) for _ in range(2)]
+        await until(lambda: sum(call.done() for call in mine) == 8)  # two gave way
+        clock.gate.set()
+        assert [(await call).status for call in yours] == [200, 200]
+        statuses = Counter([(await call).status for call in mine])
+        assert statuses == {200: 4, 429: 8}
+
+    play(Setting(fake_engine(clock, token_s=1.0), config=config), scene)

@@ -1,5 +1,6 @@
 """People before rollouts, nothing starved, no place lost, whatever happens in whatever order."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -129,6 +130,47 @@ def test_an_expired_call_makes_room_in_the_line() -> None:
     early = admission.enter(ROLLOUTS, 0.0, 5.0)
     assert admission.enter(ROLLOUTS, 6.0, LATE).state is WAITING
     assert admission.due(6.0) == [early]
+
+
+def test_one_account_may_use_what_is_idle_and_gives_it_up_to_those_who_come() -> None:
+    admission = Admission(limits(8, production=4, waiting=6))
+    mine = [admission.enter(PEOPLE, 0.0, LATE, "a") for _ in range(20)]
+    assert states(mine) == [GRANTED] * 4 + [WAITING] * 6 + [TicketState.REFUSED] * 10
+    yours = [admission.enter(PEOPLE, 0.0, LATE, "b") for _ in range(5)]
+    assert states(yours) == [WAITING] * 3 + [TicketState.REFUSED] * 2  # half of the line is its share
+    assert states(mine[4:10]) == [WAITING] * 3 + [TicketState.REFUSED] * 3  # the newest gave way
+    assert mine[9].retry_after_s is not None
+    assert admission.due(0.0) == [mine[9], mine[8], mine[7]]
+    for ticket in mine[:4]:
+        admission.leave(ticket, Outcome.ANSWERED, 1.0)
+    assert admission.due(1.0) == [mine[4], yours[0], mine[5], yours[1]]  # in turn, while they hold as much
+    admission.leave(mine[4], Outcome.ANSWERED, 2.0)
+    assert admission.due(2.0) == [mine[6]]
+    third = admission.enter(PEOPLE, 2.0, LATE, "c")
+    admission.leave(yours[0], Outcome.ANSWERED, 3.0)
+    assert admission.due(3.0) == [third]  # it holds nothing yet
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
+def test_no_account_is_kept_from_its_share(events: list[tuple[str, bool]]) -> None:
+    """Calls come and leave: nobody with less than a third of the line is ever refused, and who holds least is next."""
+    admission = Admission(limits(6, production=6, waiting=6))
+    opened: list[Ticket] = []
+    for account, leaves in events:
+        held = Counter(ticket.account for ticket in opened if ticket.state is GRANTED)
+        line = Counter(ticket.account for ticket in opened if ticket.state is WAITING)
+        if leaves and held[account]:
+            leaving = next(ticket for ticket in opened if (ticket.account, ticket.state) == (account, GRANTED))
+            admission.leave(leaving, Outcome.FAILED, 1.0)
+            held[account] -= 1
+            for ticket in admission.due(1.0):
+                assert held[ticket.account] == min(held[other] for other in line)
+        else:
+            opened.append(admission.enter(PEOPLE, 1.0, LATE, account))
+            assert opened[-1].state is not TicketState.REFUSED or line[account] >= 2
+            for ticket in admission.due(1.0):
+                assert line[ticket.account] > 2, "only what is beyond a share gives way"
+        assert admission.waiting(PEOPLE) == sum(ticket.state is WAITING for ticket in opened) <= 6
 
 
 class Load:

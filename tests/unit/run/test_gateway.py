@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import aiohttp
+import numpy as np
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -23,11 +24,18 @@ from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of
 from etude.gateway.recorder import Recorder
 from etude.gateway.standing import EngineEntry
-from etude.run.gateway import Alone, entry_of, longest_context, run_alone, tls_context
+from etude.run.gateway import Alone, announce, entry_of, longest_context, run_alone, tls_context
 from etude.run.gateway_parts import Plan, running
 from etude.run.keys import add_key, revoke_key
 from etude.run.serving import listening
+from etude.together import alongside
 from etude.tokens.chat import ChatTemplate
+from etude.types import TensorSpec
+from etude.weights.digest import state_digest
+from etude.weights.log import WeightLog
+from etude.weights.publish import Publisher
+from etude.weights.state import StoredTensor
+from etude.weights.store import ObjectStore
 from patience import PATIENCE_S, until
 
 SECRET = "a product's key"
@@ -146,7 +154,7 @@ def test_engines_are_told_by_url_and_region(text: str, url: str, region: str) ->
     assert "/" not in entry.name
 
 
-@pytest.mark.parametrize("text", ["", "localhost:80", "ftp://x", "http://x@", "http://x@a@b"])
+@pytest.mark.parametrize("text", ["", "localhost:80", "ftp://x", "http://x@", "http://x@a@b", "http://host:port"])
 def test_what_is_no_engine_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
         entry_of(text)
@@ -169,3 +177,23 @@ def test_the_context_is_as_long_as_the_checkpoint_says(tmp_path: Path) -> None:
 def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         run_alone(Alone(model=tmp_path, engines=("http://x",), settings=(setting,)))
+
+
+def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place, away, told = tmp_path / "store", tmp_path / "away", list[tuple[int, str]]()
+    log = WeightLog(ObjectStore(str(place)))
+    state = {"w": StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=(1,)), data=np.zeros(4, np.uint8))}
+    with Publisher(log) as publisher:
+        publisher.publish(state, version=0, step=0).result()
+    place.rename(away)
+    place.write_text("no folder")
+
+    async def run() -> None:
+        async with alongside(announce(log, lambda version, digest: told.append((version, digest)))):
+            await until(lambda: "not announced while the store is away" in caplog.text)
+            place.unlink()
+            away.rename(place)
+            await until(lambda: bool(told))
+
+    asyncio.run(run())
+    assert told == [(0, state_digest(state))]

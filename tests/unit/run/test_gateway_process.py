@@ -39,10 +39,12 @@ class GatedEngine(FakeEngine):
 
 
 @asynccontextmanager
-async def process(model: Path, engine: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, str]]:
-    """A gateway, its URL and the key it made."""
-    command = ("-m", "etude", "gateway", "--model", str(model), "--engine", engine)
-    child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=subprocess.PIPE)
+async def process(
+    model: Path, engine: str, *, files: int = 1024
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str, str]]:
+    """A gateway that may open so many files, its URL and the key it made."""
+    command = f"ulimit -n {files} && exec {sys.executable} -m etude gateway --model {model} --engine {engine}"
+    child = await asyncio.create_subprocess_exec("sh", "-c", command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     try:
         greeting = ""
@@ -99,6 +101,32 @@ def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patie
                     await call
             assert await child.wait() == 128 + signal.SIGTERM
             engine.gate.set()
+
+    asyncio.run(run())
+
+
+def test_connections_without_a_key_do_not_take_the_files_that_the_gateway_needs(tmp_path: Path) -> None:
+    ChatTemplate.train(["return total\n"] * 4, vocab_size=300).save(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+    engine = GatedEngine()
+    engine.gate.set()
+
+    async def run() -> None:
+        async with (
+            listening(engine_app(engine), 0) as port,
+            process(tmp_path, f"http://127.0.0.1:{port}", files=128) as (child, url, key),
+            aiohttp.ClientSession() as http,
+            asyncio.timeout(STARTS_S),
+        ):
+            held = list[asyncio.StreamWriter]()
+            for _ in range(300):
+                _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
+                held.append(writer)
+            assert (await ask(http, url, key))[0] == 200
+            for writer in held:
+                writer.close()
+            assert child.returncode is None
 
     asyncio.run(run())
 

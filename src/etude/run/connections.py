@@ -1,0 +1,211 @@
+"""The connections of HTTP servers: how long each may be idle, how many there may be, what is logged of malformed ones.
+
+    accept ──▶ NEW ──a whole request──▶ BUSY ──answered──▶ IDLE ──the next──▶ BUSY
+                └──────── IDLE_S over, or its place is needed ─┴──▶ closed
+
+Owns what aiohttp leaves to whoever runs it: nobody without a key may hold connections for ever, use up the files that
+the process may open, or write what he sent into a log, which may be a key. Every server of étude listens through
+:class:`LimitedSite`.
+
+How many there may be follows from the limit on open files: the kernel gives the lowest free number, so the number of a
+new connection says how many files are open, whatever they are.
+"""
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+import sys
+from typing import Any, final
+
+from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError
+
+from etude.errors import trace_of
+from etude.gateway.door import SERVER
+
+IDLE_S = 75.0
+"""How long a connection may have no request: before the headers of its first one are whole, or after an answer. It is
+nginx's; our clients and common proxies let go of an idle connection sooner, so that no request meets the end of one.
+"""
+STALLED_S = 60.0
+"""How long the other side may take nothing of what is sent, before the kernel gives it up."""
+HANDSHAKE_S = 10.0
+"""How long TLS may take to begin."""
+BACKLOG = 128
+"""Connections that the kernel takes before we do; so many may come at once."""
+RESERVE = 256
+"""Files that connections leave for everything else, among them the connections to engines: twice the backlog. At most
+half of all.
+"""
+ROOM = 2
+"""Idle connections that make room for a new one: for itself, and for the one to an engine that it may need."""
+REPORT_S = 60.0
+"""Malformed requests are logged as a number, at most so often."""
+
+logger = logging.getLogger(__name__)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: the usual 1,024 is a limit for programs that use ``select``."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def connection_limit(files: int) -> int:
+    """Of so many files that may be open, those above which a new connection needs the place of an idle one."""
+    return sys.maxsize if files == resource.RLIM_INFINITY else files - min(RESERVE, files // 2)
+
+
+@final
+class Connections:
+    """The idle connections of a process, in the order in which they make room; shared by the servers of one process.
+
+    First those that never asked anything, then those that were idle longest. Busy ones never do.
+    """
+
+    def __init__(self, limit: int | None = None, *, idle_s: float = IDLE_S, stalled_s: float = STALLED_S) -> None:
+        """``limit`` is :func:`connection_limit` of this process unless said otherwise."""
+        self.limit = connection_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if limit is None else limit
+        self.idle_s = idle_s
+        self.stalled_s = stalled_s
+        self.malformed = 0
+        """Requests that were no HTTP."""
+        self._new: dict[Connection, None] = {}
+        self._idle: dict[Connection, None] = {}
+        self._reported_s: float | None = None
+
+    def add(self, connection: "Connection", files: int) -> None:
+        """Take note of a new connection while ``files`` are open; others make room for it, or there is none."""
+        if files >= self.limit:
+            idle = [*self._new, *self._idle][:ROOM]
+            for one in idle or [connection]:
+                one.force_close()
+                self.remove(one)
+            if not idle:
+                return
+        self._new[connection] = None
+
+    def watch(self, server: web.Server) -> None:
+        """A connection is not idle from the moment at which ``server`` has a whole request."""
+        read = server.request_factory
+
+        def begin(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            self.remove(protocol)
+            return read(message, payload, protocol, writer, task)
+
+        server.request_factory = begin
+
+    def end(self, connection: "Connection") -> None:
+        """It was answered."""
+        if connection.transport is not None:  # else it was lost meanwhile
+            self._idle[connection] = None
+
+    def remove(self, connection: "Connection") -> None:
+        """It is closed, or busy."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+
+    def count_malformed(self, now_s: float) -> None:
+        """Count one more, and report how many there were if that was not done lately."""
+        self.malformed += 1
+        if self._reported_s is None or now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            logger.warning("%d malformed HTTP requests so far; what they say is not logged", self.malformed)
+
+
+@final
+class Connection(web.RequestHandler):
+    """One connection, whose requests are those of ``server``."""
+
+    __slots__ = ("_connections",)
+
+    def __init__(self, server: web.Server, connections: Connections) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=connections.idle_s,  # for the first request aiohttp counts it from the beginning
+            logger=logger,
+            access_log=None,  # type: ignore[arg-type]  # none is what it takes for none
+        )
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """As aiohttp does, if there is room."""
+        super().connection_made(transport)
+        taken = transport.get_extra_info("socket")
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * self._connections.stalled_s))
+        self._connections.add(self, taken.fileno())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """As aiohttp does."""
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
+        """Called behind every answer: who may read of it is the handlers' business."""
+        self._connections.end(self)
+
+    def log_exception(self, *args: Any, exc_info: BaseException | None = None, **others: Any) -> None:
+        """Without the error's words, which may quote a request."""
+        logger.error("a connection failed: %s", "for no reason" if exc_info is None else trace_of(exc_info))
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what was no request, or what a handler failed at; the connection ends with it."""
+        if isinstance(exc, HttpProcessingError):
+            self._connections.count_malformed(asyncio.get_running_loop().time())
+            text = f"malformed request: {type(exc).__name__}"
+        else:
+            logger.error("a request failed: %s", "too late" if exc is None else trace_of(exc))
+            text = "the server failed"
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer was begun, there cannot be another one")
+        response = web.Response(status=status, text=text, headers=dict([SERVER]))
+        response.force_close()
+        return response
+
+
+@final
+class LimitedSite(web.BaseSite):
+    """An address at which a runner's server listens; its connections are among ``connections``."""
+
+    def __init__(
+        self,
+        runner: web.BaseRunner,
+        address: tuple[str, int],
+        connections: Connections,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(runner, ssl_context=tls, backlog=BACKLOG)
+        self._address = address
+        self._connections = connections
+
+    @property
+    def name(self) -> str:
+        """Where it is."""
+        host, port = self._address
+        return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listen. Raises ``OSError`` if the address cannot be had."""
+        await super().start()
+        server, connections = self._runner.server, self._connections
+        assert server is not None, "the runner was set up"
+        host, port = self._address
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(server, connections),
+            host,
+            port,
+            ssl=self._ssl_context,
+            ssl_handshake_timeout=None if self._ssl_context is None else HANDSHAKE_S,
+            backlog=self._backlog,
+            reuse_address=True,
+        )
