@@ -38,10 +38,11 @@ DEADLINE_S = 600.0
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
-def config() -> RunConfig:
+def config(silent_s: float = 900.0) -> RunConfig:
     return parse_config(
         {
             "name": "faults",
+            "silent_s": silent_s,
             "tasks": {"kinds": ["arith"]},
             "model": {
                 "hidden_size": 32,
@@ -79,7 +80,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture
 def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
     """A fresh run folder that has mid-training behind it."""
-    copy = RunFolder.create(tmp_path / "run", config())
+    return fresh(start, tmp_path / "run", config())
+
+
+def fresh(start: RunFolder, place: Path, recipe: RunConfig) -> RunFolder:
+    copy = RunFolder.create(place, recipe)
     shutil.copytree(start.model, copy.model)
     shutil.copytree(start.store, copy.store)
     return copy
@@ -188,6 +193,20 @@ def test_the_run_survives_the_death_of(process: str, number: signal.Signals, fol
     assert run.returncode == 0, output + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
     assert report(folder)["restarts"] == 1
+
+
+@pytest.mark.parametrize("process", ["gateway", "train"])
+def test_a_frozen_process_is_noticed_and_replaced(process: str, start: RunFolder, tmp_path: Path) -> None:
+    folder = fresh(start, tmp_path / "run", config(silent_s=8.0))
+    with running(folder) as run:
+        wait_for_step(folder, 2)
+        frozen = started(folder)[process]
+        os.kill(frozen, signal.SIGSTOP)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output + read_logs(folder)
+    assert f"{process} gave no sign of life for 8 s and was killed" in output
+    assert not Path(f"/proc/{frozen}").exists()
+    check_nothing_lost_or_doubled(folder)
 
 
 def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:

@@ -58,6 +58,8 @@ PER_RUN = 25
 """Faults of one run: the start of its processes is paid for by many."""
 MIDTRAIN_TOKENS = 60_000
 """For a model that knows the words of the tools, and hardly more."""
+SILENT_S = 10.0
+"""What its processes may be silent: much more than a step takes, and less than a process is frozen for."""
 START_S = 600.0
 """How long either part of it may take; some seconds where nobody else is at work."""
 MEMORY = Path("/dev/shm")
@@ -112,6 +114,7 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
         {
             "name": "faults",
             "seed": seed,
+            "silent_s": SILENT_S,
             "tasks": {"kinds": ["arith"]},
             "model": {
                 "hidden_size": 32,

@@ -40,6 +40,8 @@ SIGNALS: Mapping[Kind, tuple[str, signal.Signals]] = MappingProxyType(
     }
 )
 """Kind → the command of the process it happens to, and the signal."""
+PROCESSES = ("serve", "gateway", ROLLOUTS, "train")
+"""Commands of the processes that a supervisor looks after."""
 SANDBOX_SIGNALS: Mapping[Kind, signal.Signals] = MappingProxyType(
     {Kind.KILL_SANDBOX: signal.SIGKILL, Kind.HANG_SANDBOX: signal.SIGSTOP}
 )
@@ -126,6 +128,8 @@ class Injector:
             link, weather = WEATHERS[kind]
             return self._site.links[link].disturbed(weather, pick)
         match kind:
+            case Kind.FREEZE:
+                return self._signalled(lambda: self._pid(_picked(PROCESSES, pick)), signal.SIGSTOP)
             case Kind.STORE_ERROR:
                 return self._site.machine.ill_store()
             case Kind.STORE_SLOW:

@@ -29,6 +29,8 @@ class Kind(StrEnum):
     HANG_GATEWAY = "hang-gateway"
     HANG_ROLLOUTS = "hang-rollouts"
     HANG_TRAINER = "hang-trainer"
+    FREEZE = "freeze"
+    """``SIGSTOP`` of one of the four, for longer than any may be silent: the supervisor has to find and replace it."""
     KILL_SANDBOX = "kill-sandbox"
     """``kill -9`` of a sandbox's worker or of what it forks commands from."""
     HANG_SANDBOX = "hang-sandbox"
@@ -88,6 +90,7 @@ MANNERS: Mapping[Kind, Manner] = MappingProxyType(
         Kind.HANG_GATEWAY: Manner(4, (0.2, 2.0)),
         Kind.HANG_ROLLOUTS: Manner(4, (0.2, 2.0)),
         Kind.HANG_TRAINER: Manner(4, (0.2, 2.0)),
+        Kind.FREEZE: Manner(2, (30.0, 30.0)),
         Kind.KILL_SANDBOX: Manner(7),
         Kind.HANG_SANDBOX: Manner(3, (10.0, 12.0)),
         Kind.GATEWAY_5XX: Manner(7, (0.1, 1.0)),

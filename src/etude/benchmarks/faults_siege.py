@@ -254,3 +254,5 @@ class Siege:
             tale.how = "resumed"
         else:
             tale.how = "restarted" if self._supervisor.starts > tale.starts else "went on"
+        if tale.fault.kind is Kind.FREEZE and tale.how == "went on":
+            self._find("a frozen process was not replaced")

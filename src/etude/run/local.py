@@ -71,11 +71,11 @@ def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Prog
     if open_log(folder).latest() is None:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive([phase], folder, events, progress)
+            _keep_alive([phase], folder, config, events, progress)
     check_complete(lineage, config)
     if config.engine.kind == "native":
-        _keep_alive(["parity"], folder, events, progress)
-    _keep_alive(LOOP_PROCESSES, folder, events, progress)
+        _keep_alive(["parity"], folder, config, events, progress)
+    _keep_alive(LOOP_PROCESSES, folder, config, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
@@ -95,12 +95,14 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     return report
 
 
-def _keep_alive(names: Sequence[str], folder: RunFolder, events: EventLog, progress: Progress) -> None:
+def _keep_alive(
+    names: Sequence[str], folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress
+) -> None:
     """Run processes together until those of them that have an end have reached it; then stop the others."""
     children: list[Child] = []
     memory_s = time.monotonic()
     try:
-        children.extend(Child(name, folder, events) for name in names)
+        children.extend(Child(name, folder, events, silent_s=config.silent_s) for name in names)
         while {child.name for child in children if child.check()} < FINITE.intersection(names):
             progress.update()
             if time.monotonic() - memory_s >= MEMORY_S:

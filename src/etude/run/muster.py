@@ -15,6 +15,7 @@ from etude.models.checkpoint import check_state, fill, load_spec, load_state
 from etude.models.decoder import Decoder
 from etude.run.crew import Crew
 from etude.run.folder import RunFolder
+from etude.run.liveness import Heartbeat
 from etude.run.numerics import decoded_state, training_model, unfilled_model
 from etude.run.states import to_tensors
 from etude.run.weight_log import open_log
@@ -68,7 +69,7 @@ def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
         decay_share=trainer.decay_share,
         shape=trainer.schedule,
     )
-    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm)
+    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat)
 
 
 def _fill(part: nn.Module, *, state: Mapping[str, Tensor] | None, device: str) -> None:

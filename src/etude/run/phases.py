@@ -30,6 +30,7 @@ from etude.run.decisions import resolve_device
 from etude.run.families import open_practice
 from etude.run.folder import RunFolder
 from etude.run.lineage import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.liveness import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
 from etude.run.publishing import WeightPublishing
 from etude.run.sources import open_reading, settings_of
@@ -256,7 +257,7 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
         decay_share=settings.decay_share,
         shape=settings.schedule,
     )
-    return Optimisation(model, optimiser, schedule, clip_norm=settings.clip_norm)
+    return Optimisation(model, optimiser, schedule, clip_norm=settings.clip_norm, progress=Heartbeat().beat)
 
 
 def make_start(target: Path, config: RunConfig) -> None:

@@ -40,8 +40,8 @@ def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
     if name in DEVICES:
         check_devices(config, (DEVICES[name],))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
-    die_with_parent()
     rank = os.environ.get("RANK")
+    die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
     ranks = config.parallel.world if name == "train" else 1
     if ranks > 1 and rank is None:
         _become_ranks(ranks, folder)

@@ -17,6 +17,8 @@ from aiohttp import web
 from etude.errors import PortInUseError
 from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
+from etude.run.liveness import Heartbeat
+from etude.together import alongside
 
 PR_SET_PDEATHSIG = 1
 """``prctl`` option: the kernel sends us a signal when our parent dies."""
@@ -30,10 +32,10 @@ STOP_S = 10.0
 """How long a process of a run may take to clean up before it is killed."""
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Let the kernel end this process when the supervisor dies, however it dies (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     supervisor = os.environ.get(SUPERVISOR_VARIABLE)
     if supervisor is not None and os.getppid() != int(supervisor):
         raise SystemExit("etude: the supervisor died while this process was starting")
@@ -69,7 +71,8 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
         # Not the loop's own handlers, which wait for their turn: whoever blocks the loop has its bound, too.
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            await task
+            async with alongside(Heartbeat().keep()):
+                await task
         except asyncio.CancelledError:
             if not received:
                 raise

@@ -3,9 +3,10 @@
 Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
 ``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. Anything else (a
 crash, ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that
-safe for each of them.
+safe for each of them. One that lives and gives no sign of it (:mod:`etude.run.liveness`) is killed, and then likewise.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from etude.errors import EtudeError, InfrastructureError
 from etude.run.folder import RunFolder
+from etude.run.liveness import HEARTBEAT_VARIABLE, START_S, Silence
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
@@ -25,21 +27,28 @@ FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Processes that end when their work is done; the others serve until they are stopped."""
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
 """More deaths of one process than this within this time are not bad luck."""
+MAX_SILENCES, SILENCES_WINDOW = 3, 10.0
+"""More silences of one process than this, within this many times what it may be silent, come again with each start."""
 THREADING = {"GOMP_SPINCOUNT": "1000"}
 """How long an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
 are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
 """
 
+logger = logging.getLogger(__name__)
+
 
 class Child:
-    """One process of the run, across its restarts."""
+    """One process of the run, across its restarts; it may be silent for ``silent_s``."""
 
-    def __init__(self, name: str, folder: RunFolder, events: EventLog) -> None:
+    def __init__(self, name: str, folder: RunFolder, events: EventLog, *, silent_s: float) -> None:
         self.name = name
         self._folder = folder
         self._events = events
+        self._silent_s = silent_s
         self._restarts = 0
         self._deaths: list[float] = []
+        self._silences: list[float] = []
+        self._heartbeat = folder.path / f".{name}.beat"
         self._process = self._start()
 
     @property
@@ -55,6 +64,8 @@ class Child:
     def check(self) -> bool:
         """Whether the process has done its work; restarts it if it died. Raises when a restart would not help."""
         status = self._process.poll()
+        if status is None:
+            self._check_alive()
         if status is None or (status == 0 and self.name in FINITE):
             return status == 0
         if status == USER_ERROR:
@@ -69,6 +80,30 @@ class Child:
         self._restarts += 1
         self._process = self._start()
         return False
+
+    def _check_alive(self) -> None:
+        """Kill the process if it was silent for too long; it is found dead the next time."""
+        now_s = time.monotonic()
+        silent_s = self._silence.look(self._sign(), now_s)
+        if silent_s <= (self._silent_s if self._silence.begun else max(self._silent_s, START_S)):
+            return
+        self._kill()
+        message = f"{self.name} gave no sign of life for {silent_s:.0f} s and was killed"
+        logger.warning("%s; it is started again", message)
+        window_s = SILENCES_WINDOW * silent_s
+        self._silences = [*(at for at in self._silences if now_s - at < window_s), now_s]
+        if len(self._silences) > MAX_SILENCES:
+            raise InfrastructureError(
+                f"{message}, for the {len(self._silences)}th time in {window_s:.0f} s; see {self.log}, or allow it "
+                f"more with silent_s"
+            )
+
+    def _sign(self) -> int:
+        """Changes with each beat."""
+        try:
+            return self._heartbeat.stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def memory_bytes(self) -> int:
         """Resident memory right now; 0 where the system does not tell."""
@@ -88,11 +123,17 @@ class Child:
         try:
             self._process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill()
+
+    def _kill(self) -> None:
+        """``kill -9`` of the whole process group."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "etude", self.name, "--run", str(self._folder.path)]
+        self._heartbeat.touch()
+        self._silence = Silence(self._sign(), time.monotonic())
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops the others in order.
             process = subprocess.Popen(
@@ -100,7 +141,12 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**THREADING, **os.environ, SUPERVISOR_VARIABLE: str(os.getpid())},
+                env={
+                    **THREADING,
+                    **os.environ,
+                    SUPERVISOR_VARIABLE: str(os.getpid()),
+                    HEARTBEAT_VARIABLE: str(self._heartbeat.absolute()),
+                },
                 start_new_session=True,
             )
         self._events.write(ProcessStarted(process=self.name, pid=process.pid, restarts=self._restarts))

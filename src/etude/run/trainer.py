@@ -30,6 +30,7 @@ from etude.models.flops import pair_flops, token_flops
 from etude.rewards.parts import mean_parts
 from etude.run.folder import RunFolder
 from etude.run.lessons import CoursePlan
+from etude.run.liveness import Heartbeat
 from etude.run.locks import holder
 from etude.run.muster import muster
 from etude.run.numerics import (
@@ -96,6 +97,7 @@ class TrainerProcess:
         self._swept_s = 0.0
         self._in_vain = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
+        self._heartbeat = Heartbeat()
         self.crew = muster(folder, self.config, grid)
         self._recover()
 
@@ -112,11 +114,13 @@ class TrainerProcess:
             trajectories = scored(batch, self.config, self._probe, self._reference)
             shares, release = self._shares(batch), self.publishing.release
             stats = self.crew.step(step, trajectories, shares, totals_of(batch), release, course)
+            self._heartbeat.beat()
             busy_s = time.perf_counter() - started_s
             done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
             self._events.write(replace(done, reward_parts=mean_parts(groups), ended=ends_of(groups)))
             self._land()
             self.crew.save(step)
+            self._heartbeat.beat()
             self._publish(step)
             self._heed(batch)
         self._land()
@@ -215,6 +219,7 @@ class TrainerProcess:
             if self.publishing.landed:
                 self._land()
             self.crew.idle(time.monotonic())
+            self._heartbeat.beat()
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
 

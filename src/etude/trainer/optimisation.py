@@ -30,13 +30,21 @@ class Optimisation:
     """
 
     def __init__(
-        self, model: Decoder, optimiser: torch.optim.Optimizer, schedule: RateSchedule, *, clip_norm: float
+        self,
+        model: Decoder,
+        optimiser: torch.optim.Optimizer,
+        schedule: RateSchedule,
+        *,
+        clip_norm: float,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
+        """``progress`` is called behind each piece of a batch: a step may take long, and is alive all the while."""
         self.model = model
         self._optimiser = optimiser
         self._peaks = [float(group["lr"]) for group in optimiser.param_groups]
         self._schedule = schedule
         self._clip_norm = clip_norm
+        self._progress = progress
 
     def step(self, step: int, losses: Iterable[Tensor], before_update: Callable[[], None] = lambda: None) -> float:
         """Take step 1, 2, … and return the norm of its gradient before it was clipped.
@@ -48,6 +56,7 @@ class Optimisation:
         self._optimiser.zero_grad()
         for loss in losses:
             loss.backward()
+            self._progress()
         norm = float(clip_gradients(self.model, self._clip_norm))
         if not norm < float("inf"):
             raise DivergedError(f"step {step}: the gradient's norm is {norm}; nothing was changed or published")

@@ -1,0 +1,70 @@
+"""Signs of life: a process of a run gives one as it gets on, and its supervisor notices when they do not come.
+
+    main loop ──beat──▶ time of a file ──look──▶ silence ──too long──▶ killed, started again
+
+Owns both ends. A beat comes from the loop that does the work, never from a thread of its own, which would live on while
+that is stuck. What a process is told and what becomes of a silent one is :mod:`etude.run.supervision`'s.
+"""
+
+import asyncio
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+HEARTBEAT_VARIABLE = "ETUDE_HEARTBEAT"
+"""Environment variable that names the file whose time tells of the last beat; ranks of one process share it."""
+BEAT_S = 1.0
+"""A file is touched at most so often."""
+START_S = 3600.0
+"""How long a process may be silent before its first beat: it loads a model, or tokenises what it will read."""
+LONGEST_LOOK_S = 1.0
+"""Most of the time between two looks that counts as silence: when the supervisor stood still, so did everybody."""
+
+
+@final
+class Heartbeat:
+    """Gives the signs of life of this process; without a supervisor nobody looks at them."""
+
+    def __init__(self) -> None:
+        file = os.environ.get(HEARTBEAT_VARIABLE)
+        self._file = None if file is None else Path(file)
+        self._beaten_s = -math.inf
+
+    def beat(self) -> None:
+        """Say that something was done; cheap enough for every turn of a loop."""
+        now_s = time.monotonic()
+        if self._file is not None and now_s - self._beaten_s >= BEAT_S:
+            self._beaten_s = now_s
+            with suppress(OSError):  # a disk in trouble: whoever writes to it says so
+                os.utime(self._file)
+
+    async def keep(self) -> None:
+        """Beat for as long as the event loop turns, for ever."""
+        while True:
+            self.beat()
+            await asyncio.sleep(BEAT_S)
+
+
+@final
+class Silence:
+    """How long one process has given no sign of life, on the time during which somebody looked. Pure."""
+
+    def __init__(self, sign: int, now_s: float) -> None:
+        """``sign`` is anything that changes with each beat."""
+        self._sign = sign
+        self._looked_s = now_s
+        self._silent_s = 0.0
+        self.begun = False
+        """Whether there was any beat."""
+
+    def look(self, sign: int, now_s: float) -> float:
+        """The silence in seconds, at monotonic seconds ``now_s``."""
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        if sign != self._sign:
+            self._sign, self._silent_s, self.begun = sign, 0.0, True
+        else:
+            self._silent_s += min(passed_s, LONGEST_LOOK_S)
+        return self._silent_s
