@@ -17,6 +17,7 @@ import resource
 import socket
 import ssl
 import sys
+from contextlib import suppress
 from typing import Any, final
 
 from aiohttp import web
@@ -44,6 +45,8 @@ ROOM = 2
 """Idle connections that make room for a new one: for itself, and for the one to an engine that it may need."""
 REPORT_S = 60.0
 """Malformed requests are logged as a number, at most so often."""
+MALFORMED = (HttpProcessingError, web.RequestPayloadError)
+"""What aiohttp raises for requests that are no HTTP, and for bodies that are not encoded as their headers say."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,8 @@ logger = logging.getLogger(__name__)
 def raise_file_limit() -> None:
     """Let this process open as many files as it may: the usual 1,024 is a limit for programs that use ``select``."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connection_limit(files: int) -> int:
@@ -136,7 +140,8 @@ class Connection(web.RequestHandler):
         """As aiohttp does, if there is room."""
         super().connection_made(transport)
         taken = transport.get_extra_info("socket")
-        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * self._connections.stalled_s))
+        if sys.platform == "linux":
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * self._connections.stalled_s))
         self._connections.add(self, taken.fileno())
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -149,8 +154,9 @@ class Connection(web.RequestHandler):
         self._connections.end(self)
 
     def log_exception(self, *args: Any, exc_info: BaseException | None = None, **others: Any) -> None:
-        """Without the error's words, which may quote a request."""
-        logger.error("a connection failed: %s", "for no reason" if exc_info is None else trace_of(exc_info))
+        """Without the error's words, which may quote a request; nothing of a body that nobody wanted to read."""
+        if not isinstance(exc_info, MALFORMED):
+            logger.error("a connection failed: %s", "for no reason" if exc_info is None else trace_of(exc_info))
 
     def handle_error(
         self,
@@ -160,7 +166,8 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The answer to what was no request, or what a handler failed at; the connection ends with it."""
-        if isinstance(exc, HttpProcessingError):
+        if isinstance(exc, MALFORMED):
+            status = 400
             self._connections.count_malformed(asyncio.get_running_loop().time())
             text = f"malformed request: {type(exc).__name__}"
         else:

@@ -106,6 +106,22 @@ def test_a_malformed_request_is_counted_and_quoted_nowhere(
     assert "1 malformed HTTP requests" in line.getMessage()
 
 
+def test_a_body_that_is_not_packed_as_it_says_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    connections = Connections()
+
+    async def run() -> None:
+        async with serving(of_engine(), connections) as connect:
+            for _ in range(3):
+                reader, writer = await connect()
+                head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\n"
+                writer.write(head + SECRET[-6:])
+                assert b" 400 Bad Request" in await reader.read()
+
+    asyncio.run(run())
+    assert connections.malformed == 3
+    assert len(caplog.records) == 1
+
+
 def test_what_a_handler_fails_at_is_logged_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(_request: web.Request) -> web.Response:
         raise RuntimeError(SECRET.decode())
