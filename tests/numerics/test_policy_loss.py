@@ -213,7 +213,8 @@ def reference_weights(held: list[float], samples: list[Sample], config: LossConf
         case "geometric":
             keep = config.mask_floor <= math.exp(mean) <= config.mask_cap
         case "off_policy":
-            keep = not (samples[0].advantage < 0 and -mean > config.mask_divergence)
+            left = sum(sample.engine - x for x, sample in zip(held, samples, strict=True)) / len(gaps)
+            keep = not (samples[0].advantage < 0 and left > config.mask_divergence)
     return weights if keep else [0.0 for _ in weights]
 
 

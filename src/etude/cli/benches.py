@@ -30,6 +30,7 @@ def _add_bench(commands: Commands) -> None:
     for name, text in (
         ("loop", "time to one held-out pass rate, asynchronous, synchronous, and by TRL"),
         ("trainer", "tokens per second of an optimiser step beside transformers' Trainer, and share of the peak"),
+        ("losses", "value and gradient of every loss beside TRL's and verl's own code"),
         ("weights", "delta codecs and publishing, against other systems' codecs and memcpy"),
         ("sync", "from a step's end to the last engine, over emulated long-distance links"),
         ("engine", "tokens per CPU second beside vLLM and transformers, weight swaps, prefix reuse"),
@@ -73,7 +74,7 @@ def _add_bench(commands: Commands) -> None:
     faults.add_argument("--out", type=Path, help="keeps each run's verdict; goes on (default: runs/bench-faults-…)")
     faults.add_argument("--quick", action="store_true", help="see that it runs, in minutes")
     parsers["sandbox"].add_argument("--cycles", type=int, help="of start and kill, before looking for leaks")
-    for name in ("loop", "trainer", "engine", "numerics", "gateway", "sandbox", "grading"):
+    for name in ("loop", "trainer", "losses", "engine", "numerics", "gateway", "sandbox", "grading"):
         parsers[name].add_argument("--quick", action="store_true", help="see that it runs, in seconds")
         parsers[name].add_argument("--contestants", metavar="A,B,…", help="only these (default: all)")
 
@@ -103,6 +104,10 @@ def _run_once(options: argparse.Namespace) -> Measured:
             from etude.benchmarks.trainer import bench_trainer, table, trainer_options
 
             result = bench_trainer(trainer_options(names(options.contestants), quick=options.quick))
+        case "losses":
+            from etude.benchmarks.losses import bench_losses, losses_options, table
+
+            result = bench_losses(losses_options(names(options.contestants), quick=options.quick))
         case "weights":
             from etude.benchmarks.weights import bench_weights, table
 

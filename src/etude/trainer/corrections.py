@@ -33,13 +33,18 @@ class Correction:
     """True where the weight was made 0."""
 
 
-def correct(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Correction:
-    """The correction that ``config`` asks for. ``log_ratios_N`` = log ρ; ``trajectories_N`` int64, ascending from 0."""
+def correct(
+    log_ratios_N: Tensor, gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig
+) -> Correction:
+    """The correction that ``config`` asks for.
+
+    ``log_ratios_N`` = log ρ, ``gaps_N`` = log π_θ − log μ; ``trajectories_N`` int64, ascending from 0.
+    """
     with torch.no_grad():
         correction = _weigh(log_ratios_N, trajectories_N, config)
         if config.sequence_mask == "none":
             return correction
-        kept_N = _keep(log_ratios_N, advantages_N, trajectories_N, config)
+        kept_N = _keep(log_ratios_N, gaps_N, advantages_N, trajectories_N, config)
         return Correction(
             torch.where(kept_N, correction.weights_N, 0.0),
             correction.truncated_N,
@@ -63,7 +68,9 @@ def _weigh(log_ratios_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> 
             return masked(trajectory_sums(log_ratios_N, trajectories_N), 0.0, config.cap)
 
 
-def _keep(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Tensor:
+def _keep(
+    log_ratios_N: Tensor, gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig
+) -> Tensor:
     match config.sequence_mask:
         case "none":
             return torch.ones_like(trajectories_N, dtype=torch.bool)
@@ -72,7 +79,7 @@ def _keep(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, co
         case "geometric":
             return within(trajectory_means(log_ratios_N, trajectories_N), config.mask_floor, config.mask_cap)
         case "off_policy":
-            return on_policy_or_good(log_ratios_N, advantages_N, trajectories_N, config.mask_divergence)
+            return on_policy_or_good(gaps_N, advantages_N, trajectories_N, config.mask_divergence)
 
 
 def uncorrected(log_ratios_N: Tensor) -> Correction:
@@ -113,14 +120,14 @@ def within(log_ratios_N: Tensor, floor: float, cap: float) -> Tensor:
     return (ratios_N >= floor) & (ratios_N <= cap)
 
 
-def on_policy_or_good(log_ratios_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, divergence: float) -> Tensor:
+def on_policy_or_good(gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, divergence: float) -> Tensor:
     """[N] DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): what is kept.
 
         0 if A_i < 0 and (1/|y_i|) Σ_t log(μ(y_t) / π(y_t)) > δ, else 1
 
     A trajectory that the policy has left behind teaches nothing by being bad; a good one still does.
     """
-    return (advantages_N >= 0) | (-trajectory_means(log_ratios_N, trajectories_N) <= divergence)
+    return (advantages_N >= 0) | (-trajectory_means(gaps_N, trajectories_N) <= divergence)
 
 
 def proximal_logprobs(logprobs_N: Tensor, engine_logprobs_N: Tensor, staleness_N: Tensor) -> Tensor:

@@ -102,8 +102,9 @@ def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> Polic
     proximal_N = tokens.proximal_logprobs_N
     if proximal_N is None:
         proximal_N = tokens.logprobs_N.detach()
+    gaps_N = tokens.logprobs_N.detach() - tokens.engine_logprobs_N
     log_ratios_N = proximal_N - tokens.engine_logprobs_N
-    correction = correct(log_ratios_N, tokens.advantages_N, tokens.trajectories_N, config)
+    correction = correct(log_ratios_N, gaps_N, tokens.advantages_N, tokens.trajectories_N, config)
     has_anchor = config.correction == "decoupled" or config.old_policy == "recomputed"
     anchors_N = proximal_N if has_anchor else tokens.engine_logprobs_N
     found = SURROGATES[config.kind](LossInput(tokens, anchors_N, correction, config))

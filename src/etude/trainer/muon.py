@@ -59,7 +59,10 @@ def matrices_of(model: Decoder) -> dict[nn.Parameter, Split]:
 
 
 def orthogonalise(x_MRC: Tensor) -> Tensor:
-    """[M,R,C]: UVᵀ of each matrix UΣVᵀ, roughly: its singular values end between 0.68 and 1.21.
+    """[M,R,C]: UVᵀ of each matrix UΣVᵀ, roughly.
+
+    Singular values of at least 0.0015 of the Frobenius norm end between 0.68 and 1.21. Smaller ones, of which square
+    matrices have some, are multiplied by at most 485 and end anywhere below: 20 random ones of 64×64 had 1 % there.
 
     Newton–Schulz in the type of ``x``. Rows are fewer than columns or are made so: the products are of the short side.
     """

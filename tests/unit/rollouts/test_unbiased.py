@@ -214,6 +214,24 @@ def test_deaths_that_hit_long_rollouts_bias_who_survives_and_known_weights_undo_
     assert abs(share - P_LONG) < SIGMAS * error
 
 
+def test_what_is_tried_again_at_a_deadline_is_out_by_no_more_than_its_share_allows() -> None:
+    """Attempts of which some ends, for what they did, are repeated: the law of what is graded, and docs/control.md's
+    bound √(ē/(1 − ē)), which the worst case attains.
+    """
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        law, values, ends = random.dirichlet(np.ones(6)), random.standard_normal(6), random.random(6) * random.random()
+        share = float(law @ ends)
+        graded = law * (1 - ends) / (1 - share)
+        deviation = math.sqrt(law @ (values - law @ values) ** 2)
+        bias = float(graded @ values - law @ values)
+        assert bias == pytest.approx(-float(law @ (values * ends) - (law @ values) * share) / (1 - share))
+        assert abs(bias) <= deviation * math.sqrt(share / (1 - share)) * (1 + 1e-9)
+    rare = np.array([0.99, 0.01])
+    graded = rare * np.array([1.0, 0.0]) / 0.99
+    assert rare[1] - graded[1] == pytest.approx(math.sqrt(0.01 * 0.99) * math.sqrt(0.01 / 0.99))
+
+
 def test_a_group_that_lost_rollouts_weighs_as_much_as_a_whole_one_exactly() -> None:
     """E[Σ A·s] over every outcome of K rollouts, times the weight, is (G − 1)·g for every K, and divided by the batch's
     normaliser, (G − 1)/G · g: every rollout has one token.

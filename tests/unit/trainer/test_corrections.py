@@ -55,7 +55,7 @@ def test_only_a_bad_trajectory_that_was_left_behind_is_masked() -> None:
 
 def test_a_sequence_mask_comes_on_top_of_weights() -> None:
     config = LossConfig(cap=2.0, sequence_mask="geometric", mask_floor=0.5, mask_cap=1.9)
-    found = correct(LOGS, torch.ones_like(LOGS), TRAJECTORIES, config)
+    found = correct(LOGS, LOGS, torch.ones_like(LOGS), TRAJECTORIES, config)
     torch.testing.assert_close(found.weights_N, torch.tensor([1.0, 2.0, 0.0, math.exp(0.1)], dtype=torch.float64))
     assert found.masked_N.tolist() == [False, False, True, False]
 

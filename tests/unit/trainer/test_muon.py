@@ -37,6 +37,20 @@ def test_it_has_the_singular_vectors_of_the_polar_factor(shape: tuple[int, ...])
     assert (torch.linalg.eigvalsh(product) > 0.65).all()
 
 
+def test_singular_values_end_near_one_unless_they_were_next_to_nothing() -> None:
+    """The second of two, from 10⁻⁶ to 0.7 of the norm: from 0.0015 on it does; below, it is multiplied at most."""
+    shares_M = torch.logspace(-6, -0.155, 2001, dtype=torch.float64)
+    values_M = torch.linalg.svdvals(
+        orthogonalise(torch.diag_embed(torch.stack([(1 - shares_M**2).sqrt(), shares_M], 1)))
+    )
+    large_M = shares_M >= 0.0015
+    assert ((values_M[large_M] > 0.68) & (values_M[large_M] < 1.21)).all()
+    small_M = values_M[~large_M].min(-1).values
+    assert (small_M < 0.7).all()
+    assert (small_M <= 485 * shares_M[~large_M]).all()
+    assert small_M.min() < 0.001
+
+
 def test_matrices_do_not_see_each_other() -> None:
     x = gradients((5, 6, 9))
     together = orthogonalise(x)
