@@ -57,7 +57,7 @@ GRID: list[Case] = [
     for kind in BASELINES
     for old in (("engine",) if kind in UNCLIPPED else ("engine", "recomputed"))
     for correction in corrections(kind, old)  # type: ignore[arg-type]  # a literal of the line above
-    for mask in MASKS
+    for mask in (MASKS if old == "engine" else ("none", "off_policy"))  # the others see ρ alone, whatever it is of
 ]
 """What is done about tokens that another policy sampled."""
 OPTIONS: list[Case] = [
