@@ -181,7 +181,7 @@ def _judged(trials: Sequence[Trial], experts: str) -> dict[str, Json]:
 
 
 def task_rewards(ledger: Ledger, purpose: str) -> TaskRewards:
-    """Of each task of an evaluation that has a reward."""
+    """The reward of each task of an evaluation that has one."""
     groups = [group for group in ledger.groups(purpose) if group.rollouts]
     return {
         group.task.task_id: (group.task.template or group.task.task_id, group.rollouts[0].reward or 0.0)
@@ -205,5 +205,5 @@ def paired(seeds: Sequence[tuple[TaskRewards, TaskRewards]]) -> tuple[float, flo
     if not common:
         raise UserError("the runs were measured on different tasks: not comparable")
     first, second = ([statistics.fmean(pair[place][task][1] for pair in seeds) for task in common] for place in (0, 1))
-    found = difference_of(second, first, [runs[0][task][0] for task in common])
-    return found.value, found.stderr
+    difference = difference_of(second, first, [runs[0][task][0] for task in common])
+    return difference.value, difference.stderr

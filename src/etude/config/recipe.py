@@ -85,7 +85,7 @@ ROUNDING = 1e-9
 
 
 def is_pass(graded: float, pass_at: float) -> bool:
-    """Whether a grader's word is a pass, by ``eval.pass_at``."""
+    """True for a grader's word that is a pass, by ``eval.pass_at``."""
     return graded >= pass_at - ROUNDING
 
 

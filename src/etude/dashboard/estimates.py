@@ -149,8 +149,8 @@ def _estimated(values: Sequence[float], clusters: Sequence[str], bounds: tuple[f
 
 
 def _clustered_error(deviations_N: npt.NDArray[np.float64], of_N: npt.NDArray[np.intp], clusters: int) -> float:
-    """What a cluster's tasks deviate is added up before it is squared: clustered standard errors (arXiv 2411.00640),
-    times C / (C − 1) for few clusters: CR1. Of clusters of one task each it is the usual standard error.
+    """The error from the deviations of each cluster's tasks, added up before they are squared (arXiv 2411.00640), times
+    C / (C − 1) for few clusters: CR1. With clusters of one task each it is the usual standard error.
     """
     deviations_C = np.bincount(of_N, weights=deviations_N)
     return math.sqrt(clusters / max(1, clusters - 1) * float((deviations_C**2).sum())) / len(deviations_N)
@@ -197,7 +197,7 @@ def _log_choices(tasks: int, count: int) -> float:
 
 
 def _crossing(rising: Callable[[float], float], high: float, target: float) -> float:
-    """Where a function that rises between 0 and ``high`` is at ``target``."""
+    """The point between 0 and ``high`` at which a rising function is at ``target``."""
     low = 0.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""What RL gained on held-out tasks, read off a report and written for people: one notation for terminal and page.
+"""The gain on held-out tasks, read off a report and written for people: one notation for terminal and page.
 
 Owns which figure a way is judged by: the pass rate, or where a grader pays fractions the mean reward.
 """
@@ -21,11 +21,11 @@ class Comparison:
     stderr_before: float | None
     stderr_after: float | None
     stderr: float | None
-    """Of the difference."""
+    """The standard error of the difference."""
     interval: tuple[float, float] | None
-    """Of the difference."""
+    """95 % interval of the difference."""
     is_rate: bool
-    """Whether it is a share of tasks, written in percent; else it is a mean reward."""
+    """True for a share of tasks, written in percent; else it is a mean reward."""
 
     @property
     def gain(self) -> float | None:
@@ -68,7 +68,7 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
 
 
 def full_marks(report: Mapping[str, Json], way: str) -> str:
-    """How many tasks passed, where that is not the figure itself: ``full marks: 1 → 2``; empty elsewhere."""
+    """The number of tasks that passed, where that is not the figure itself: ``full marks: 1 → 2``; empty elsewhere."""
     heldout, pass_at = report["heldout"], figure(report, "config.eval.pass_at")
     assert isinstance(heldout, Mapping)
     if not heldout.get("pays_fractions"):
@@ -79,7 +79,7 @@ def full_marks(report: Mapping[str, Json], way: str) -> str:
 
 
 def about_errors(report: Mapping[str, Json]) -> str:
-    """What the errors of held-out figures are over; empty where nothing was measured twice."""
+    """A note on what the errors of held-out figures are over; empty where nothing was measured twice."""
     templates, tasks = figure(report, "heldout.templates"), figure(report, "heldout.n")
     if templates is None or figure(report, "heldout.stderr") is None:
         return ""

@@ -20,13 +20,13 @@ RATES = {"sampled": "pass", "greedy": "greedy"}
 PREFIXES = {"sampled": "", "greedy": "greedy_"}
 """Way → how its other figures begin."""
 Values: TypeAlias = Sequence[float | None]
-"""Of each held-out task; ``None``: it was not tried."""
+"""One for each held-out task; ``None``: it was not tried."""
 
 
 def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str, Json]:
     """Rates, mean rewards and their differences for a report; what is not known is ``None``."""
     newest = after or before
-    found: dict[str, Json] = {
+    section: dict[str, Json] = {
         "n": newest.tasks if newest else None,
         "templates": len(set(newest.clusters)) or None if newest else None,
         "pays_fractions": any(pays_fractions(done) for done in (before, after) if done) if newest else None,
@@ -36,22 +36,27 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
         for label, done in (("before", before), ("after", after)):
             passed, rewards = _passed(done, way), _rewards(done, way)
             mean = mean_of(*_tried(rewards, done.clusters)) if done and rewards else None
-            found |= {
+            section |= {
                 f"{rate}_{label}": _ratio(getattr(done, f"{way}_pass") if done else None),
                 f"{prefix}stderr_{label}": _ratio(getattr(done, f"{way}_stderr") if done else None),
                 f"{prefix}passed_{label}": round(sum(each or 0.0 for each in passed)) if passed else None,
                 f"{prefix}reward_{label}": _ratio(mean.value if mean else None),
                 f"{prefix}reward_stderr_{label}": _ratio(mean.stderr if mean else None),
             }
-        clusters = newest.clusters if newest else []
-        found |= _difference(prefix, _passed(before, way), _passed(after, way), clusters)
-        found |= _difference(f"{prefix}reward_", _rewards(before, way), _rewards(after, way), clusters)
-    return found
+        clusters = newest.clusters if _have_same_tasks(before, after) and newest else []
+        section |= _difference(prefix, _passed(before, way), _passed(after, way), clusters)
+        section |= _difference(f"{prefix}reward_", _rewards(before, way), _rewards(after, way), clusters)
+    return section
 
 
 def pays_fractions(done: EvalDone) -> bool:
-    """Whether a reward was neither 0 nor 1, so that its mean is no share of tasks."""
+    """True where a reward was neither 0 nor 1, so that its mean is no share of tasks."""
     return any(reward not in (None, 0, 1) for reward in (*done.sampled_rewards, *done.greedy_rewards))
+
+
+def _have_same_tasks(before: EvalDone | None, after: EvalDone | None) -> bool:
+    """False for evaluations whose tasks cannot be paired, as an older étude drew others."""
+    return before is not None and after is not None and before.clusters == after.clusters
 
 
 def _passed(done: EvalDone | None, way: str) -> Values:
@@ -67,22 +72,25 @@ def _rewards(done: EvalDone | None, way: str) -> Values:
 
 
 def _tried(values: Values, clusters: Sequence[str]) -> tuple[list[float], list[str]]:
-    known = [(value, cluster) for value, cluster in zip(values, clusters, strict=True) if value is not None]
-    return [value for value, _ in known], [cluster for _, cluster in known]
+    tried = [(value, cluster) for value, cluster in zip(values, clusters, strict=True) if value is not None]
+    return [value for value, _ in tried], [cluster for _, cluster in tried]
 
 
 def _difference(prefix: str, before: Values, after: Values, clusters: Sequence[str]) -> dict[str, Json]:
-    """Of the tasks that both have tried: they are the same ones, in one order."""
-    known = [
+    """The error and the interval of after − before, over the tasks that both have tried."""
+    pairs = [
         (float(first), float(second), cluster)
         for first, second, cluster in zip(before, after, clusters, strict=False)
         if first is not None and second is not None
     ]
-    if not known:
+    if not pairs:
         return {f"{prefix}stderr": None, f"{prefix}interval": None}
-    firsts, seconds, of = zip(*known, strict=True)
-    found = difference_of(firsts, seconds, of)
-    return {f"{prefix}stderr": _ratio(found.stderr), f"{prefix}interval": [_ratio(found.low), _ratio(found.high)]}
+    firsts, seconds, of = zip(*pairs, strict=True)
+    difference = difference_of(firsts, seconds, of)
+    return {
+        f"{prefix}stderr": _ratio(difference.stderr),
+        f"{prefix}interval": [_ratio(difference.low), _ratio(difference.high)],
+    }
 
 
 def _ratio(value: float | None) -> float | None:

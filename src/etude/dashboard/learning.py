@@ -1,4 +1,4 @@
-"""Whether a run learns: groups with a signal, how rollouts ended, versions that differ, and what to do where not.
+"""Signs that a run learns: groups with a signal, ends of rollouts, versions that differ, and the fix where it does not.
 
     steps, published versions ──▶ figures        no signal for some steps ──▶ a warning        … to the end ──▶ said so
 
@@ -18,7 +18,7 @@ from etude.types import Json
 WARN_AFTER = 3
 """Steps in a row without a signal, after which people are warned: one or two are chance with few groups."""
 CUT_SHORT = ("length", "turns", "context", "time", "timeout")
-"""Why rollouts end that a limit cut short."""
+"""Reasons of rollouts that a limit cut short."""
 NEARLY_ALL = 0.9
 """Share of rollouts that ended in one way, from which on that way is taken for the cause."""
 
@@ -40,7 +40,7 @@ def learning_figures(story: RunStory) -> dict[str, Json]:
 
 
 def ends(steps: Sequence[StepDone]) -> Counter[str]:
-    """Why agents stopped → rollouts of some steps."""
+    """Reason why agents stopped → rollouts of some steps."""
     return sum((Counter(step.ended) for step in steps), Counter())
 
 
@@ -50,12 +50,12 @@ def cut_short(ended: Counter[str]) -> float | None:
 
 
 def shares(ended: Counter[str], most: int = 3) -> str:
-    """How rollouts ended, in words: ``submit 81%, length 19%``."""
+    """The ends of rollouts in words: ``submit 81%, length 19%``."""
     return ", ".join(f"{reason} {percent(number / ended.total(), 0)}" for reason, number in ended.most_common(most))
 
 
 def warning(steps: Sequence[StepDone]) -> str | None:
-    """What to say while the newest steps bring nothing to learn from; the same words for as long as that goes on."""
+    """The warning while the newest steps bring nothing to learn from; the same words for as long as that goes on."""
     in_vain = list(takewhile(_is_in_vain, reversed(steps)))[::-1]
     if len(in_vain) < WARN_AFTER:
         return None
@@ -63,7 +63,7 @@ def warning(steps: Sequence[StepDone]) -> str | None:
 
 
 def nothing_learnt(story: RunStory) -> str | None:
-    """Why a run has learnt nothing in all of its steps; ``None`` where it may have, or has not begun."""
+    """The reason why all steps of a run taught it nothing; ``None`` where they may have, or there is none."""
     steps = [timed.event for timed in story.steps]
     if steps and all(map(_is_in_vain, steps)):
         groups = sum(step.groups for step in steps)
@@ -77,7 +77,7 @@ def nothing_learnt(story: RunStory) -> str | None:
 
 
 def likely_cause(steps: Sequence[StepDone]) -> str:
-    """Of steps without a signal: what is likely to be wrong, and what to change."""
+    """The likely cause of steps without a signal, and the fix."""
     ended = ends(steps)
     lows = [step.reward_low for step in steps if step.reward_low is not None]
     highs = [step.reward_high for step in steps if step.reward_high is not None]
@@ -96,5 +96,5 @@ def likely_cause(steps: Sequence[StepDone]) -> str:
 
 
 def _is_in_vain(step: StepDone) -> bool:
-    """Whether there was nothing to learn from: hints teach without a signal."""
+    """True where there was nothing to learn from: hints teach without a signal."""
     return step.groups > 0 and step.degenerate_groups == step.groups and not step.hinted_tokens

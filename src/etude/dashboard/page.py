@@ -115,32 +115,30 @@ def _header(report: Mapping[str, Json]) -> str:
     learning = report["learning"]
     assert isinstance(learning, dict)
     warning = learning["nothing_learnt"] or learning["warning"]
-    said = f'<p class="warning">{escape(str(warning))}</p>' if warning else ""
+    notice = f'<p class="warning">{escape(str(warning))}</p>' if warning else ""
     return (
         f"<header><p>étude · {escape(str(report['name']))} · seed {escape(str(report['seed']))}</p>"
-        f"<h1>{_headline(report)}</h1><p>{steps} RL steps, {seconds} {extent}</p>{said}</header>"
+        f"<h1>{_headline(report)}</h1><p>{steps} RL steps, {seconds} {extent}</p>{notice}</header>"
     )
 
 
 def _headline(report: Mapping[str, Json]) -> str:
-    """What is sampled, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
-    found, marks = comparison(report, "sampled"), full_marks(report, "sampled")
-    before, after = found.value(found.before), found.value(found.after)
+    """The sampled result, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
+    gain, marks = comparison(report, "sampled"), full_marks(report, "sampled")
+    before, after = gain.value(gain.before), gain.value(gain.after)
     tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
-    if found.before is None:
+    if gain.before is None:
         return "Not evaluated"
-    if not found.is_rate:
-        way = before if found.after is None else f"{before} → {after}"
+    if not gain.is_rate:
+        way = before if gain.after is None else f"{before} → {after}"
         return f"Mean reward {way} on {tasks} ({marks})"
     return (
-        f"{before} of {tasks} solved before RL"
-        if found.after is None
-        else f"From {before} to {after} of {tasks} solved"
+        f"{before} of {tasks} solved before RL" if gain.after is None else f"From {before} to {after} of {tasks} solved"
     )
 
 
 def _start(report: Mapping[str, Json]) -> str:
-    """What a finished run set out from."""
+    """The model that a run set out from."""
     config = report["config"]
     assert isinstance(config, dict)
     model = config["model"]
@@ -157,29 +155,29 @@ def _result(report: Mapping[str, Json]) -> str:
 
 
 def _card(report: Mapping[str, Json], title: str, way: str) -> str:
-    found, marks = comparison(report, way), full_marks(report, way)
-    unit = " points" if found.is_rate else ""
-    spread = f" <small>± {found.error(found.stderr)}{unit}</small>" if found.stderr is not None else ""
-    parts = [f"{found.value(found.before)} → {found.value(found.after)}"]
-    if found.interval is not None:
-        low, high = map(found.change, found.interval)
+    figures, marks = comparison(report, way), full_marks(report, way)
+    unit = " points" if figures.is_rate else ""
+    spread = f" <small>± {figures.error(figures.stderr)}{unit}</small>" if figures.stderr is not None else ""
+    parts = [f"{figures.value(figures.before)} → {figures.value(figures.after)}"]
+    if figures.interval is not None:
+        low, high = map(figures.change, figures.interval)
         parts.append(f"95 % interval {low} to {high}")
     estimates = [
-        Estimate(label="before", share=found.before, stderr=found.stderr_before, style="side"),
-        Estimate(label="after", share=found.after, stderr=found.stderr_after, style="main"),
+        Estimate(label="before", share=figures.before, stderr=figures.stderr_before, style="side"),
+        Estimate(label="after", share=figures.after, stderr=figures.stderr_after, style="main"),
     ]
     return (
-        f'<div class="card"><h3>{title}</h3><div class="gain">{found.change(found.gain)}{spread}</div>'
+        f'<div class="card"><h3>{title}</h3><div class="gain">{figures.change(figures.gain)}{spread}</div>'
         f"<p>{' · '.join([*parts, marks] if marks else parts)}</p>{estimate_plot(title, estimates)}</div>"
     )
 
 
 def _charts(title: str, wide: str, pair: Sequence[str]) -> str:
     """A section of charts; those of phases that were not are left out, and so is a section without any."""
-    known = [chart for chart in pair if chart]
-    if not known and not wide:
+    charts = [chart for chart in pair if chart]
+    if not charts and not wide:
         return ""
-    beside = f'<div class="pair below">{"".join(known)}</div>' if known else ""
+    beside = f'<div class="pair below">{"".join(charts)}</div>' if charts else ""
     return f"<h2>{title}</h2>{wide}{beside}"
 
 

@@ -87,12 +87,12 @@ def phases(report: Mapping[str, Json]) -> list[tuple[str, float]]:
     config = report["config"]
     assert isinstance(config, dict)
     names = {"midtrain": "midtrain", "sft": "SFT", "rl": "RL", "eval": "evaluation"}
-    found = [(name, figure(report, f"seconds.{key}")) for key, name in names.items() if not _is_off(config, key)]
-    return [(name, seconds) for name, seconds in found if seconds is not None]
+    times = [(name, figure(report, f"seconds.{key}")) for key, name in names.items() if not _is_off(config, key)]
+    return [(name, seconds) for name, seconds in times if seconds is not None]
 
 
 def _is_off(config: Mapping[str, Json], phase: str) -> bool:
-    """Whether there was nothing to do in a phase: it is entered all the same, to hand the model on."""
+    """True where there was nothing to do in a phase: it is entered all the same, to hand the model on."""
     section = config.get(phase)
     return phase == "midtrain" and isinstance(section, dict) and section.get("tokens") == 0
 

@@ -59,9 +59,9 @@ def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
         _processes_row(story),
     ):
         rows.add_row(*row)
-    said = warning([timed.event for timed in story.steps])
+    notice = warning([timed.event for timed in story.steps])
     return Panel(
-        Group(_track(story, config, now_s), Text(), rows, *([Text(said, WARN)] if said else [])),
+        Group(_track(story, config, now_s), Text(), rows, *([Text(notice, WARN)] if notice else [])),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
         title_align="left",
         subtitle=_clock(story, config, now_s),
@@ -362,10 +362,10 @@ def _measured(result: EvalDone) -> Text:
 
 
 def _verdict(report: Mapping[str, Json]) -> list[RenderableType]:
-    """What has to be said before any figure: that nothing was learnt."""
+    """The notice before any figure: that nothing was learnt."""
     learning = report["learning"]
-    said = learning["nothing_learnt"] or learning["warning"] if isinstance(learning, dict) else None
-    return [Text(str(said), f"bold {WARN}"), Text()] if said else []
+    notice = learning["nothing_learnt"] or learning["warning"] if isinstance(learning, dict) else None
+    return [Text(str(notice), f"bold {WARN}"), Text()] if notice else []
 
 
 def _words(*parts: str) -> Text:
@@ -376,11 +376,11 @@ def _missing() -> Text:
     return Text(units.MISSING, DIM)
 
 
-def _gain_cells(found: Comparison) -> tuple[Text, Text, Text]:
-    before, after, error = found.before, found.after, found.stderr
+def _gain_cells(figures: Comparison) -> tuple[Text, Text, Text]:
+    before, after, error = figures.before, figures.after, figures.stderr
     if before is None or after is None or error is None:
-        return Text(found.value(before)), Text(found.value(after)), _missing()
-    low = found.interval[0] if found.interval else 0.0
+        return Text(figures.value(before)), Text(figures.value(after)), _missing()
+    low = figures.interval[0] if figures.interval else 0.0
     style = f"bold {GOOD if low > 0 else 'default' if after >= before else WARN}"
-    gain = Text.assemble((found.change(found.gain), style), (f" ± {found.error(error)}", DIM))
-    return Text(found.value(before)), Text(found.value(after), "bold"), gain
+    gain = Text.assemble((figures.change(figures.gain), style), (f" ± {figures.error(error)}", DIM))
+    return Text(figures.value(before)), Text(figures.value(after), "bold"), gain

@@ -31,7 +31,7 @@ class HeldoutTasks(Generic[Template]):
         Random(SEED).shuffle(self._templates)  # so that the first few are of all sorts
         self._draw = draw
         self._drawn: list[dict[str, Task]] = [{} for _ in templates]
-        """Of each template its tasks by id, in the order in which they were drawn."""
+        """The tasks of each template by id, in the order in which they were drawn."""
         self._draws = [0] * len(templates)
 
     def task(self, index: int) -> Task:

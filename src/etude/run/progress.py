@@ -31,7 +31,7 @@ class Progress:
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
-        self._said: str | None = None
+        self._warning: str | None = None
         """The newest warning: it is a line once, however long it holds."""
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Progress:
             self._live.update(render(self._story, self._config, time.time()), refresh=True)
         else:
             self._console.print(render_line(self._story, self._config, time.time()), soft_wrap=True)
-            said = warning([timed.event for timed in self._story.steps])
-            if said and said != self._said:
-                self._console.print(f"warning: {said}", style=WARN, soft_wrap=True)
-            self._said = said
+            notice = warning([timed.event for timed in self._story.steps])
+            if notice and notice != self._warning:
+                self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True)
+            self._warning = notice

@@ -142,8 +142,8 @@ class RolloutParts:
 
 
 def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Group]], *, pass_at: float) -> EvalDone:
-    """What an evaluation came to, of its groups way by way: a task each, without a rollout where its attempts were used
-    up.
+    """The result of an evaluation, from its groups way by way: a task each, without a rollout where its attempts were
+    used up.
     """
     clusters = [group.task.template or group.task.task_id for group in groups["sampled"]]
     tries = {way: [group.rollouts[0] if group.rollouts else None for group in groups[way]] for way in TEMPERATURES}

@@ -285,7 +285,7 @@ def totals_of(batch: Batch) -> Totals:
 
 
 def ends_of(groups: Iterable[Group]) -> dict[str, int]:
-    """Why agents stopped → rollouts, the most frequent first."""
+    """Reason why agents stopped → rollouts, the most frequent first."""
     return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MOST_ENDS))
 
 

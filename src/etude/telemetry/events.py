@@ -193,7 +193,7 @@ class WeightsPublished:
     blocked_s: float
     """How much of that the trainer stood still."""
     digest: str = ""
-    """Of the whole state: two versions of one digest have the same weights."""
+    """Digest of the whole state: two versions of one digest have the same weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,9 +269,9 @@ class EvalDone:
     """As in :class:`StepDone`."""
     greedy_parts: dict[str, float] = field(default_factory=dict)
     clusters: list[str] = field(default_factory=list)
-    """Of each held-out task, in order, its template, or else its id: tasks of one cluster are alike."""
+    """The template of each held-out task, in order, or else its id: tasks of one cluster are alike."""
     sampled_rewards: list[float | None] = field(default_factory=list)
-    """Of each task; ``None``: infrastructure kept it from being tried."""
+    """One for each task; ``None``: infrastructure kept it from being tried."""
     sampled_passed: list[bool | None] = field(default_factory=list)
     greedy_rewards: list[float | None] = field(default_factory=list)
     greedy_passed: list[bool | None] = field(default_factory=list)

@@ -69,6 +69,14 @@ def test_what_was_not_tried_twice_is_in_no_difference(config: RunConfig) -> None
     assert (alone["stderr"], alone["interval"], alone["pass_after"]) == (None, None, None)
 
 
+def test_evaluations_of_other_tasks_are_not_paired(config: RunConfig) -> None:
+    before, after = evaluation("before", 0, 8, 8), evaluation("after", 0, 16, 8)
+    strange = replace(after, clusters=after.clusters[::-1])
+    section = _report_of([before, strange], config)["heldout"]
+    assert isinstance(section, dict)
+    assert (section["pass_before"], section["pass_after"], section["stderr"]) == (0.125, 0.25, None)
+
+
 def test_an_evaluation_of_an_older_log_has_its_rates(config: RunConfig) -> None:
     old = [
         EvalDone(

@@ -102,7 +102,7 @@ class HarborTask:
 
     @property
     def template(self) -> str:
-        """What it is an instance of: its own name where it says nothing else."""
+        """The template that it is an instance of: its own name where it says nothing else."""
         return self.origin.template or self.name
 
     @property
