@@ -626,6 +626,8 @@ class WeightVersion:
     version: int
     base: int | None
     """The version that the packs are a change of; ``None`` when they hold everything."""
+    base_digest: str | None
+    """Digest of the whole state at ``base``; ``None`` where that is."""
     digest: str
     """Digest of the whole state after this version, 32 hex digits."""
     layouts: tuple[str, ...]

@@ -224,6 +224,7 @@ def test_a_weight_version_without_a_base_is_full(base: int | None, kind: str) ->
     version = WeightVersion(
         version=5,
         base=base,
+        base_digest=None,
         digest="d",
         layouts=("l",),
         packs=(WeightPack(digest="p", size_bytes=7, rank=0, first=0, last=3),),

@@ -32,6 +32,17 @@ def _add_weights(commands: Commands) -> None:
         parsers[action].set_defaults(command=_weights, action=action)
         if action != "bench":
             parsers[action].add_argument("store", help="a run folder or the URL of an object store (a path, s3://…)")
+    for action in ("ls", "verify", "pull", "diff", "relay"):
+        parsers[action].add_argument(
+            "--log-id", metavar="ID", help="refuse any other log, such as another run's with the same key"
+        )
+    for action in ("pull", "relay"):
+        parsers[action].add_argument(
+            "--at-least",
+            type=int,
+            metavar="N",
+            help="refuse a store whose newest version is older: something is missing",
+        )
     for action in ("pull", "export"):
         parsers[action].add_argument("out", type=Path, help="folder to write")
         parsers[action].add_argument("--version", type=int, help="weight version (default: the newest)")
@@ -65,7 +76,8 @@ def _weights(options: argparse.Namespace) -> int:
         version = export_run(RunFolder.open(Path(options.store), writes=False), options.out, options.version)
         print(f"weight version {version} → {options.out}")
         return 0
-    log = weights.log_of(options.store)
+    known = vars(options)
+    log = weights.log_of(options.store, log_id=known.get("log_id"), at_least=known.get("at_least"))
     match options.action:
         case "ls":
             weights.show_versions(log, console)

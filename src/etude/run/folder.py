@@ -7,7 +7,8 @@
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, kept sets of turns   report.json, report.html
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
-    harness/          files of an external harness judge-N.db    votes of judges, by seat
+    weights.id        which log of weights is its  judge-N.db    votes of judges, by seat
+    harness/          files of an external harness
     judge-spend-N.json  what those cost            judge-held.txt  why judging is held, while it is
 
 Owns names and the first checks; what is inside each file belongs to its own module.
@@ -27,6 +28,8 @@ from etude.run.endpoints import Endpoints
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
+LOG_ID = "weights.id"
+"""The file with the id of the run's log of weight versions; it is not in the store, which others may write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class RunFolder:
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
             _write_secret(path / "admin.key")
+            (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
                 (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
@@ -100,6 +104,12 @@ class RunFolder:
     def store(self) -> str:
         """URL of the weight store."""
         return str((self.path / "store").absolute())
+
+    @property
+    def log_id(self) -> str | None:
+        """The id of the run's log of weight versions; ``None`` where nobody wrote it down."""
+        file = self.path / LOG_ID
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
     @property
     def model(self) -> Path:

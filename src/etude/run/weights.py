@@ -41,16 +41,19 @@ NOTHING_THERE = "no version is published there"
 Item = TypeVar("Item")
 
 
-def log_of(store: str) -> WeightLog:
-    """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none."""
+def log_of(store: str, *, log_id: str | None = None, at_least: int | None = None) -> WeightLog:
+    """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none.
+
+    ``log_id`` is what it has to be, which a run folder says by itself, and ``at_least`` a version that it has to have.
+    """
     folder = RunFolder(Path(store))
     if folder.config_file.is_file():
         if not Path(folder.store).is_dir():
             raise RunFolderError(f"no weight version is published in the run {store} yet")
-        return open_store(folder.store, creates=False)
+        return open_store(folder.store, creates=False, log_id=log_id or folder.log_id, at_least=at_least)
     if "://" not in store and not folder.path.is_dir():
         raise RunFolderError(f"{store!r} is no run folder and no weight store")
-    return open_store(store, creates=False)
+    return open_store(store, creates=False, log_id=log_id, at_least=at_least)
 
 
 def needed_by_trainer(store: str) -> tuple[int, ...]:
@@ -75,6 +78,7 @@ def show_versions(log: WeightLog, console: Console) -> None:
         base = units.MISSING if record.base is None else str(record.base)
         row = (record.version, base, record.step, record.created[:16].replace("T", " "), record.digest[:12])
         versions.add_row(*map(str, row), units.size(record.size_bytes), share, record.recipe)
+    console.print(f"log {log.log_id}", highlight=False)
     console.print(versions)
     links = light_table("link, a shorter way", ">size")
     for link in log.links():

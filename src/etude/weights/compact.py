@@ -48,11 +48,18 @@ class Compactor:
             return None
         if source > target:
             merged = {place: invert(parse(frame)) for place, frame in merged.items()}
-        record = self._log.read(target)
-        if record is None:
+        start, record = self._log.read(source), self._log.read(target)
+        if start is None or record is None:
             return None
         packs = tuple(pack for rank in range(len(record.layouts)) for pack in self._store(rank, merged))
-        link = Link(source=source, target=target, digest=record.digest, layouts=record.layouts, packs=packs)
+        link = Link(
+            source=source,
+            source_digest=start.digest,
+            target=target,
+            digest=record.digest,
+            layouts=record.layouts,
+            packs=packs,
+        )
         self._log.add_link(link)
         return link
 

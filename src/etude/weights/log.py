@@ -84,18 +84,28 @@ class WeightLog:
     """The weight versions in one store. Safe to share between threads.
 
     With a ``key`` records are signed and unsigned ones are damage: whoever can write to the bucket but lacks the key
-    cannot make a reader load anything. Every method raises :class:`~etude.errors.InfrastructureError` when the storage
-    does not do its part.
+    cannot make a reader load anything that this log did not publish. What it published can still be hidden, so a reader
+    that knows says which log it means (``log_id``) and which version there is ``at_least``. Every method raises
+    :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
     """
 
-    def __init__(self, store: Objects, *, key: bytes | None = None) -> None:
+    def __init__(
+        self, store: Objects, *, key: bytes | None = None, log_id: str | None = None, at_least: int | None = None
+    ) -> None:
         if key is not None and len(key) < 16:
             raise UserError(f"the key that signs weight records has {len(key)} bytes; give it at least 16")
         self.store = store
         self._layouts: dict[str, bytes] = {}
         self.key = key
         """What records are signed with; ``None`` when they are not."""
-        self.records = RecordShelf(store, key)
+        self.at_least = at_least
+        """A version that is known to be there: an older one is not the newest, whatever the storage says."""
+        self.records = RecordShelf(store, key, log_id)
+
+    @property
+    def log_id(self) -> str | None:
+        """What tells this log from any other, 32 hex digits; ``None`` as long as nothing is written there."""
+        return self.records.log_id()
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -149,6 +159,17 @@ class WeightLog:
             middle = (low + high) // 2
             low, high = (middle, high) if _is_committed(self.store, middle) else (low, middle)
         return low
+
+    def newest(self, *, after: int | None, at_least: int | None) -> int | None:
+        """As :meth:`latest`. Raises :class:`~etude.errors.DamagedError` when that is older than ``at_least``."""
+        newest = self.latest(after=after)
+        if at_least is not None and (newest is None or newest < at_least):
+            raise DamagedError(
+                f"the newest weight version in {self.store.url} is {newest}, but version {at_least} was published: "
+                f"records were deleted, or this is an older copy of the log; repair it from a mirror, or name the "
+                f"version to go back to"
+            )
+        return newest
 
     # --- Ways between versions ---
 

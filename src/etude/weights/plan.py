@@ -36,6 +36,8 @@ class Edge:
 
     source: Place
     """The version to start from; ``None`` when the packs hold everything."""
+    source_digest: str | None
+    """Digest of the whole state at ``source``; ``None`` where that is."""
     target: int
     kind: Literal["delta", "merged", "anchor", "inverse"]
     digest: str
@@ -54,6 +56,7 @@ def edge_of(record: WeightVersion | Link) -> Edge:
     """The way that a record opens."""
     return Edge(
         source=record.source if isinstance(record, Link) else record.base,
+        source_digest=record.source_digest if isinstance(record, Link) else record.base_digest,
         target=record.target if isinstance(record, Link) else record.version,
         kind=record.kind if isinstance(record, Link) else ("anchor" if record.base is None else "delta"),
         digest=record.digest,

@@ -179,17 +179,17 @@ class Publisher(Closing):
             self._held = (version, share)
             return record
         base, share = held
-        is_whole_wanted = self._uploaders.submit(self._wants_whole, base, version)  # costs no time beside the rest
+        base_digest = self._uploaders.submit(self._digest_to_build_on, base, version)  # costs no time beside the rest
         encoding = DeltaEncoding(share, state, self._codec.current, self._encoders)
         try:
             packs = self._upload(encoding.frames(), publication)
-            is_whole = self._answer(is_whole_wanted)
-            if is_whole:
+            built_on = self._answer(base_digest)
+            if built_on is None:
                 packs = self._upload(full_frames(share, self._encoders), publication)
             contribution = SharePacks(
-                layout=layout, content=share.content(), packs=packs, base=None if is_whole else base
+                layout=layout, content=share.content(), packs=packs, base=None if built_on is None else base
             )
-            record = self._commit(version, contribution, step, recipe)
+            record = self._commit(version, contribution, step, recipe, built_on)
         except BaseException:
             encoding.take_back()
             self._held = held
@@ -197,7 +197,7 @@ class Publisher(Closing):
         self._held = (version, share)
         return record
 
-    def _answer(self, question: Future[bool]) -> bool:
+    def _answer(self, question: Future[str | None]) -> str | None:
         try:
             return question.result(self._options.deadline_s)
         except TimeoutError as error:
@@ -205,10 +205,14 @@ class Publisher(Closing):
                 f"{self._log.store.url} did not answer in {self._options.deadline_s} s"
             ) from error
 
-    def _wants_whole(self, base: int, version: int) -> bool:
-        """Whether readers could not take a change of ``base``, or say that they cannot go on."""
+    def _digest_to_build_on(self, base: int, version: int) -> str | None:
+        """The state digest of ``base``; ``None`` when readers could not take a change of it, or say that they cannot go
+        on.
+        """
         before = _stored(self._log, base)
-        return before is None or is_pleaded(self._log, before, version, alone=self._ranks.alone)
+        if before is None or is_pleaded(self._log, before, version, alone=self._ranks.alone):
+            return None
+        return before.digest
 
     def _base(self, version: int, layout: Layout) -> tuple[int, Share] | None:
         """The version to publish against and this rank's share of it; ``None`` when everything shall be published.
@@ -280,7 +284,9 @@ class Publisher(Closing):
             self._ranks.announce_pack(version, sequence, pack)
         return pack
 
-    def _commit(self, version: int, share: SharePacks, step: int, recipe: str) -> WeightVersion:
+    def _commit(
+        self, version: int, share: SharePacks, step: int, recipe: str, base_digest: str | None = None
+    ) -> WeightVersion:
         self._log.put_layout(share.layout.to_bytes(), again=share.base is None)  # what is whole mends everything
         whole = self._ranks.gather(version, share)
         if whole is None:
@@ -289,6 +295,7 @@ class Publisher(Closing):
             WeightVersion(
                 version=version,
                 base=share.base,
+                base_digest=base_digest,
                 digest=whole.digest,
                 layouts=whole.layouts,
                 packs=whole.packs,
@@ -334,6 +341,7 @@ class Publisher(Closing):
             self._log.add_link(
                 Link(
                     source=None,
+                    source_digest=None,
                     target=record.version,
                     digest=record.digest,
                     layouts=whole.layouts,

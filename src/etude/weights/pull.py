@@ -80,6 +80,9 @@ class _Journey:
 class Receiver(Closing):
     """Follows a log and keeps a copy of the weights, or of a wanted part; for one thread at a time.
 
+    It never takes an older version for the newest than it had before, or than the log is known to have: where records
+    were deleted, it keeps what it holds. Only who names an older version goes back to it.
+
     When it wants everything, each version is proven against the state digest of its record; otherwise each chunk
     against the digest in its frame.
     """
@@ -97,6 +100,7 @@ class Receiver(Closing):
         )
         self._appliers = ThreadPoolExecutor(chosen.appliers, "apply")
         self._replica: Replica | None = None
+        self._at_least = log.at_least
         self._changes = Changes()
         """What has changed since the last arrival, on journeys that broke off, too."""
         self._layouts: dict[str, Layout] = {}
@@ -145,24 +149,24 @@ class Receiver(Closing):
 
     def plan(self, target: int | None = None) -> Plan:
         """The way to ``target`` (default: the newest version) from what is held."""
-        return self._plan(_find(self._log, self.version, target), frozenset())
+        return self._plan(self._find(target), frozenset())
 
     def advance(self, target: int | None = None) -> Arrival:
         """Bring the copy to ``target`` (default: the newest version), forwards or backwards, and say what changed.
 
         Raises :class:`~etude.errors.UserError` when there is no such version, :class:`~etude.errors.DamagedError` when
-        there is no sound way to it. Store faults raise :class:`~etude.errors.InfrastructureError`. After either the
-        copy is some version of the log, or nothing; the next call goes on from there.
+        there is no sound way to it, or only older ones than there were. Store faults raise
+        :class:`~etude.errors.InfrastructureError`. After either the copy is some version of the log, or nothing; the
+        next call goes on from there.
         """
         started_s = time.perf_counter()
         journey = _Journey(target)
-        version = _find(self._log, self.version, target)
+        version = self._find(target)
         while self.version != version:
             way = self._way(version, journey)
             if way is None or not all(self._try(edge, journey) for edge in way):
-                version = _find(
-                    self._log, self.version, target
-                )  # the newest may be another by now, and what it was no longer kept
+                version = self._find(target)  # the newest may be another by now, and what it was no longer kept
+        self._at_least = version
         changes, self._changes = self._changes, Changes()
         return Arrival(
             version=version,
@@ -181,6 +185,18 @@ class Receiver(Closing):
             version, self._replica = self.version, None
             self.advance(version)
         return bad
+
+    def _find(self, target: int | None) -> int:
+        """The version to go to. Raises :class:`~etude.errors.UserError` when there is none."""
+        log = self._log
+        version = log.newest(after=self.version, at_least=self._at_least) if target is None else target
+        if version is None:
+            raise UserError(f"no weight version is published in {log.store.url} yet")
+        if target is not None and log.read(version) is None:
+            raise UserError(
+                f"weight version {version} is not published in {log.store.url}: the newest is {log.latest()}"
+            )
+        return version
 
     def _way(self, version: int, journey: "_Journey") -> tuple[Edge, ...] | None:
         """The links to follow; ``None`` when none lead to ``version`` but there is a newer one."""
@@ -211,6 +227,12 @@ class Receiver(Closing):
     def _take(self, edge: Edge) -> int:
         """Follow one link; everything is fetched and verified before anything is touched. Returns the bytes fetched."""
         target = _record(self._log, edge.target)
+        held = self._replica
+        if held is not None and edge.source is not None and edge.source_digest != held.record.digest:
+            raise DamagedError(
+                f"what leads from weight version {edge.source} to {edge.target} starts from the state "
+                f"{(edge.source_digest or '')[:12]}, held is {held.record.digest[:12]}: it continues another history"
+            )
         self._layouts = {digest: self._layouts.get(digest) or _layout(self._log, digest) for digest in edge.layouts}
         layouts = [self._layouts[digest] for digest in edge.layouts]
         packs = self._fetcher.fetch(
@@ -258,23 +280,12 @@ def pull_share(log: WeightLog, version: int, rank: int, layout: Layout) -> Share
     return Share(layout, layout.cut(pull(log, version).state))
 
 
-def _find(log: WeightLog, held: int | None, target: int | None) -> int:
-    """The version to go to. Raises :class:`~etude.errors.UserError` when there is none."""
-    version = log.latest(after=held) if target is None else target
-    if version is None:
-        raise UserError(f"no weight version is published in {log.store.url} yet")
-    if target is not None and log.read(version) is None:
-        raise UserError(f"weight version {version} is not published in {log.store.url}: the newest is {log.latest()}")
-    return version
-
-
 def _is_kept(log: WeightLog, held: WeightVersion) -> bool:
-    """Whether what is held can be built upon: not of another log, nor of a past that is no longer kept."""
+    """Whether what is held can be built upon: not of a past that is no longer kept."""
     try:
-        record = log.read(held.version)
+        return log.read(held.version) is not None
     except DamagedError:
         return True  # the copy was proven when the record could be read
-    return record is not None and record.digest == held.digest
 
 
 def _record(log: WeightLog, version: int) -> WeightVersion:

@@ -1,5 +1,6 @@
 """The records of the weight store: small signed JSON objects, and the keys under which everything lies.
 
+    log.json                                    which log this is (:class:`LogStart`)
     commits/<version>.json                      a version exists (:class:`~etude.types.WeightVersion`)
     links/<source|anchor>-<target>.json         another way to a version (:class:`Link`)
     staged/<version>/<writer>/<rank>-<seq>.json packs that are up before the version is (:class:`Announcement`)
@@ -10,6 +11,8 @@ This file owns their form: it turns records into bytes and back and does no I/O.
 record must be canonical JSON (sorted keys, no spaces), lie where it says it lies, and have every field in its type and
 range; fields unknown here are refused unless their names start with ``x_``. With a key, records are signed (HMAC-SHA256
 of the canonical bytes without ``signature``) and unsigned ones are refused; without one, signatures are not looked at.
+Every record bears its ``format`` and the id of its ``log``, so that a record of one log is none of another's, and what
+is a change of a version bears the digest of that, so that no record continues any other history than its own.
 """
 
 import dataclasses
@@ -26,6 +29,10 @@ import orjson
 from etude.errors import DamagedError
 from etude.types import Json, WeightPack, WeightVersion
 
+FORMAT = 2
+"""What records of this form say they are. Those of format 1 said nothing, bore no log id and are refused."""
+LOG_KEY = "log.json"
+"""Where a log's first record lies."""
 MOST_VERSION = 10**12
 """The highest version number."""
 MOST_RECORD_BYTES = 64 << 20
@@ -41,7 +48,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _STATE_DIGEST = re.compile(r"[0-9a-f]{32}")
 _ANCHOR = "anchor"
 _SIGNATURE = "signature"
+_LOG_ID = _STATE_DIGEST
 _FOREIGN = "x_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStart:
+    """The first record of a log, which says nothing but when that began: what counts is the log id that it bears."""
+
+    created: str
+    """UTC, ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +66,8 @@ class Link:
 
     source: int | None
     """The version that the packs are a change of; ``None`` when they hold everything."""
+    source_digest: str | None
+    """Digest of the whole state at ``source``; ``None`` where that is."""
     target: int
     digest: str
     """Digest of the whole state at ``target``, 32 hex digits."""
@@ -109,7 +127,7 @@ class Lease:
         _require_name("reader", self.reader)
 
 
-Record: TypeAlias = WeightVersion | Link | Announcement | Lease
+Record: TypeAlias = LogStart | WeightVersion | Link | Announcement | Lease
 """Anything that lies in the store as a record."""
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -150,6 +168,8 @@ def lease_folder(reader: str) -> str:
 def record_key(record: Record) -> str:
     """Where a record lies."""
     match record:
+        case LogStart():
+            return LOG_KEY
         case WeightVersion():
             return commit_key(record.version)
         case Link():
@@ -181,17 +201,23 @@ def parse_link_key(key: str) -> tuple[int | None, int] | None:
 # --- Bytes --------------------------------------------------------------------------------------------------------
 
 
-def record_bytes(record: Record, key: bytes | None = None) -> bytes:
-    """The canonical bytes of a record, signed when there is a ``key``.
+def require_log_id(log_id: str) -> None:
+    """Raise ``ValueError`` for what cannot be the id of a log."""
+    if not _LOG_ID.fullmatch(log_id):
+        raise ValueError(f"the log id {log_id!r} does not have 32 hex digits: `etude weights ls` shows a log's own")
+
+
+def record_bytes(record: Record, log_id: str, key: bytes | None = None) -> bytes:
+    """The canonical bytes of a record of the log ``log_id``, signed when there is a ``key``.
 
     Raises ``ValueError`` for a record that nobody could read back, e.g. with a negative size.
     """
     try:
-        fields = _plain(record)
+        fields = _plain(record, log_id)
         data = _canonical(fields)
         if key is not None:
             data = _canonical({**fields, _SIGNATURE: _sign(data, key)})
-        back: Record = parse_record(data, type(record), record_key(record), key)
+        back: Record = parse_record(data, type(record), record_key(record), key)[0]
     except (DamagedError, TypeError) as error:
         raise ValueError(f"this record must not be written: {error}") from error
     if back != record:
@@ -199,8 +225,8 @@ def record_bytes(record: Record, key: bytes | None = None) -> bytes:
     return data
 
 
-def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None = None) -> RecordT:
-    """The record of type ``kind`` that lies at the object key ``name``.
+def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None = None) -> tuple[RecordT, str]:
+    """The record of type ``kind`` that lies at the object key ``name``, and the id of its log.
 
     Raises :class:`~etude.errors.DamagedError`, naming the object, for anything but a record of that kind that belongs
     there and, with a ``key``, bears its signature.
@@ -209,6 +235,8 @@ def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None 
         fields = _load(data)
         _check_signature(fields, key)
         reader = _Fields(fields)
+        reader.format()
+        log_id = reader.matching("log", _LOG_ID)
         reader.literal("kind", _KINDS[kind])
         record = cast(RecordT, _READERS[kind](reader))
         reader.refuse_others()
@@ -216,12 +244,12 @@ def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None 
             raise ValueError(f"it belongs at {record_key(record)}")
     except (ValueError, TypeError) as error:
         raise DamagedError(f"record {name} is damaged: {error}; run `etude weights verify`") from error
-    return record
+    return record, log_id
 
 
-def _plain(record: Record) -> dict[str, Json]:
+def _plain(record: Record, log_id: str) -> dict[str, Json]:
     fields: dict[str, Json] = orjson.loads(orjson.dumps(dataclasses.asdict(record)))
-    return {"kind": _KINDS[type(record)], **fields}
+    return {"kind": _KINDS[type(record)], "format": FORMAT, "log": log_id, **fields}
 
 
 def _canonical(fields: Mapping[str, Json]) -> bytes:
@@ -269,6 +297,13 @@ class _Fields:
             raise ValueError(f"{name} is missing")
         return self._left.pop(name)
 
+    def format(self) -> None:
+        """The format of this file."""
+        if "format" not in self._left:
+            raise ValueError(f"it is of format 1, which bore no log id; formats from {FORMAT} on are read")
+        if (value := self.take("format")) != FORMAT or type(value) is not int:
+            raise ValueError(f"format is {_shown(value)}, this étude reads {FORMAT}")
+
     def literal(self, name: str, expected: str) -> None:
         """Exactly ``expected``."""
         value = self.take(name)
@@ -315,6 +350,10 @@ class _Fields:
         """Text of a fixed form."""
         return _matching(name, self.take(name), pattern)
 
+    def optional(self, name: str, pattern: re.Pattern[str]) -> str | None:
+        """Text of a fixed form, or ``null``."""
+        return None if self.is_null(name) else self.matching(name, pattern)
+
     def several(self, name: str) -> list[Json]:
         """A list."""
         value = self.take(name)
@@ -340,6 +379,7 @@ def _read_version(fields: _Fields) -> WeightVersion:
     record = WeightVersion(
         version=fields.version("version"),
         base=None if fields.is_null("base") else fields.version("base"),
+        base_digest=fields.optional("base_digest", _STATE_DIGEST),
         digest=fields.matching("digest", _STATE_DIGEST),
         layouts=layouts,
         packs=_read_packs(fields, len(layouts)),
@@ -350,18 +390,26 @@ def _read_version(fields: _Fields) -> WeightVersion:
     )
     if record.base is not None and record.base >= record.version:
         raise ValueError(f"base is {record.base}, which does not come before version {record.version}")
+    _require_both("base", record.base, record.base_digest)
     return record
 
 
 def _read_link(fields: _Fields) -> Link:
     layouts = _read_layouts(fields)
-    return Link(
+    link = Link(
         source=None if fields.is_null("source") else fields.version("source"),
+        source_digest=fields.optional("source_digest", _STATE_DIGEST),
         target=fields.version("target"),
         digest=fields.matching("digest", _STATE_DIGEST),
         layouts=layouts,
         packs=_read_packs(fields, len(layouts)),
     )
+    _require_both("source", link.source, link.source_digest)
+    return link
+
+
+def _read_start(fields: _Fields) -> LogStart:
+    return LogStart(created=fields.utc("created"))
 
 
 def _read_announcement(fields: _Fields) -> Announcement:
@@ -372,8 +420,8 @@ def _read_announcement(fields: _Fields) -> Announcement:
         sequence=fields.integer("sequence"),
         packs=_read_packs(fields, _MOST_RANKS),
         done=fields.truth("done"),
-        layout=None if fields.is_null("layout") else fields.matching("layout", _SHA256),
-        content=None if fields.is_null("content") else fields.matching("content", _STATE_DIGEST),
+        layout=fields.optional("layout", _SHA256),
+        content=fields.optional("content", _STATE_DIGEST),
         base=None if fields.is_null("base") else fields.version("base"),
     )
 
@@ -426,18 +474,25 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+def _require_both(name: str, version: int | None, digest: str | None) -> None:
+    if (version is None) != (digest is None):
+        raise ValueError(f"{name} is {version} and {name}_digest {digest}: there are both or neither")
+
+
 def _require_name(role: str, name: str) -> None:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{role} {name!r} must be 1 to 100 letters, digits, - and _: it becomes part of object keys")
 
 
 _READERS: Mapping[type[object], Callable[[_Fields], Record]] = {
+    LogStart: _read_start,
     WeightVersion: _read_version,
     Link: _read_link,
     Announcement: _read_announcement,
     Lease: _read_lease,
 }
 _KINDS: Mapping[type[object], str] = {
+    LogStart: "log",
     WeightVersion: "version",
     Link: "link",
     Announcement: "announcement",

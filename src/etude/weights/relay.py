@@ -21,7 +21,7 @@ from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog
 from etude.weights.plan import Edge, LinkSpeed, plan
-from etude.weights.records import Link, commit_key, link_key, parse_record
+from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
 from etude.weights.shelf import create
 
 LOOK_S = 5.0
@@ -63,10 +63,10 @@ class Relay(Closing):
                 while self._copy_next(self._held):
                     self._held += 1
                 return self._held
+        self._copy_start()
         held = self._newest_sound()
-        target = self._origin.latest(after=held)
-        if held is not None:
-            self._require_same(held)
+        at_least = max((known for known in (held, self._origin.at_least) if known is not None), default=None)
+        target = self._origin.newest(after=held, at_least=at_least)
         if target is None or target == held:
             self._held = held
             return held
@@ -101,8 +101,8 @@ class Relay(Closing):
         data = self._origin.store.get(key)
         if data is None:
             return False
-        record = parse_record(data, WeightVersion, key, self._origin.key)
-        if record.base != held:
+        record = self._origin.records.parse(data, WeightVersion, key)
+        if record.base != held or not self._continues(held, record.base_digest):
             raise DamagedError(f"weight version {record.version} does not follow version {held}")
         self._copy_content(record.packs, record.layouts)
         self._copied.clear()
@@ -112,15 +112,27 @@ class Relay(Closing):
             self._compactor.after(record.version)
         return True
 
-    def _require_same(self, version: int) -> None:
-        """Raise :class:`~etude.errors.FencedError` when a version is another at the origin than in the region."""
-        with suppress(DamagedError):  # a damaged record says nothing
-            origin, region = self._origin.read(version), self._region.read(version)
-            if origin is not None and region is not None and origin.digest != region.digest:
-                raise FencedError(
-                    f"weight version {version} is another in {self._region.store.url} than in "
-                    f"{self._origin.store.url}: give each log a regional store of its own"
-                )
+    def _copy_start(self) -> None:
+        """Make the region's store one of the origin's log.
+
+        Raises :class:`~etude.errors.FencedError` when it is another's already.
+        """
+        origin, region = self._origin.log_id, self._region.log_id
+        if region is None and (data := self._origin.store.get(LOG_KEY)) is not None:
+            self._origin.records.parse(data, LogStart, LOG_KEY)
+            create(self._region.store, LOG_KEY, data)
+        elif None not in (origin, region) and origin != region:
+            raise FencedError(
+                f"{self._region.store.url} holds the log {region}, {self._origin.store.url} the log {origin}: "
+                f"give each log a regional store of its own"
+            )
+
+    def _continues(self, held: int, digest: str | None) -> bool:
+        """Whether a change of the state ``digest`` is one of the version ``held`` in the region."""
+        with suppress(DamagedError):
+            record = self._region.read(held)
+            return record is None or record.digest == digest
+        return True  # a damaged record says nothing
 
     def _newest_sound(self) -> int | None:
         """The newest version in the region whose record can be read; those above it are copied again."""
@@ -134,6 +146,10 @@ class Relay(Closing):
 
     def _copy_edge(self, edge: Edge) -> None:
         """Packs and layouts, then the record of the link if it is one, then that of the version."""
+        if edge.source is not None and not self._continues(edge.source, edge.source_digest):
+            raise DamagedError(
+                f"what leads to version {edge.target} does not continue what {self._region.store.url} has"
+            )
         self._copy_content(edge.packs, edge.layouts)
         if edge.kind != "delta":
             self._copy_record(Link, link_key(edge.source, edge.target))
@@ -153,7 +169,7 @@ class Relay(Closing):
         data = self._origin.store.get(key)
         if data is None:
             return False
-        parse_record(data, kind, key, self._origin.key)
+        self._origin.records.parse(data, kind, key)
         if not create(self._region.store, key, data):
             try:
                 self._region.records.read_again(kind, key)

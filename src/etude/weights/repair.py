@@ -15,7 +15,7 @@ from etude.weights.frames import Codec
 from etude.weights.log import WeightLog
 from etude.weights.packs import fill_packs
 from etude.weights.pull import Receiver
-from etude.weights.records import Link, commit_key, layout_key, pack_key, parse_record
+from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, layout_key, pack_key
 from etude.weights.share import Share
 from etude.weights.verify import packs_fault
 
@@ -37,10 +37,21 @@ def repair(log: WeightLog, mirror: WeightLog | None = None) -> Iterator[Repair]:
 
     ``mirror`` is another store of the same log (a region's, say) to take sound objects from.
     """
+    yield from _mend_start(log)
     for version in log.versions():
         yield from _mend_version(log, mirror, version)
     for key in log.store.list("links"):
         yield from _mend_link(log, key)
+
+
+def _mend_start(log: WeightLog) -> Iterator[Repair]:
+    try:
+        fault = None if log.records.read_again(LogStart, LOG_KEY) else "it is missing"
+    except DamagedError as error:
+        fault = str(error)
+    if fault and (log_id := log.log_id) is not None:
+        log.records.begin_again(log_id)
+        yield Repair(name=LOG_KEY, fault=fault, action="written again, as the versions say", mended=True)
 
 
 def _mend_version(log: WeightLog, mirror: WeightLog | None, version: int) -> Iterator[Repair]:
@@ -65,7 +76,7 @@ def _mend_record(
     key = commit_key(version)
     data = mirror.store.get(key) if mirror else None
     try:
-        record = parse_record(data or b"", WeightVersion, key, log.key)
+        record = log.records.parse(data or b"", WeightVersion, key)
     except DamagedError:
         action = "left as it is: the next version goes around"
         return Repair(name=key, fault=fault, action=action, mended=False), None

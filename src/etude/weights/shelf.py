@@ -1,9 +1,11 @@
 """Writing and reading of records, whatever answers get lost on the way.
 
-This file owns two habits that everything in the log relies on: an object that is there with our bytes is ours, and a
-record that has been read is not read again. What records say is ``records.py``'s, what they are for ``log.py``'s.
+This file owns three habits that everything in the log relies on: an object that is there with our bytes is ours, a
+record that has been read is not read again, and a record of another log is damage. What records say is
+``records.py``'s, what they are for ``log.py``'s.
 """
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +13,20 @@ from enum import Enum
 from threading import Lock
 from typing import cast, final
 
-from etude.errors import DamagedError, InfrastructureError
-from etude.weights.records import Record, RecordT, parse_record, record_bytes, record_key
+from etude import clock
+from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
+from etude.types import WeightVersion
+from etude.weights.records import (
+    LOG_KEY,
+    LogStart,
+    Record,
+    RecordT,
+    parse_commit_key,
+    parse_record,
+    record_bytes,
+    record_key,
+    require_log_id,
+)
 from etude.weights.store import Objects
 
 _CREATE_TRIES = 3
@@ -46,11 +60,21 @@ class RecordShelf:
 
     Records never change, so what has been read is not read again, also if somebody has deleted it since: ask a listing
     what exists.
+
+    All are of one log: of ``log_id`` where that is given, else, with a ``key``, of the log that is there at the first
+    look. Without either the storage is trusted, since whoever writes to it could write any id.
     """
 
-    def __init__(self, store: Objects, key: bytes | None) -> None:
+    def __init__(self, store: Objects, key: bytes | None, log_id: str | None = None) -> None:
+        if log_id is not None:
+            try:
+                require_log_id(log_id)
+            except ValueError as error:
+                raise UserError(str(error)) from error
         self._store = store
         self._key = key
+        self._expected = log_id
+        self._written: str | None = None
         self._lock = Lock()
         self._cache: OrderedDict[str, tuple[Record, int]] = OrderedDict()
         self._cached_bytes = 0
@@ -65,7 +89,7 @@ class RecordShelf:
     def add(self, record: RecordT) -> RecordT:
         """Write a record unless there is one at its place, and return the one that is there now."""
         name = record_key(record)
-        if create(self._store, name, record_bytes(record, self._key)):
+        if create(self._store, name, record_bytes(record, self._started(), self._key)):
             return record
         existing = self.read(type(record), name)
         if existing is None:
@@ -85,9 +109,60 @@ class RecordShelf:
         data = self._store.get(name)
         if data is None:
             return None
-        record = parse_record(data, kind, name, self._key)
+        record = self.parse(data, kind, name)
         self._remember(name, record, len(data))
         return record
+
+    def parse(self, data: bytes, kind: type[RecordT], name: str) -> RecordT:
+        """The record in the bytes of an object. Raises :class:`~etude.errors.DamagedError`, also for another log's."""
+        record, log_id = parse_record(data, kind, name, self._key)
+        if self._expected is None and self._key is not None:
+            self._expected = self.log_id() or log_id
+        if self._expected not in (None, log_id):
+            raise DamagedError(f"record {name} is of log {log_id}, this is log {self._expected}")
+        return record
+
+    def log_id(self) -> str | None:
+        """The id that the log in this store bears, of its first record or else of its newest; ``None`` for no log."""
+        if (log_id := self._id_in(LOG_KEY, LogStart)) is not None:
+            return log_id
+        commits = [name for name in self._store.list("commits") if parse_commit_key(name) is not None]
+        ids = (self._id_in(name, WeightVersion) for name in reversed(commits))
+        return next(filter(None, ids), None)
+
+    def _id_in(self, name: str, kind: type[Record]) -> str | None:
+        data = self._store.get(name)
+        try:
+            return None if data is None else parse_record(data, kind, name, self._key)[1]
+        except DamagedError:
+            return None
+
+    def _started(self) -> str:
+        """The id of the log, which begins now if there is none.
+
+        Raises :class:`~etude.errors.FencedError` where another log is than the one that is expected.
+        """
+        if self._written is None:
+            log_id = self.log_id()
+            if log_id is None:
+                log_id = self._expected or secrets.token_hex(16)
+                if not create(self._store, LOG_KEY, self._first_record(log_id)):
+                    log_id = self.log_id() or self.begin_again(log_id)
+            if self._expected not in (None, log_id):
+                raise FencedError(
+                    f"{self._store.url} holds the log {log_id}, what should be written is of log {self._expected}: "
+                    f"give each run a store of its own"
+                )
+            self._written = log_id
+        return self._written
+
+    def begin_again(self, log_id: str) -> str:
+        """Write the first record over one that nobody can read; returns the id."""
+        self._store.renew(LOG_KEY, self._first_record(log_id))
+        return log_id
+
+    def _first_record(self, log_id: str) -> bytes:
+        return record_bytes(LogStart(created=clock.date_utc()), log_id, self._key)
 
     def read_sound(self, kind: type[RecordT], names: Iterable[str]) -> list[RecordT]:
         """The records at many keys, fetched together; absent ones are left out, damaged ones noted in ``faults``."""

@@ -57,7 +57,7 @@ def verify(log: WeightLog) -> Iterator[Check]:
 
 
 def _check_link(log: WeightLog, source: int | None, target: int) -> Check:
-    unread = Link(source=source, target=target, digest="", layouts=(), packs=())
+    unread = Link(source=source, source_digest=None, target=target, digest="", layouts=(), packs=())
     try:
         link = log.records.read(Link, link_key(source, target))
     except DamagedError as error:

@@ -29,7 +29,9 @@ def edge(source: Place, target: int, *sizes: int) -> Edge:
         WeightPack(digest=f"{source}-{target}-{rank}", size_bytes=size, rank=rank, first=0, last=0)
         for rank, size in enumerate(sizes)
     ]
-    return edge_of(Link(source=source, target=target, digest="d" * 32, layouts=("b" * 64,), packs=tuple(packs)))
+    return edge_of(
+        Link(source=source, source_digest=None, target=target, digest="d" * 32, layouts=("b" * 64,), packs=tuple(packs))
+    )
 
 
 def ends(edges: tuple[Edge, ...]) -> list[tuple[Place, int]]:

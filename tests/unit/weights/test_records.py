@@ -26,6 +26,7 @@ from etude.weights.records import (
 )
 
 KEY = b"a key of 16 byte"
+LOG = "0" * 31 + "1"
 
 
 def hexadecimal(digits: int) -> st.SearchStrategy[str]:
@@ -58,7 +59,8 @@ def versions(draw: st.DrawFn) -> WeightVersion:
     held = draw(layouts)
     return WeightVersion(
         version=version,
-        base=draw(st.none() | st.integers(0, version - 1)) if version else None,
+        base=(base := draw(st.none() | st.integers(0, version - 1)) if version else None),
+        base_digest=None if base is None else draw(digests),
         digest=draw(digests),
         layouts=held,
         packs=draw(packs(range(len(held)))),
@@ -73,7 +75,14 @@ def versions(draw: st.DrawFn) -> WeightVersion:
 def links(draw: st.DrawFn) -> Link:
     held = draw(layouts)
     source, target = draw(st.tuples(st.none() | numbers, numbers).filter(lambda pair: pair[0] != pair[1]))
-    return Link(source=source, target=target, digest=draw(digests), layouts=held, packs=draw(packs(range(len(held)))))
+    return Link(
+        source=source,
+        source_digest=None if source is None else draw(digests),
+        target=target,
+        digest=draw(digests),
+        layouts=held,
+        packs=draw(packs(range(len(held)))),
+    )
 
 
 @st.composite
@@ -99,6 +108,7 @@ PACK = WeightPack(digest="a" * 64, size_bytes=10, rank=0, first=0, last=3)
 VERSION = WeightVersion(
     version=4,
     base=3,
+    base_digest="c" * 32,
     digest="d" * 32,
     layouts=("b" * 64,),
     packs=(PACK,),
@@ -115,14 +125,14 @@ def changed(data: bytes, **changes: Json) -> bytes:
 
 @given(records, keys)
 def test_a_record_comes_back(record: Record, key: bytes | None) -> None:
-    data = record_bytes(record, key)
-    assert parse_record(data, type(record), record_key(record), key) == record
-    assert parse_record(data, type(record), record_key(record)) == record
+    data = record_bytes(record, LOG, key)
+    assert parse_record(data, type(record), record_key(record), key) == (record, LOG)
+    assert parse_record(data, type(record), record_key(record)) == (record, LOG)
 
 
 @given(records, st.data())
 def test_no_change_of_a_signed_record_goes_unnoticed(record: Record, draw: st.DataObject) -> None:
-    data = bytearray(record_bytes(record, KEY))
+    data = bytearray(record_bytes(record, LOG, KEY))
     place = draw.draw(st.integers(0, len(data) - 1))
     data[place] ^= draw.draw(st.integers(1, 255))
     with pytest.raises(DamagedError, match="is damaged"):
@@ -131,7 +141,7 @@ def test_no_change_of_a_signed_record_goes_unnoticed(record: Record, draw: st.Da
 
 @given(records, st.data())
 def test_a_truncated_record_is_damage(record: Record, draw: st.DataObject) -> None:
-    data = record_bytes(record)
+    data = record_bytes(record, LOG)
     with pytest.raises(DamagedError):
         parse_record(data[: draw.draw(st.integers(0, len(data) - 1))], type(record), record_key(record))
 
@@ -147,7 +157,7 @@ WRONG: tuple[Json, ...] = (-1, 0.5, 2**60, "\x1b[2J", {}, [{}], [None])
 
 @given(records, st.data())
 def test_a_field_of_a_wrong_type_is_damage(record: Record, draw: st.DataObject) -> None:
-    data = record_bytes(record)
+    data = record_bytes(record, LOG)
     fields = cast(dict[str, Json], orjson.loads(data))
     name = draw.draw(st.sampled_from(sorted(fields)))
     wrong = draw.draw(st.sampled_from(WRONG))
@@ -157,7 +167,7 @@ def test_a_field_of_a_wrong_type_is_damage(record: Record, draw: st.DataObject) 
 
 @pytest.mark.parametrize("name", sorted([*(field.name for field in dataclasses.fields(VERSION)), "kind"]))
 def test_a_missing_field_is_damage(name: str) -> None:
-    fields = orjson.loads(record_bytes(VERSION))
+    fields = orjson.loads(record_bytes(VERSION, LOG))
     del fields[name]
     with pytest.raises(DamagedError, match=f"{name} is missing"):
         parse_record(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS), WeightVersion, commit_key(4))
@@ -189,11 +199,11 @@ def test_a_missing_field_is_damage(name: str) -> None:
 )
 def test_a_wrong_record_is_damage(change: dict[str, Json], message: str) -> None:
     with pytest.raises(DamagedError, match=message):
-        parse_record(changed(record_bytes(VERSION), **change), WeightVersion, commit_key(4))
+        parse_record(changed(record_bytes(VERSION, LOG), **change), WeightVersion, commit_key(4))
 
 
 def test_only_the_canonical_form_is_read() -> None:
-    data = record_bytes(VERSION)
+    data = record_bytes(VERSION, LOG)
     fields = orjson.loads(data)
     for other in (
         orjson.dumps(fields, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2),
@@ -209,23 +219,25 @@ def test_only_the_canonical_form_is_read() -> None:
 
 
 def test_fields_of_others_are_signed_too() -> None:
-    plain = changed(record_bytes(VERSION), x_note="hello")
-    assert parse_record(plain, WeightVersion, commit_key(4)) == VERSION
-    signed = changed(record_bytes(VERSION, KEY), x_note="hello")
+    plain = changed(record_bytes(VERSION, LOG), x_note="hello")
+    assert parse_record(plain, WeightVersion, commit_key(4)) == (VERSION, LOG)
+    signed = changed(record_bytes(VERSION, LOG, KEY), x_note="hello")
     with pytest.raises(DamagedError, match="signature is wrong"):
         parse_record(signed, WeightVersion, commit_key(4), KEY)
 
 
 def test_with_a_key_only_its_signature_counts() -> None:
-    for data in (record_bytes(VERSION), record_bytes(VERSION, b"another key of ours")):
+    for data in (record_bytes(VERSION, LOG), record_bytes(VERSION, LOG, b"another key of ours")):
         with pytest.raises(DamagedError, match=r"commits/00000004\.json is damaged: .*sign"):
             parse_record(data, WeightVersion, commit_key(4), KEY)
     with pytest.raises(DamagedError, match="not signed"):
-        parse_record(changed(record_bytes(VERSION), signature=7), WeightVersion, commit_key(4), KEY)
+        parse_record(changed(record_bytes(VERSION, LOG), signature=7), WeightVersion, commit_key(4), KEY)
 
 
 def test_a_signed_record_is_good_for_one_place_only() -> None:
-    data = record_bytes(Link(source=0, target=4, digest="d" * 32, layouts=("b" * 64,), packs=()), KEY)
+    data = record_bytes(
+        Link(source=0, source_digest="c" * 32, target=4, digest="d" * 32, layouts=("b" * 64,), packs=()), LOG, KEY
+    )
     with pytest.raises(DamagedError, match="it belongs at links/00000000-00000004"):
         parse_record(data, Link, link_key(1, 4), KEY)
 
@@ -233,7 +245,8 @@ def test_a_signed_record_is_good_for_one_place_only() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        dataclasses.replace(VERSION, version=-1, base=None),
+        dataclasses.replace(VERSION, version=-1, base=None, base_digest=None),
+        dataclasses.replace(VERSION, base_digest=None),
         dataclasses.replace(VERSION, base=4),
         dataclasses.replace(VERSION, digest=""),
         dataclasses.replace(VERSION, recipe="\ud800"),
@@ -243,7 +256,7 @@ def test_a_signed_record_is_good_for_one_place_only() -> None:
 )
 def test_what_could_not_be_read_is_not_written(record: WeightVersion) -> None:
     with pytest.raises(ValueError, match="must not be written"):
-        record_bytes(record)
+        record_bytes(record, LOG)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a.b", "-a", "é", "a" * 101, "a\n"])
@@ -256,7 +269,7 @@ def test_names_that_could_leave_their_folder_are_refused(name: str) -> None:
 
 def test_impossible_records_are_refused() -> None:
     with pytest.raises(ValueError, match="to itself"):
-        Link(source=3, target=3, digest="d" * 32, layouts=("b" * 64,), packs=())
+        Link(source=3, source_digest="c" * 32, target=3, digest="d" * 32, layouts=("b" * 64,), packs=())
     with pytest.raises(ValueError, match="packs of other ranks"):
         Announcement(version=0, writer="a", rank=1, sequence=0, packs=(PACK,))
 
@@ -279,6 +292,8 @@ def test_foreign_objects_are_no_records(key: str) -> None:
 
 def test_the_kind_of_a_link_follows_from_its_ends() -> None:
     def kind(source: int | None, target: int) -> str:
-        return Link(source=source, target=target, digest="d" * 32, layouts=("b" * 64,), packs=()).kind
+        return Link(
+            source=source, source_digest=None, target=target, digest="d" * 32, layouts=("b" * 64,), packs=()
+        ).kind
 
     assert (kind(None, 4), kind(0, 4), kind(4, 0)) == ("anchor", "merged", "inverse")

@@ -166,6 +166,6 @@ def test_a_region_of_another_log_is_refused() -> None:
     publish(origin, 0, 1, 2)
     with Publisher(region, OPTIONS) as publisher:
         publisher.publish(drifting(77), version=1, step=0).result(60)
-    with Relay(origin, region) as relay, pytest.raises(FencedError, match="version 1 is another in"):
+    with Relay(origin, region) as relay, pytest.raises(FencedError, match="give each log a regional store of its own"):
         relay.advance()
     assert region.versions() == [1]

@@ -63,6 +63,7 @@ class Trainer:
         return WeightVersion(
             version=self._version,
             base=None,
+            base_digest=None,
             digest=state_digest(self.state),
             layouts=tuple(layout.digest for layout in self.layouts),
             packs=(),

@@ -27,6 +27,7 @@ def publish(log: WeightLog, version: int, base: int | None) -> WeightVersion:
     record = WeightVersion(
         version=version,
         base=base,
+        base_digest=None if base is None else f"{base:032x}",
         digest=f"{version:032x}",
         layouts=(log.put_layout(b"layout"),),
         packs=(put(log, f"{base} to {version}"),),
@@ -41,7 +42,11 @@ def publish(log: WeightLog, version: int, base: int | None) -> WeightVersion:
 def connect(log: WeightLog, source: int | None, target: int) -> Link:
     layouts = (log.put_layout(b"layout"),)
     packs = (put(log, f"link {source} to {target}"),)
-    return log.add_link(Link(source=source, target=target, digest=f"{target:032x}", layouts=layouts, packs=packs))
+    start = None if source is None else f"{source:032x}"
+    digest = f"{target:032x}"
+    return log.add_link(
+        Link(source=source, source_digest=start, target=target, digest=digest, layouts=layouts, packs=packs)
+    )
 
 
 def chain(log: WeightLog, newest: int, anchors: Sequence[int] = ()) -> None:
@@ -81,6 +86,7 @@ def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
         WeightVersion(
             version=number,
             base=base,
+            base_digest=None,
             digest="",
             layouts=(),
             packs=(packs[number, base],),
@@ -92,7 +98,7 @@ def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
         for number, base in sorted(bases.items())
     ]
     links = [
-        Link(source=source, target=target, digest="", layouts=(), packs=(packs[source, target],))
+        Link(source=source, source_digest=None, target=target, digest="", layouts=(), packs=(packs[source, target],))
         for source, target in pairs
     ]
     lost = draw(st.sets(st.sampled_from(sorted(pack.digest for pack in packs.values())), max_size=2))

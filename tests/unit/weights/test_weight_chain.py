@@ -19,8 +19,9 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
 from etude.weights.records import commit_key, pack_key
+from etude.weights.repair import repair
 from etude.weights.state import State, StoredTensor, snapshot
-from etude.weights.store import ObjectStore
+from etude.weights.store import Objects, ObjectStore
 
 SMALL = PublishOptions(codec="gaps", chunk_numbers=256, pack_bytes=1500, encoders=2, uploads=2, deadline_s=60)
 PLAIN = replace(SMALL, anchor_every=0, compact=False)
@@ -408,3 +409,97 @@ def test_every_type_of_tensor_survives() -> None:
             publisher.publish(state, version=version, step=0).result(60)
     for version, state in enumerate(states):
         assert alike(pull(log, version).state, state)
+
+
+# --- What only the log itself may say ---
+
+
+KEY = b"the key that signs records"
+
+
+def copy(source: Objects, target: Objects) -> None:
+    for folder in ("commits", "links", "packs", "layouts"):
+        for key in source.list(folder):
+            if (data := source.get(key)) is not None and not target.put_if_absent(key, data):
+                target.renew(key, data)
+
+
+def test_deleted_records_take_no_reader_back() -> None:
+    """Regression: without any key, a running reader was moved from 8 to 5, and a new one began with 5."""
+    log = memory_log(KEY)
+    publish(log, *range(9), options=PLAIN)
+    with Receiver(WeightLog(log.store, key=KEY)) as running:
+        running.advance()
+        log.store.delete(*(commit_key(version) for version in (6, 7, 8)))
+        with pytest.raises(DamagedError, match=r"newest weight version in .* is 5, but version 8 was published"):
+            running.advance()
+        assert_holds(running, 8)
+        informed = WeightLog(log.store, key=KEY, at_least=8)
+        with Receiver(informed) as joining, pytest.raises(DamagedError, match="is 5, but version 8 was published"):
+            joining.advance()
+        log.store.delete(*(commit_key(version) for version in range(6)))
+        with pytest.raises(DamagedError, match="is None, but version 8 was published"):
+            running.advance()
+        assert_holds(running, 8)
+
+
+def test_who_names_an_older_version_goes_back_to_it() -> None:
+    log = memory_log(KEY)
+    publish(log, *range(4), options=PLAIN)
+    log.store.delete(commit_key(3))
+    with Receiver(WeightLog(log.store, key=KEY, at_least=3)) as receiver:
+        receiver.advance(1)
+        assert_holds(receiver, 1)
+        receiver.advance()
+        assert_holds(receiver, 2)
+
+
+def test_another_log_is_not_followed_though_it_bears_the_same_signature() -> None:
+    """Regression: the commits of another run with the same key were followed as if they were ours."""
+    log, other = memory_log(KEY), memory_log(KEY)
+    publish(log, *range(3), options=PLAIN)
+    with Publisher(other, PLAIN) as publisher:
+        for version in range(6):
+            publisher.publish(drifting(40 + version), version=version, step=version).result(60)
+    ours = log.log_id
+    assert ours is not None and ours != other.log_id
+    with Receiver(WeightLog(log.store, key=KEY)) as running:
+        running.advance()
+        copy(other.store, log.store)
+        with pytest.raises(DamagedError, match=rf"is of log {other.log_id}, this is log {ours}"):
+            running.advance()
+        assert_holds(running, 2)
+    with pytest.raises(DamagedError, match=f"this is log {ours}"):
+        pull(WeightLog(other.store, key=KEY, log_id=ours))
+    publisher = Publisher(WeightLog(other.store, key=KEY, log_id=ours), PLAIN)
+    with publisher, pytest.raises(FencedError, match="give each run a store of its own"):
+        publisher.publish(drifting(6), version=0, step=6).result(60)
+    with pytest.raises(UserError, match="does not have 32 hex digits"):
+        WeightLog(log.store, log_id="mine")
+
+
+def test_what_continues_another_history_is_not_followed() -> None:
+    """The log forked: versions were deleted and published anew, otherwise, by whoever holds the key."""
+    log = memory_log(KEY)
+    publish(log, *range(4), options=PLAIN)
+    with Receiver(WeightLog(log.store, key=KEY)) as running:
+        running.advance()
+        log.store.delete(commit_key(2), commit_key(3))
+        with Publisher(WeightLog(log.store, key=KEY), PLAIN) as publisher:
+            for version in (2, 3, 4):
+                publisher.publish(drifting(50 + version), version=version, step=version).result(60)
+        with pytest.raises(DamagedError, match="it continues another history"):
+            running.advance()
+        assert_holds(running, 3)
+
+
+def test_a_lost_first_record_stops_nobody() -> None:
+    log = memory_log(KEY)
+    publish(log, 0, 1, options=PLAIN)
+    log_id = log.log_id
+    log.store.delete("log.json")
+    assert alike(pull(WeightLog(log.store, key=KEY)).state, drifting(1))
+    publish(WeightLog(log.store, key=KEY), 2, options=PLAIN)
+    assert WeightLog(log.store, key=KEY).log_id == log_id
+    assert [one.name for one in repair(WeightLog(log.store, key=KEY))] == ["log.json"]
+    assert not list(repair(WeightLog(log.store, key=KEY)))

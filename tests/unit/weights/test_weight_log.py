@@ -17,6 +17,7 @@ from etude.weights.store import ObjectStore
 
 KEY = b"a key of 16 byte"
 LAYOUT = "b" * 64
+LOG = f"{1:032x}"
 
 
 def pack(size_bytes: int = 10) -> WeightPack:
@@ -27,6 +28,7 @@ def record(version: int, base: int | None = None, digest: str = "", size_bytes: 
     return WeightVersion(
         version=version,
         base=base,
+        base_digest=None if base is None else f"{base:032x}",
         digest=digest or f"{version:032x}",
         layouts=(LAYOUT,),
         packs=(pack(size_bytes),),
@@ -40,6 +42,7 @@ def record(version: int, base: int | None = None, digest: str = "", size_bytes: 
 def link(source: int | None, target: int, digest: str = "", size_bytes: int = 10) -> Link:
     return Link(
         source=source,
+        source_digest=None if source is None else f"{source:032x}",
         target=target,
         digest=digest or f"{target:032x}",
         layouts=(LAYOUT,),
@@ -117,7 +120,7 @@ def test_a_record_is_fetched_once() -> None:
     for _ in range(3):
         log.edges(None, 3)
         log.read(3)
-    assert sum(method == "get" for method, _ in store.calls) == 4
+    assert sum(method == "get" and key.startswith("commits/") for method, key in store.calls) == 4
 
 
 def test_records_without_our_signature_are_damage() -> None:
@@ -352,7 +355,7 @@ def test_a_single_failure_of_a_write_is_not_noticed(failure: Failure) -> None:
     clean = FaultyStore(ObjectStore("memory://"))
     work(WeightLog(clean))
     writes = [number for number, (method, _) in enumerate(clean.calls) if method == "put_if_absent"]
-    assert len(writes) == 6
+    assert len(writes) == 7
     for number in writes:
         store = ObjectStore("memory://")
         work(WeightLog(FaultyStore(store, {number: failure})))
@@ -361,14 +364,14 @@ def test_a_single_failure_of_a_write_is_not_noticed(failure: Failure) -> None:
 
 def test_after_dying_anywhere_the_work_can_be_done_again() -> None:
     clean = ObjectStore("memory://")
-    work(WeightLog(clean))
+    work(WeightLog(clean, log_id=LOG))
     for number in range(20):
         store = ObjectStore("memory://")
         dying = FaultyStore(store, {number: Failure.GONE})
         if number < 7:
             with pytest.raises(InfrastructureError, match="gone, as planned"):
-                work(WeightLog(dying))
-        work(WeightLog(store))
+                work(WeightLog(dying, log_id=LOG))
+        work(WeightLog(store, log_id=LOG))
         expected = contents(clean)
         assert {key: store.get(key) for key in expected} == expected
 
