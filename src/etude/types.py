@@ -614,9 +614,8 @@ class WeightPack:
     rank: int
     """Whose share: an index into ``WeightVersion.layouts``."""
     first: int
-    """The lowest chunk with a frame in it."""
     last: int
-    """The highest chunk with a frame in it."""
+    """The lowest and the highest chunk with a frame in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -625,9 +624,8 @@ class WeightVersion:
 
     version: int
     base: int | None
-    """The version that the packs are a change of; ``None`` when they hold everything."""
     base_digest: str | None
-    """Digest of the whole state at ``base``; ``None`` where that is."""
+    """The version that the packs are a change of, and its state's digest; ``None`` when they hold everything."""
     digest: str
     """Digest of the whole state after this version, 32 hex digits."""
     layouts: tuple[str, ...]

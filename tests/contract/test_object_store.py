@@ -1,5 +1,6 @@
 """What every object store promises, wherever it keeps its objects."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -238,6 +239,21 @@ def test_what_a_dead_writer_leaves_is_invisible_and_harmless(tmp_path: Path) -> 
     assert store.get("k/1") is None
     assert store.put_if_absent("k/1", b"whole")
     assert store.list("k") == ["k/1"]
+
+
+@pytest.mark.parametrize("made", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_nothing_but_files_is_opened_in_a_folder(tmp_path: Path, made: Callable[[Path], object]) -> None:
+    """Regression: a pipe in the place of an object held its reader up for ever."""
+    store = ObjectStore(str(tmp_path))
+    made(tmp_path / "k")
+    looks: list[Callable[[], object]] = [
+        lambda: store.get("k"),
+        lambda: store.exists("k"),
+        lambda: store.get_ranges("k", [(0, 1)]),
+    ]
+    for look in looks:
+        with pytest.raises(DamagedError, match=r"'k' .* is no file but a pipe, a socket or a device"):
+            look()
 
 
 def test_a_folder_outlives_its_store(tmp_path: Path) -> None:

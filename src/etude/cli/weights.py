@@ -77,7 +77,7 @@ def _weights(options: argparse.Namespace) -> int:
         print(f"weight version {version} → {options.out}")
         return 0
     known = vars(options)
-    log = weights.log_of(options.store, log_id=known.get("log_id"), at_least=known.get("at_least"))
+    log = weights.log_of(options.store, log_id=known.get("log_id"), at_least=known.get("at_least") or 0)
     match options.action:
         case "ls":
             weights.show_versions(log, console)

@@ -106,12 +106,6 @@ class RunFolder:
         return str((self.path / "store").absolute())
 
     @property
-    def log_id(self) -> str | None:
-        """The id of the run's log of weight versions; ``None`` where nobody wrote it down."""
-        file = self.path / LOG_ID
-        return file.read_text(encoding="utf-8").strip() if file.is_file() else None
-
-    @property
     def model(self) -> Path:
         """The mid-trained checkpoint: configuration, tokenizer, weights."""
         return self.path / "model"

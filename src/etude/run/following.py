@@ -27,7 +27,7 @@ from etude.engines.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.engines.native import NativeEngine, Weights
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.spec import ModelSpec
-from etude.run.numerics import load_published, serving_model
+from etude.run.numerics import largest_state, load_published, serving_model
 from etude.run.states import to_tensors
 from etude.weights.log import WeightLog
 from etude.weights.pull import Arrival, Receiver
@@ -157,7 +157,7 @@ class WeightFollower:
         self._serving = serving
         self._copies = 2 if serving.spare else 1
         self._residents: list[ResidentModel] = []
-        self._receiver = Receiver(log)
+        self._receiver = Receiver(log, largest_state(serving.spec))
         self._lease = log.lease(f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self._leased_s: float | None = None
 

@@ -28,6 +28,7 @@ from etude.models.lowprecision import (
 from etude.models.spec import ModelSpec
 from etude.run.decisions import is_invariant
 from etude.types import Json, RouteSpace
+from etude.weights.pull import ReceiveOptions
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -84,6 +85,17 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decod
             routed.gate_up.data, routed.down.data = routed.gate_up.data.float(), routed.down.data.float()
     _set_formats(model, form, published=True)
     return model
+
+
+def count_parameters(spec: ModelSpec) -> int:
+    """How many weights a model has, without making them."""
+    with torch.device("meta"):
+        return sum(tensor.numel() for tensor in Decoder(spec).state_dict().values())
+
+
+def largest_state(spec: ModelSpec) -> ReceiveOptions:
+    """Take no state that is larger than the model in float32, the largest type that weights are published in."""
+    return ReceiveOptions(most_bytes=count_parameters(spec) * torch.float32.itemsize)
 
 
 def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from etude.models.spec import ModelSpec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
 from etude.run.following import next_arrival
-from etude.run.numerics import route_space
+from etude.run.numerics import largest_state, route_space
 from etude.run.serving import listening, tell_person
 from etude.run.weight_log import open_log
 from etude.sandboxes.scratch import Scratch
@@ -56,7 +56,7 @@ async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
     python = find_python(config.engine.vllm_python)
     with (
         closing(Scratch.open(None)) as scratch,
-        closing(Receiver(log)) as receiver,
+        closing(Receiver(log, largest_state(spec))) as receiver,
         EventLog(folder.events, "engine") as events,
     ):
         receiver.advance()

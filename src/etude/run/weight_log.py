@@ -5,7 +5,7 @@ from contextlib import closing
 
 from etude.errors import RunFolderError
 from etude.ledger.archive import Archive
-from etude.run.folder import RunFolder
+from etude.run.folder import LOG_ID, RunFolder
 from etude.weights.log import WeightLog
 from etude.weights.store import ObjectStore
 
@@ -15,10 +15,10 @@ KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 
 def open_log(folder: RunFolder) -> WeightLog:
     """The weight versions of a run: of its own log, and none older than its ledger says there is."""
-    return open_store(folder.store, log_id=folder.log_id, at_least=_committed(folder))
+    return open_store(folder.store, log_id=log_id_of(folder), at_least=_committed(folder))
 
 
-def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int | None = None) -> WeightLog:
+def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0) -> WeightLog:
     """The weight versions at a URL, signed and checked when the environment has a key for it.
 
     ``log_id`` and ``at_least`` are what is known of the log from elsewhere. A folder that is missing is made if this
@@ -29,10 +29,16 @@ def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_
     return WeightLog(store, key=key.encode() if key else None, log_id=log_id, at_least=at_least)
 
 
-def _committed(folder: RunFolder) -> int | None:
-    """The newest version that the ledger knows to be published; ``None`` before the first step."""
+def log_id_of(folder: RunFolder) -> str | None:
+    """The id of a run's log; ``None`` where nobody wrote it down."""
+    file = folder.path / LOG_ID
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def _committed(folder: RunFolder) -> int:
+    """The newest version that the ledger knows to be published."""
     try:
         with closing(Archive.open(folder.ledger, folder.config().ledger)) as archive:
-            return archive.steps_done() or None
+            return archive.steps_done()
     except RunFolderError:  # there is none yet
-        return None
+        return 0

@@ -18,7 +18,7 @@ from etude.dashboard import units
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run.folder import RunFolder
-from etude.run.weight_log import open_store
+from etude.run.weight_log import log_id_of, open_store
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.interop.checkpoint import write_checkpoint
@@ -41,7 +41,7 @@ NOTHING_THERE = "no version is published there"
 Item = TypeVar("Item")
 
 
-def log_of(store: str, *, log_id: str | None = None, at_least: int | None = None) -> WeightLog:
+def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> WeightLog:
     """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none.
 
     ``log_id`` is what it has to be, which a run folder says by itself, and ``at_least`` a version that it has to have.
@@ -50,7 +50,7 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int | None = None
     if folder.config_file.is_file():
         if not Path(folder.store).is_dir():
             raise RunFolderError(f"no weight version is published in the run {store} yet")
-        return open_store(folder.store, creates=False, log_id=log_id or folder.log_id, at_least=at_least)
+        return open_store(folder.store, creates=False, log_id=log_id or log_id_of(folder), at_least=at_least)
     if "://" not in store and not folder.path.is_dir():
         raise RunFolderError(f"{store!r} is no run folder and no weight store")
     return open_store(store, creates=False, log_id=log_id, at_least=at_least)
@@ -78,7 +78,7 @@ def show_versions(log: WeightLog, console: Console) -> None:
         base = units.MISSING if record.base is None else str(record.base)
         row = (record.version, base, record.step, record.created[:16].replace("T", " "), record.digest[:12])
         versions.add_row(*map(str, row), units.size(record.size_bytes), share, record.recipe)
-    console.print(f"log {log.log_id}", highlight=False)
+    console.print(f"log {log.records.log_id()}", highlight=False)
     console.print(versions)
     links = light_table("link, a shorter way", ">size")
     for link in log.links():

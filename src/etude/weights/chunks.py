@@ -168,6 +168,11 @@ class Layout:
         )
 
     @property
+    def size_bytes(self) -> int:
+        """What it takes to hold it, known before anything is cut or held."""
+        return sum(part.region.count * part.element.size_bytes for part in self.parts)
+
+    @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """Of all tensors it holds a part of."""
         return tuple(part.spec for part in self.parts)

@@ -90,7 +90,7 @@ class WeightLog:
     """
 
     def __init__(
-        self, store: Objects, *, key: bytes | None = None, log_id: str | None = None, at_least: int | None = None
+        self, store: Objects, *, key: bytes | None = None, log_id: str | None = None, at_least: int = 0
     ) -> None:
         if key is not None and len(key) < 16:
             raise UserError(f"the key that signs weight records has {len(key)} bytes; give it at least 16")
@@ -101,11 +101,6 @@ class WeightLog:
         self.at_least = at_least
         """A version that is known to be there: an older one is not the newest, whatever the storage says."""
         self.records = RecordShelf(store, key, log_id)
-
-    @property
-    def log_id(self) -> str | None:
-        """What tells this log from any other, 32 hex digits; ``None`` as long as nothing is written there."""
-        return self.records.log_id()
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -159,17 +154,6 @@ class WeightLog:
             middle = (low + high) // 2
             low, high = (middle, high) if _is_committed(self.store, middle) else (low, middle)
         return low
-
-    def newest(self, *, after: int | None, at_least: int | None) -> int | None:
-        """As :meth:`latest`. Raises :class:`~etude.errors.DamagedError` when that is older than ``at_least``."""
-        newest = self.latest(after=after)
-        if at_least is not None and (newest is None or newest < at_least):
-            raise DamagedError(
-                f"the newest weight version in {self.store.url} is {newest}, but version {at_least} was published: "
-                f"records were deleted, or this is an older copy of the log; repair it from a mirror, or name the "
-                f"version to go back to"
-            )
-        return newest
 
     # --- Ways between versions ---
 
@@ -283,6 +267,21 @@ class WeightLog:
         except ValueError as error:
             raise UserError(str(error)) from error
         return LeaseHolder(self.store, self.records, reader)
+
+
+def newest(log: WeightLog, held: int | None, at_least: int) -> int | None:
+    """The newest version, for who has ``held``; ``None`` if there is none and none has to be.
+
+    Raises :class:`~etude.errors.DamagedError` when it is older than what is held, or than ``at_least``.
+    """
+    version, known = log.latest(after=held), max(-1 if held is None else held, at_least or -1)
+    if known > (-1 if version is None else version):
+        raise DamagedError(
+            f"the newest weight version in {log.store.url} is {version}, but version {known} was published: records "
+            f"were deleted, or this is an older copy of the log; repair it from a mirror, or name the version to go "
+            f"back to"
+        )
+    return version
 
 
 def _remember(layouts: dict[str, bytes], digest: str, data: bytes) -> None:

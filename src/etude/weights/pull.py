@@ -10,7 +10,9 @@ broken way is left out and the next best taken, a copy that is not what it shoul
 way is best is ``plan.py``'s to say; ``replica.py`` applies and proves.
 """
 
+import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import final
@@ -20,7 +22,7 @@ from etude.errors import DamagedError, UserError
 from etude.types import WeightVersion
 from etude.weights.chunks import Layout
 from etude.weights.fetch import Fetcher
-from etude.weights.log import WeightLog
+from etude.weights.log import WeightLog, newest
 from etude.weights.plan import Edge, LinkSpeed, Plan, plan
 from etude.weights.pleas import plead
 from etude.weights.replica import ChangedNumbers, Changes, PulledWeights, Replica
@@ -42,6 +44,8 @@ class ReceiveOptions:
     """What the way to the store is taken to be like until it has been measured."""
     deadline_s: float = 600.0
     """How long the packs of one link may take."""
+    most_bytes: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """How large a state may be; by default as large as this machine's memory, where it is to be held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +95,7 @@ class Receiver(Closing):
         self._log = log
         self._want = want
         chosen = options or ReceiveOptions()
+        self._most_bytes = chosen.most_bytes
         self._fetcher = Fetcher(
             log,
             chosen.link,
@@ -149,7 +154,7 @@ class Receiver(Closing):
 
     def plan(self, target: int | None = None) -> Plan:
         """The way to ``target`` (default: the newest version) from what is held."""
-        return self._plan(self._find(target), frozenset())
+        return self._plan(_find(self._log, self._at_least, self.version, target), frozenset())
 
     def advance(self, target: int | None = None) -> Arrival:
         """Bring the copy to ``target`` (default: the newest version), forwards or backwards, and say what changed.
@@ -161,11 +166,13 @@ class Receiver(Closing):
         """
         started_s = time.perf_counter()
         journey = _Journey(target)
-        version = self._find(target)
+        version = _find(self._log, self._at_least, self.version, target)
         while self.version != version:
             way = self._way(version, journey)
             if way is None or not all(self._try(edge, journey) for edge in way):
-                version = self._find(target)  # the newest may be another by now, and what it was no longer kept
+                version = _find(
+                    self._log, self._at_least, self.version, target
+                )  # the newest may be another by now, and what it was no longer kept
         self._at_least = version
         changes, self._changes = self._changes, Changes()
         return Arrival(
@@ -185,18 +192,6 @@ class Receiver(Closing):
             version, self._replica = self.version, None
             self.advance(version)
         return bad
-
-    def _find(self, target: int | None) -> int:
-        """The version to go to. Raises :class:`~etude.errors.UserError` when there is none."""
-        log = self._log
-        version = log.newest(after=self.version, at_least=self._at_least) if target is None else target
-        if version is None:
-            raise UserError(f"no weight version is published in {log.store.url} yet")
-        if target is not None and log.read(version) is None:
-            raise UserError(
-                f"weight version {version} is not published in {log.store.url}: the newest is {log.latest()}"
-            )
-        return version
 
     def _way(self, version: int, journey: "_Journey") -> tuple[Edge, ...] | None:
         """The links to follow; ``None`` when none lead to ``version`` but there is a newer one."""
@@ -235,6 +230,7 @@ class Receiver(Closing):
             )
         self._layouts = {digest: self._layouts.get(digest) or _layout(self._log, digest) for digest in edge.layouts}
         layouts = [self._layouts[digest] for digest in edge.layouts]
+        _require_room(edge.target, layouts, self._most_bytes)
         packs = self._fetcher.fetch(
             pack for pack in edge.packs if pack.rank < len(layouts) and self._want.pack(pack, layouts[pack.rank])
         )
@@ -280,6 +276,16 @@ def pull_share(log: WeightLog, version: int, rank: int, layout: Layout) -> Share
     return Share(layout, layout.cut(pull(log, version).state))
 
 
+def _find(log: WeightLog, at_least: int, held: int | None, target: int | None) -> int:
+    """The version to go to. Raises :class:`~etude.errors.UserError` when there is none."""
+    version = newest(log, held, at_least) if target is None else target
+    if version is None:
+        raise UserError(f"no weight version is published in {log.store.url} yet")
+    if target is not None and log.read(version) is None:
+        raise UserError(f"weight version {version} is not published in {log.store.url}: the newest is {log.latest()}")
+    return version
+
+
 def _is_kept(log: WeightLog, held: WeightVersion) -> bool:
     """Whether what is held can be built upon: not of a past that is no longer kept."""
     try:
@@ -293,6 +299,16 @@ def _record(log: WeightLog, version: int) -> WeightVersion:
     if record is None:
         raise DamagedError(f"weight version {version} vanished from {log.store.url} while it was read")
     return record
+
+
+def _require_room(version: int, layouts: Sequence[Layout], most_bytes: int) -> None:
+    """Raise :class:`~etude.errors.DamagedError` for a state larger than the reader can mean, before it takes memory."""
+    size_bytes = sum(layout.size_bytes for layout in layouts)
+    if size_bytes > most_bytes:
+        raise DamagedError(
+            f"the layouts of weight version {version} are of {size_bytes:,} bytes, expected are at most {most_bytes:,} "
+            f"(ReceiveOptions.most_bytes)"
+        )
 
 
 def _layout(log: WeightLog, digest: str) -> Layout:

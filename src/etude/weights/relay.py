@@ -19,7 +19,7 @@ from etude.closing import Closing
 from etude.errors import DamagedError, FencedError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
-from etude.weights.log import WeightLog
+from etude.weights.log import WeightLog, newest
 from etude.weights.plan import Edge, LinkSpeed, plan
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
 from etude.weights.shelf import create
@@ -65,8 +65,7 @@ class Relay(Closing):
                 return self._held
         self._copy_start()
         held = self._newest_sound()
-        at_least = max((known for known in (held, self._origin.at_least) if known is not None), default=None)
-        target = self._origin.newest(after=held, at_least=at_least)
+        target = newest(self._origin, held, max(held or 0, self._origin.at_least))
         if target is None or target == held:
             self._held = held
             return held
@@ -117,7 +116,7 @@ class Relay(Closing):
 
         Raises :class:`~etude.errors.FencedError` when it is another's already.
         """
-        origin, region = self._origin.log_id, self._region.log_id
+        origin, region = self._origin.records.log_id(), self._region.records.log_id()
         if region is None and (data := self._origin.store.get(LOG_KEY)) is not None:
             self._origin.records.parse(data, LogStart, LOG_KEY)
             create(self._region.store, LOG_KEY, data)
@@ -180,9 +179,15 @@ class Relay(Closing):
     def _copy_packs(self, packs: Iterable[WeightPack]) -> int:
         return sum(self._threads.map(self._copy_pack, {pack.digest: pack for pack in packs}.values()))
 
+    def _pack_in_region(self, pack: WeightPack) -> bytes | None:
+        """What another relay has brought, if it is sound."""
+        with suppress(DamagedError):
+            return self._region.pack(pack)
+        return None
+
     def _copy_pack(self, pack: WeightPack) -> int:
         if pack.digest in self._copied:
             return 0
-        self._region.put_pack(self._origin.pack(pack))
+        self._region.put_pack(self._pack_in_region(pack) or self._origin.pack(pack))
         self._copied.add(pack.digest)
         return pack.size_bytes

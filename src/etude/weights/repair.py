@@ -49,7 +49,7 @@ def _mend_start(log: WeightLog) -> Iterator[Repair]:
         fault = None if log.records.read_again(LogStart, LOG_KEY) else "it is missing"
     except DamagedError as error:
         fault = str(error)
-    if fault and (log_id := log.log_id) is not None:
+    if fault and (log_id := log.records.log_id()) is not None:
         log.records.begin_again(log_id)
         yield Repair(name=LOG_KEY, fault=fault, action="written again, as the versions say", mended=True)
 

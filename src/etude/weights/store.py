@@ -15,6 +15,7 @@ the same clock, so a local clock that jumps deletes nothing.
 """
 
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,6 +151,7 @@ class ObjectStore:
     def __init__(self, url: str, options: StoreOptions | None = None, *, creates: bool = True) -> None:
         self.url = url
         self._store = _open(url, options, creates)
+        self._folder = self._store.prefix if isinstance(self._store, LocalStore) else None
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create an object; false, and nothing is changed, when ``key`` is already there.
@@ -175,6 +177,7 @@ class ObjectStore:
 
     def get(self, key: str) -> bytes | None:
         """The whole object, or ``None`` if there is none."""
+        self._require_file(key)
         with self._blaming_storage("read", key):
             try:
                 return obstore.get(self._store, key).bytes().to_bytes()
@@ -191,6 +194,7 @@ class ObjectStore:
         if not all(0 <= start < stop for start, stop in ranges):
             raise ValueError(f"ranges {ranges!r} of {key!r} must be non-empty and ascending, each on its own")
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
+        self._require_file(key)
         with self._blaming_storage("read", key):
             try:
                 parts = obstore.get_ranges(self._store, key, starts=starts, ends=stops) if ranges else []
@@ -252,7 +256,19 @@ class ObjectStore:
         if size_bytes is not None and stop > size_bytes:
             raise DamagedError(f"object {key!r} in {self.url} ends after {size_bytes} bytes, it should have {stop}")
 
+    def _require_file(self, key: str) -> None:
+        """Raise :class:`~etude.errors.DamagedError` for what lies in a folder and would hold its reader up."""
+        if self._folder is None:
+            return
+        try:
+            mode = (self._folder / key).stat().st_mode
+        except (OSError, ValueError):
+            return  # the storage itself says what that is
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise DamagedError(f"object {key!r} in {self.url} is no file but a pipe, a socket or a device: remove it")
+
     def _size_bytes(self, key: str) -> int | None:
+        self._require_file(key)
         with self._blaming_storage("look up", key):
             try:
                 return obstore.head(self._store, key)["size"]

@@ -52,6 +52,40 @@ def test_every_byte_comes_from_afar_once_for_any_number_of_receivers() -> None:
     assert [(link.source, link.target) for link in region.links()] == [(0, 4), (4, 8)], "made in the region"
 
 
+def test_a_second_relay_takes_what_the_first_has_brought() -> None:
+    """Regression: only a relay's own memory was asked, so each one fetched every announced pack from afar."""
+    inner, region = ObjectStore("memory://"), memory_log()
+    publish(WeightLog(inner), 0)
+    publish(WeightLog(inner), 1, options=replace(OPTIONS, pack_bytes=1))
+    record = WeightLog(inner).read(1)
+    assert record is not None
+    torn = pack_key(record.packs[0].digest)
+    far = FaultyStore(inner)
+    with Relay(WeightLog(far), region) as first:
+        assert first.advance() == 1
+        read = packs_read(far)
+        assert sum(read.values()) == len(read) > 2
+        region.store.delete(commit_key(1))
+        region.store.renew(torn, b"torn")
+    far.calls.clear()
+    with Relay(WeightLog(far), WeightLog(region.store)) as second:
+        assert second.prefetch() > 0
+        assert second.advance() == 1
+    assert packs_read(far) == Counter([torn]), "what is damaged is fetched again, and nothing else"
+    assert alike(pull(WeightLog(region.store)).state, drifting(1))
+
+
+def test_a_relay_does_not_go_back() -> None:
+    origin, region = memory_log(KEY), memory_log(KEY)
+    publish(origin, 0, 1, 2)
+    with Relay(WeightLog(origin.store, key=KEY), region) as relay:
+        assert relay.advance() == 2
+    origin.store.delete(commit_key(2))
+    with Relay(WeightLog(origin.store, key=KEY), region) as relay, pytest.raises(DamagedError, match=r"is 1, but .* 2"):
+        relay.advance()
+    assert region.latest() == 2
+
+
 def test_a_relay_with_nothing_to_do_says_so() -> None:
     origin, region = memory_log(), memory_log()
     with Relay(origin, region) as relay:

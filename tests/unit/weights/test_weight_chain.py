@@ -10,6 +10,7 @@ import pytest
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import TensorSpec, WeightVersion
 from etude.weights.choice import CodecWish
+from etude.weights.chunks import Layout, Part
 from etude.weights.compact import Compactor
 from etude.weights.digest import state_digest
 from etude.weights.drift import alike, drifting
@@ -17,10 +18,10 @@ from etude.weights.elements import ELEMENTS
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
-from etude.weights.pull import Receiver, pull
+from etude.weights.pull import ReceiveOptions, Receiver, pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.repair import repair
-from etude.weights.state import State, StoredTensor, snapshot
+from etude.weights.state import Region, State, StoredTensor, snapshot
 from etude.weights.store import Objects, ObjectStore
 
 SMALL = PublishOptions(codec="gaps", chunk_numbers=256, pack_bytes=1500, encoders=2, uploads=2, deadline_s=60)
@@ -411,6 +412,21 @@ def test_every_type_of_tensor_survives() -> None:
         assert alike(pull(log, version).state, state)
 
 
+@pytest.mark.parametrize("rows", [1 << 60, 10 << 30])
+def test_a_state_larger_than_can_be_meant_is_refused_before_it_takes_memory(rows: int) -> None:
+    """Regression: a layout of 2^60 numbers hung its reader, one larger than the memory ended it."""
+    log = memory_log()
+    spec = TensorSpec(name="embed", dtype="F32", shape=(rows,))
+    layout = Layout(parts=(Part(spec=spec, region=Region.run(0, rows)),))
+    (record,) = publish(log, 0, options=PLAIN)
+    log.commit(replace(record, version=1, layouts=(log.put_layout(layout.to_bytes()),)))
+    with Receiver(log, ReceiveOptions(most_bytes=1 << 20)) as receiver:
+        with pytest.raises(DamagedError, match=rf"layouts of weight version 1 are of {4 * rows:,} bytes, expected"):
+            receiver.advance()
+        receiver.advance(0)
+        assert_holds(receiver, 0)
+
+
 # --- What only the log itself may say ---
 
 
@@ -461,12 +477,12 @@ def test_another_log_is_not_followed_though_it_bears_the_same_signature() -> Non
     with Publisher(other, PLAIN) as publisher:
         for version in range(6):
             publisher.publish(drifting(40 + version), version=version, step=version).result(60)
-    ours = log.log_id
-    assert ours is not None and ours != other.log_id
+    ours = log.records.log_id()
+    assert ours is not None and ours != other.records.log_id()
     with Receiver(WeightLog(log.store, key=KEY)) as running:
         running.advance()
         copy(other.store, log.store)
-        with pytest.raises(DamagedError, match=rf"is of log {other.log_id}, this is log {ours}"):
+        with pytest.raises(DamagedError, match=rf"is of log {other.records.log_id()}, this is log {ours}"):
             running.advance()
         assert_holds(running, 2)
     with pytest.raises(DamagedError, match=f"this is log {ours}"):
@@ -496,10 +512,10 @@ def test_what_continues_another_history_is_not_followed() -> None:
 def test_a_lost_first_record_stops_nobody() -> None:
     log = memory_log(KEY)
     publish(log, 0, 1, options=PLAIN)
-    log_id = log.log_id
+    log_id = log.records.log_id()
     log.store.delete("log.json")
     assert alike(pull(WeightLog(log.store, key=KEY)).state, drifting(1))
     publish(WeightLog(log.store, key=KEY), 2, options=PLAIN)
-    assert WeightLog(log.store, key=KEY).log_id == log_id
+    assert WeightLog(log.store, key=KEY).records.log_id() == log_id
     assert [one.name for one in repair(WeightLog(log.store, key=KEY))] == ["log.json"]
     assert not list(repair(WeightLog(log.store, key=KEY)))
