@@ -1,35 +1,27 @@
 """The command line: arguments in, one module of ``run/`` out, exit codes.
 
     0  done        1  a process of the run failed        2  the user can fix it        3  finished, nothing learnt
-    130  interrupted        143  terminated
+    4  a disk is full        130  interrupted        143  terminated
 
 Every subcommand imports its own composition when it is called, so that ``etude --help`` needs no torch.
 """
 
 import argparse
-import errno
 import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 
 from etude.cli import benches, environments, judging, keys, runs, serving, weights
-from etude.cli.words import FAILED, INTERRUPTED, USER_ERROR
+from etude.cli.words import DISK_FULL, FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
+from etude.storage import FIXES, FULL, fullest, storage_errno
 
 Command = Callable[[argparse.Namespace], int]
-WAYS_OUT: Mapping[int, str] = MappingProxyType(
-    {
-        errno.ENOSPC: "make room on that disk and run again",
-        errno.EDQUOT: "make room within your quota and run again",
-        errno.EIO: "its disk does not read or write; look into the system's log",
-        errno.EROFS: "its disk is read-only; mount it to be written to",
-    }
-)
-"""What a machine's storage says when it fails, and what to do; any other system error is a bug of ours."""
 
 UNREAD = 128 + signal.SIGPIPE
 """The exit status of a program whose output nobody reads on, as ``head`` does not."""
@@ -47,22 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = command(options)
         sys.stdout.flush()
         return status
-    except InfrastructureError as error:
-        print(f"etude: {error}", file=sys.stderr)
-        return FAILED
-    except EtudeError as error:
-        print(f"etude: {error}", file=sys.stderr)
-        return USER_ERROR
-    except OSError as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            return UNREAD
-        way_out = WAYS_OUT.get(error.errno or 0)
-        if way_out is None:
-            raise
-        print(f"etude: {error}; {way_out}", file=sys.stderr)
-        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return UNREAD
+        told = _tell(error, options)
+        if told is None:
+            raise
+        return told
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -74,6 +59,31 @@ def build_parser() -> argparse.ArgumentParser:
     for part in (runs, keys, serving, weights, environments, judging, benches):
         part.add_commands(commands)
     return parser
+
+
+def _tell(error: Exception, options: argparse.Namespace) -> int | None:
+    """Say what a command ended with and return its exit status; ``None`` for a bug, whose traceback is wanted."""
+    number = storage_errno(error)
+    if number in FULL:
+        places = [Path(place) for place in (vars(options).get("run"), getattr(error, "filename", None)) if place]
+        folder, free_bytes = fullest([*places, Path()])
+        _print_if_there_is_room(f"etude: {error}; {folder} has {free_bytes:,} bytes free: {FIXES[number]}")
+        return DISK_FULL
+    if isinstance(error, EtudeError):
+        print(f"etude: {error}", file=sys.stderr)
+        return FAILED if isinstance(error, InfrastructureError) else USER_ERROR
+    if isinstance(error, OSError) and number is not None:
+        print(f"etude: {error}; {FIXES[number]}", file=sys.stderr)
+        return FAILED
+    return None
+
+
+def _print_if_there_is_room(words: str) -> None:
+    """Print to the standard error, which may be a file on the very disk that is full; the exit status tells it, too."""
+    try:
+        print(words, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what could not be written is not tried again
 
 
 def _is_unread() -> bool:

@@ -12,8 +12,10 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """A set of subcommands; argparse has no public name for it."""
 SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
 """Kinds of sandboxes."""
-USER_ERROR, FAILED, NOTHING_LEARNT, INTERRUPTED = 2, 1, 3, 130
-"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; interrupted."""
+USER_ERROR, FAILED, NOTHING_LEARNT, DISK_FULL, INTERRUPTED = 2, 1, 3, 4, 130
+"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; a disk has no room;
+interrupted.
+"""
 
 
 def own_name() -> str:

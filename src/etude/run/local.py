@@ -55,7 +55,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
-        events = stack.enter_context(EventLog(folder.events, "supervisor"))
+        events = stack.enter_context(EventLog(folder.events, "supervisor", lossy=True))
         events.write(RunStarted(resumed=resumed))
         try:
             with Progress(folder.events, config, out) as progress:
@@ -102,7 +102,7 @@ def _keep_alive(
     children: list[Child] = []
     memory_s = time.monotonic()
     try:
-        children.extend(Child(name, folder, events, silent_s=config.silent_s) for name in names)
+        children.extend(Child(name, folder, events, progress.notice, silent_s=config.silent_s) for name in names)
         while {child.name for child in children if child.check()} < FINITE.intersection(names):
             progress.update()
             if time.monotonic() - memory_s >= MEMORY_S:

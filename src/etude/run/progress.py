@@ -51,6 +51,10 @@ class Progress:
         if time.monotonic() - self._shown_s >= (PANEL_S if self._live else LINE_S):
             self._show()
 
+    def notice(self, words: str) -> None:
+        """Tell of something that somebody should know, at once and for good: the panel moves down."""
+        self._console.print(f"[{self._story.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False)
+
     def _show(self) -> None:
         self._shown_s = time.monotonic()
         for logged in self._reader.new():

@@ -1,28 +1,35 @@
 """Child processes of a run: started, watched, restarted, stopped.
 
 Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
-``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. Anything else (a
-crash, ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that
-safe for each of them. One that lives and gives no sign of it (:mod:`etude.run.liveness`) is killed, and then likewise.
+``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. One that found
+no room on a disk is started again after pauses, for as long as it takes somebody to make room. Anything else (a crash,
+``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for
+each of them. One that lives and gives no sign of it (:mod:`etude.run.liveness`) is killed, and then likewise. Each
+restart is told at once, with its reason.
 """
 
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from etude.errors import EtudeError, InfrastructureError
 from etude.run.folder import RunFolder
 from etude.run.liveness import HEARTBEAT_VARIABLE, START_S, Silence
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
+from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
 USER_ERROR = 2
 """Exit status of a process that only its user can help."""
+DISK_FULL = 4
+"""Exit status of a process that found no room on a disk."""
+FIRST_ROOM_S, LONGEST_ROOM_S = 2.0, 60.0
+"""Before such a process is started again: the first pause and the longest; they double."""
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Processes that end when their work is done; the others serve until they are stopped."""
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
@@ -34,14 +41,24 @@ THREADING = {"GOMP_SPINCOUNT": "1000"}
 are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
 """
 
-logger = logging.getLogger(__name__)
-
 
 class Child:
     """One process of the run, across its restarts; it may be silent for ``silent_s``."""
 
-    def __init__(self, name: str, folder: RunFolder, events: EventLog, *, silent_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: RunFolder,
+        events: EventLog,
+        notify: Callable[[str], None] = lambda _: None,
+        *,
+        silent_s: float,
+    ) -> None:
+        """``notify`` tells people, at once and also when nothing can be written, that the process is started again."""
         self.name = name
+        self._notify = notify
+        self._waits = 0
+        self._again_s: float | None = None
         self._folder = folder
         self._events = events
         self._silent_s = silent_s
@@ -63,23 +80,44 @@ class Child:
 
     def check(self) -> bool:
         """Whether the process has done its work; restarts it if it died. Raises when a restart would not help."""
-        status = self._process.poll()
+        status, now_s = self._process.poll(), time.monotonic()
         if status is None:
             self._check_alive()
         if status is None or (status == 0 and self.name in FINITE):
             return status == 0
         if status == USER_ERROR:
             raise EtudeError(f"{self.name} gave up: {self._last_line()}")
-        now_s = time.monotonic()
+        if status == DISK_FULL:
+            self._await_room(now_s)
+            return False
         self._deaths = [*(at for at in self._deaths if now_s - at < DEATHS_WINDOW_S), now_s]
         if len(self._deaths) > MAX_DEATHS:
             raise InfrastructureError(
                 f"{self.name} died {len(self._deaths)} times in {DEATHS_WINDOW_S:g} s, last with status {status}: "
                 f"{self._lines()[-1]}; see {self.log}"
             )
+        self._notify(f"{self.name} ended with status {status} and is started again: {self._last_line()}")
+        self._restart()
+        return False
+
+    def _await_room(self, now_s: float) -> None:
+        """Start the process again after a pause: what it needs is for somebody else to give."""
+        if self._again_s is None:
+            self._waits = self._waits + 1 if now_s - self._started_s < LONGEST_ROOM_S else 1
+            pause_s = min(LONGEST_ROOM_S, FIRST_ROOM_S * 2.0 ** (self._waits - 1))
+            self._again_s = now_s + pause_s
+            folder, free_bytes = fullest([self._folder.path])
+            self._notify(
+                f"{self.name} waits for room on a disk: {folder} has {free_bytes:,} bytes free; nothing is lost, make "
+                f"room there and it goes on (tried again in {pause_s:g} s)"
+            )
+        elif now_s >= self._again_s:
+            self._restart()
+
+    def _restart(self) -> None:
+        self._again_s = None
         self._restarts += 1
         self._process = self._start()
-        return False
 
     def _check_alive(self) -> None:
         """Kill the process if it was silent for too long; it is found dead the next time."""
@@ -89,7 +127,7 @@ class Child:
             return
         self._kill()
         message = f"{self.name} gave no sign of life for {silent_s:.0f} s and was killed"
-        logger.warning("%s; it is started again", message)
+        self._notify(message)
         window_s = SILENCES_WINDOW * silent_s
         self._silences = [*(at for at in self._silences if now_s - at < window_s), now_s]
         if len(self._silences) > MAX_SILENCES:
@@ -149,6 +187,7 @@ class Child:
                 },
                 start_new_session=True,
             )
+        self._started_s = time.monotonic()
         self._events.write(ProcessStarted(process=self.name, pid=process.pid, restarts=self._restarts))
         return process
 

@@ -35,19 +35,28 @@ class Logged:
 class EventLog(Closing):
     """Writes this process's events."""
 
-    def __init__(self, folder: Path, process: str) -> None:
+    def __init__(self, folder: Path, process: str, *, lossy: bool = False) -> None:
+        """``lossy``: rather go on without an event than end on a full disk."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._process = process
+        self._process, self._lossy = process, lossy
         file = folder / f"{process}.jsonl"
         _drop_unfinished_line(file)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: Event) -> None:
-        """Append one event."""
+        """Append one event, whole or not at all."""
         line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
         data = orjson.dumps(line) + b"\n"
-        if os.write(self._descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, f"event log of {self._process!r}: the disk is full")
+        try:
+            written = os.write(self._descriptor, data)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            written = 0
+        if written < len(data):
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            if not self._lossy:
+                raise OSError(errno.ENOSPC, f"event log of {self._process!r}: the disk is full")
 
     def close(self) -> None:
         """Close the file."""
