@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return UNREAD
         told = _tell(error, options)
-        if told is None:
-            raise
-        return told
+        if told is not None:
+            return told
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -13,7 +13,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 SANDBOXES = ("local", "ns", "gvisor", "qemu", "remote")
 """Kinds of sandboxes."""
 USER_ERROR, FAILED, NOTHING_LEARNT, DISK_FULL, INTERRUPTED = 2, 1, 3, 4, 130
-"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; a disk has no room;
+"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; a disk is full;
 interrupted.
 """
 

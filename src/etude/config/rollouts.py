@@ -126,8 +126,11 @@ class RolloutConfig(Section):
     for worlds to be made and, where a machine is slow, for those runs.
     """
     outage_s: float = Field(default=300.0, gt=0)
-    """How long no rollout may succeed, while some are tried, before the process ends and says why; and how long a
-    finished one waits for a judge that is away.
+    """How long a finished rollout waits for a judge that is away, and an evaluation for a gateway that is silent."""
+    max_outage_s: float = Field(default=0.0, ge=0)
+    """How long no rollout may succeed, while some are tried, before the run ends and says why; 0 for as long as
+    it takes: the run waits, says who is away and since when, and goes on by itself. Where no rollout has ever
+    succeeded, something was never right, and a minute is enough.
     """
     sandbox_workers: int = Field(default=2, ge=1)
     """Processes that fork sandboxed commands."""

@@ -26,6 +26,7 @@ from etude.telemetry.events import (
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
+    Outage,
     PhaseEnded,
     PhaseStarted,
     ProcessStarted,
@@ -113,6 +114,8 @@ class RunStory:
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
         """``before``, ``after`` or ``step-N`` → the newest result."""
+        self.outages: dict[tuple[str, str], Timed[Outage]] = {}
+        """(process, what is away) → since when, and why."""
         self.processes: dict[str, ProcessStarted] = {}
         """Process → its newest start."""
         self.restarts = 0
@@ -128,6 +131,10 @@ class RunStory:
         match event:
             case RunStarted():
                 pass
+            case Outage():
+                self.outages.pop((logged.process, event.what), None)
+                if event.seconds:
+                    self.outages[logged.process, event.what] = Timed(at_s - event.seconds, event)
             case PhaseStarted():
                 _insert(self._phases, Timed(at_s, event.phase))
             case ProcessStarted():

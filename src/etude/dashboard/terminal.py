@@ -20,6 +20,7 @@ from etude.dashboard import units
 from etude.dashboard.gains import Comparison, about_errors, comparison, full_marks
 from etude.dashboard.heldout import pays_fractions
 from etude.dashboard.learning import ends, shares, warning
+from etude.dashboard.line import outage_lines
 from etude.dashboard.report import figure
 from etude.dashboard.story import PHASES, TRAIN, RunStory, Tally
 from etude.dashboard.summary import summary
@@ -59,6 +60,8 @@ def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
         _processes_row(story),
     ):
         rows.add_row(*row)
+    for words in outage_lines(story, now_s):
+        rows.add_row(Text("waits", WARN), "", Text(words, WARN))
     notice = warning([timed.event for timed in story.steps])
     return Panel(
         Group(_track(story, config, now_s), Text(), rows, *([Text(notice, WARN)] if notice else [])),

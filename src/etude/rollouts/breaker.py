@@ -15,6 +15,7 @@ Pure: outcomes and ``now`` (seconds) in, a verdict out. The thresholds are those
 the whole run where this waits.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from enum import StrEnum
@@ -26,6 +27,10 @@ WINDOW, WINDOW_FULL, WINDOW_SHARE = 20, 10, 0.5
 """So do failures of this share of the last 20 attempts, once there were 10."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 15.0
 """Before a probe; doubles with each that fails."""
+OUTAGE_SHARE = 0.1
+"""A pause may take this share of the outage so far, if that is longer: a day's outage costs a hundred probes, each an
+attempt of some slot, and is over a tenth later than it was.
+"""
 FEWEST_PROBES = 5
 """Failed ones before anything is given up: a process that was suspended through an outage has not tried yet."""
 FIRST_OUTAGE_S = 60.0
@@ -54,20 +59,28 @@ CIRCUIT_MOVES: Mapping[Circuit, frozenset[Circuit]] = MappingProxyType(
 
 
 class Breaker:
-    """Watches how attempts end. ``outage_s`` is how long nothing may succeed before it gives up."""
+    """Watches how attempts end. ``outage_s`` is how long nothing may succeed before it gives up; 0 for no end.
 
-    def __init__(self, outage_s: float) -> None:
+    ``worked``: something has succeeded before, in another process.
+    """
+
+    def __init__(self, outage_s: float, *, worked: bool = False) -> None:
         self.circuit = Circuit.CLOSED
         self.until_s = 0.0
         """End of the pause, while open."""
         self.gave_up = False
         """Nothing has succeeded for too long: it is not the tasks, it is the machines."""
-        self._outage_s = outage_s
+        self._outage_s = outage_s or math.inf
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._streak = 0
-        self._ever_succeeded = False
-        self._opened_s = 0.0
+        self._ever_succeeded = worked
+        self._opened_s: float | None = None
         self._failed_probes = 0
+
+    @property
+    def since_s(self) -> float | None:
+        """When nothing could be had any more; ``None`` while all is well."""
+        return self._opened_s
 
     def ask(self, now: float) -> Circuit:
         """The circuit at ``now``: it begins to probe when its pause is over."""
@@ -80,6 +93,7 @@ class Breaker:
         self._ever_succeeded = True
         self.gave_up = False
         self._streak = self._failed_probes = 0
+        self._opened_s = None
         if self.circuit is Circuit.CLOSED:
             self._failed.append(False)
             return
@@ -94,6 +108,7 @@ class Breaker:
             self._opened_s = now
             self._open(now)
         elif self.circuit is Circuit.PROBING and probe:  # any other was under way when the circuit opened
+            assert self._opened_s is not None, "who probes has opened"
             self._failed_probes += 1
             patience_s = self._outage_s if self._ever_succeeded else min(self._outage_s, FIRST_OUTAGE_S)
             self.gave_up = self._failed_probes >= FEWEST_PROBES and now - self._opened_s >= patience_s
@@ -105,7 +120,8 @@ class Breaker:
 
     def _open(self, now: float) -> None:
         self._move(Circuit.OPEN)
-        self.until_s = now + min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(self._failed_probes, 10))
+        longest_s = max(MAX_PAUSE_S, OUTAGE_SHARE * (now - (now if self._opened_s is None else self._opened_s)))
+        self.until_s = now + min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self._failed_probes, 20))
 
     def _move(self, to: Circuit) -> None:
         assert to in CIRCUIT_MOVES[self.circuit], f"a circuit went from {self.circuit} to {to}"

@@ -20,6 +20,7 @@ launch (:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etu
 """
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +38,7 @@ from etude.rollouts.bounds import Limits
 from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
 from etude.rollouts.worker import UNWATCHED, Beginning, Rig, Ties, Trunk, give_back, run_rollout
-from etude.telemetry.events import RolloutClosed
+from etude.telemetry.events import OUTAGE_TOLD_S, Outage, RolloutClosed
 from etude.telemetry.log import EventLog
 from etude.types import Branch, Rollout, RolloutStatus, Task
 
@@ -58,8 +59,12 @@ class Flight:
         self._rig = rig if purpose == TRAIN else rig.for_measuring()
         self._events = events
         self._schedule = Schedule(
-            concurrency=config.concurrency, max_attempts=config.max_attempts, outage_s=config.outage_s
+            concurrency=config.concurrency,
+            max_attempts=config.max_attempts,
+            outage_s=config.max_outage_s,
+            worked=any(ledger.progress(known).complete for known in {purpose, TRAIN}),
         )
+        self._told_s = -math.inf
         self._branching = self._rig.branching
         self._bundles = Bundles(1 if self._branching is None else self._branching.size)
         self._beginnings = _Beginnings(self._rig, self._limits)
@@ -165,11 +170,22 @@ class Flight:
             self._abandon(slot.group_index)
         elif self._schedule.failed(slot, due=due, now=self._rig.clock.now()) is SlotState.LOST:
             self._lose(slot, rollout.reason)
+        self._tell_of_outage(rollout)
         if self._schedule.breaker.gave_up:
             raise UserError(
-                f"no rollout has succeeded for a long time (rollouts.outage_s), the last failed because of "
+                f"no rollout has succeeded for a long time (rollouts.max_outage_s), the last failed because of "
                 f"{rollout.reason}; repair that and resume the run, nothing graded is lost"
             )
+
+    def _tell_of_outage(self, rollout: Rollout) -> None:
+        """Say, now and then, what rollouts wait for and since when, and that it is over."""
+        now_s, since_s = self._rig.clock.now(), self._schedule.breaker.since_s
+        if since_s is None and self._told_s > -math.inf:
+            self._told_s = -math.inf
+            self._events.write(Outage(what="rollouts", seconds=0.0, reason=""))
+        elif since_s is not None and now_s - self._told_s >= OUTAGE_TOLD_S:
+            self._told_s = now_s
+            self._events.write(Outage(what="rollouts", seconds=now_s - since_s, reason=rollout.reason))
 
     def _lose(self, slot: OpenSlot, reason: str) -> GroupState:
         state = self._ledger.lose_slot(self._purpose, slot.group_index, slot.slot, f"infra: slot {slot.slot}: {reason}")

@@ -78,8 +78,8 @@ class Schedule:
     After every call that changes something, and at :meth:`next_time`, ask :meth:`due` what to start.
     """
 
-    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float) -> None:
-        self.breaker = Breaker(outage_s)
+    def __init__(self, *, concurrency: int, max_attempts: int, outage_s: float, worked: bool = False) -> None:
+        self.breaker = Breaker(outage_s, worked=worked)
         self._concurrency = concurrency
         self._max_attempts = max_attempts
         self._entries: dict[Place, _Entry] = {}  # those that have not ended

@@ -288,6 +288,22 @@ class JudgeAlarm:
     detail: str
 
 
+OUTAGE_TOLD_S = 60.0
+"""How often an outage that goes on is told again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """Something that a process waits for is away, or it is back: then ``seconds`` is 0."""
+
+    what: str
+    """``rollouts``, or a store's URL."""
+    seconds: float
+    """For how long it has been away."""
+    reason: str
+    """What failed last."""
+
+
 Event: TypeAlias = (
     RunStarted
     | PhaseStarted
@@ -305,5 +321,6 @@ Event: TypeAlias = (
     | RolloutClosed
     | EvalDone
     | JudgeAlarm
+    | Outage
 )
 """Everything that can stand in a log."""

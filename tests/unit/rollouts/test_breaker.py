@@ -12,6 +12,7 @@ from etude.rollouts.breaker import (
     FIRST_OUTAGE_S,
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
+    OUTAGE_SHARE,
     STREAK,
     WINDOW_FULL,
     Breaker,
@@ -98,7 +99,7 @@ def test_rollouts_that_were_under_way_when_it_opened_say_nothing_new() -> None:
 
 def test_it_gives_up_after_the_outage_that_a_recipe_allows() -> None:
     gave_up_s, _ = give_up_time(tripped(300.0))
-    assert 300.0 <= gave_up_s <= 300.0 + 2 * MAX_PAUSE_S
+    assert 300.0 <= gave_up_s <= 300.0 * (1.0 + OUTAGE_SHARE) ** 2 + MAX_PAUSE_S
 
 
 def test_whoever_went_on_after_it_gave_up_may_hope_again() -> None:
@@ -138,3 +139,29 @@ def test_it_only_moves_as_its_table_says_and_always_comes_back(moves: list[tuple
         assert breaker.ask(now + MAX_PAUSE_S) is not Circuit.OPEN or breaker.until_s > now + MAX_PAUSE_S
     breaker.succeeded()
     assert breaker.ask(now) is Circuit.CLOSED
+
+
+def test_an_outage_without_a_bound_is_waited_out_with_few_probes() -> None:
+    """Regression: after ``outage_s`` a run ended, though machines that are away come back."""
+    breaker, now, probes = tripped(0.0), 0.0, 0
+    while now < 86_400.0:
+        now = max(now, breaker.until_s)
+        assert breaker.ask(now) is Circuit.PROBING
+        breaker.failed(now, probe=True)
+        probes += 1
+    assert not breaker.gave_up
+    assert breaker.since_s == 0.0
+    assert probes < 100
+    breaker.succeeded()
+    assert breaker.ask(now) is Circuit.CLOSED
+    assert give_up_time(tripped(60.0))[0] >= 60.0
+
+
+def test_a_process_that_starts_in_an_outage_knows_that_it_worked_before() -> None:
+    breaker = Breaker(0.0, worked=True)
+    for _ in range(STREAK):
+        breaker.failed(0.0)
+    for _ in range(50):
+        breaker.ask(breaker.until_s)
+        breaker.failed(breaker.until_s, probe=True)
+    assert not breaker.gave_up

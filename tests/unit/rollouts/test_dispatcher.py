@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Protocol, TypeAlias
@@ -20,7 +21,7 @@ from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.schedule import backoff_s
-from etude.telemetry.events import RolloutClosed
+from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trajectories.batch import build_batch
 from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
@@ -270,6 +271,27 @@ def test_an_outage_costs_no_slot_its_attempts(bench: MakeBench) -> None:
     assert (progress.consumed, progress.dropped) == (4, 0)
     failed = [event for event in here.closed() if event.status == "failed_infra"]
     assert 8 <= len(failed) <= 16
+
+
+def test_machines_that_stay_away_are_waited_for_and_told_of(bench: MakeBench) -> None:
+    """Regression: nothing was said while a region was away, until that ended the whole run."""
+    plays = count()
+
+    async def away_for_long(task: Task) -> None:
+        if next(plays) >= 4 and asyncio.get_running_loop().time() < 100.0:
+            raise SandboxError("the region is away")
+
+    here = bench(config(max_attempts=3), play=away_for_long)
+
+    async def run() -> None:
+        await asyncio.gather(here.dispatcher.train(3), here.trainer(3))
+
+    run_virtually(run())
+    assert here.ledger.progress().steps_done == 3
+    told = [one.event for one in EventReader(here.folder / "events").new() if isinstance(one.event, Outage)]
+    assert "the region is away" in told[0].reason
+    assert max(event.seconds for event in told) > 60.0
+    assert told[-1].seconds == 0.0, "it is over"
 
 
 def test_a_group_is_complete_without_the_slots_it_lost(bench: MakeBench) -> None:

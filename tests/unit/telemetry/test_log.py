@@ -16,6 +16,7 @@ from etude.telemetry.events import (
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
+    Outage,
     PhaseEnded,
     PhaseStarted,
     ProcessStarted,
@@ -62,6 +63,7 @@ EXAMPLES: tuple[Event, ...] = (
         greedy_stderr=0.027,
     ),
     JudgeAlarm(kind="agreement", aspect="style", detail="less than it was calibrated with"),
+    Outage(what="rollouts", seconds=90.5, reason="the sandbox died"),
 )  # fmt: skip
 
 
