@@ -58,8 +58,8 @@ async def next_arrival(log: WeightLog, receiver: Receiver, served: int) -> Arriv
     consumes: commit records; waits for: the record after the one served; woken by: its own polling; on shutdown:
     cancelled between two polls. While the store is away, or no sound way leads on, the engine serves what it has: the
     receiver has left a plea, which the publisher answers with a whole version. Admission counts the version that is
-    served, so the bound of staleness holds and the run slows down by itself. Raises what was wrong after
-    ``PATIENCE_S``.
+    served, so the bound of staleness holds and the run slows down by itself. A store is waited for without
+    end; damage is raised after ``PATIENCE_S``.
     """
     since_s, pause_s = None, LOOK_S
     while True:
@@ -72,8 +72,8 @@ async def next_arrival(log: WeightLog, receiver: Receiver, served: int) -> Arriv
             if since_s is None:
                 since_s = now_s
                 logger.warning("weight version %d is served on until a newer one can be had: %s", served, error)
-            elif now_s - since_s > PATIENCE_S:
-                raise
+            elif now_s - since_s > PATIENCE_S and isinstance(error, DamagedError):
+                raise  # a store that is away comes back, damage that nobody has answered stays
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
