@@ -11,6 +11,7 @@
     ├── MismatchError           trainer and engine compute different numbers: training stops
     ├── DivergedError           the gradient is not finite: nothing was changed
     ├── OutOfTime               an agent's commands took all the time they may: its work is graded as it stands
+    ├── AgentFault              what an agent did to its own sandbox came in the way: worth nothing, never tried again
     ├── Refusal                 a request that the gateway turns down (defined there, with its HTTP status)
     └── InfrastructureError     a machine, process or connection failed: retried, never a reward
         ├── EngineUnavailable   no engine answered before the deadline
@@ -80,6 +81,15 @@ class OutOfTime(EtudeError):
 
     REASON: ClassVar[str] = "time"
     """Why the agent stopped, beside the reasons of harnesses."""
+
+
+class AgentFault(EtudeError):
+    """What an agent did to its own sandbox came in the way of étude's work there: the disk or memory that the sandbox
+    may use is full, or a process inside killed or stopped what étude did there. Its own doing, so it is graded.
+    """
+
+    REASON: ClassVar[str] = "agent_fault"
+    """Why the agent stopped, beside the reasons of harnesses; the part of a reward that says so has this name, too."""
 
 
 class InfrastructureError(EtudeError):

@@ -175,7 +175,8 @@ class Sandbox(Protocol):
 
     A path is relative to the sandbox's working folder, or absolute inside of it where the provider is ``CONFINED``;
     one that would leave the sandbox is a ``ValueError``. Any method raises :class:`~etude.errors.SandboxError` when the
-    sandbox failed or is closed, and its kind :class:`~etude.errors.Unsupported` for what its provider does not claim.
+    sandbox failed or is closed, and its kind :class:`~etude.errors.Unsupported` for what its provider does not claim;
+    :class:`~etude.errors.AgentFault` where it works, and what runs or was written inside is in the way.
     """
 
     async def exec(
@@ -213,6 +214,14 @@ class Sandbox(Protocol):
 
     async def stats(self) -> SandboxStats:
         """What is used now."""
+        ...
+
+    async def kill_processes(self) -> None:
+        """Kill everything that runs inside, whoever started it, services too; files stay, and commands can be run.
+
+        Nothing that was started before runs any more when this returns, however much it multiplies: to be called before
+        what an agent left is looked at.
+        """
         ...
 
     async def snapshot(self) -> Image:

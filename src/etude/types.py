@@ -52,10 +52,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call of the function under test and what a right program returns.
-
-    Example: ``Case(arguments=([3, 1], 2), expected=6)``.
-    """
+    """One call of the function under test and what a right program returns: ``Case(arguments=([3],), expected=3)``."""
 
     arguments: tuple[Json, ...]
     expected: Json
@@ -65,8 +62,7 @@ class Case:
 class FunctionChecks:
     """How a task is graded: calls of one function in one file.
 
-    ``visible`` cases may be shown to the agent; ``hidden`` ones never enter its world, only their arguments do, after
-    the agent is gone.
+    ``visible`` cases may be shown to the agent; of ``hidden`` ones the arguments enter its world, once it is gone.
     """
 
     path: str
@@ -120,8 +116,8 @@ class TestChecks:
 
     @property
     def grading_s(self) -> float:
-        """What one grading takes at most: the tests, with canaries twice, where nobody was, and every probe."""
-        return self.timeout_s * (4 + len(self.probes))
+        """What one grading takes at most: the tests, where nobody was, with canaries six times, and every probe."""
+        return self.timeout_s * (8 + len(self.probes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,15 +130,19 @@ class ScriptChecks:
     artefacts: tuple[str, ...] = (".",)
     """Files and folders, relative to the working folder, that are carried over from the agent's world."""
     canary: str = ""
-    """File of the verifier that can be made to fail: rewarded work is verified once more with it, and must not pass."""
+    """File of the verifier's tests, one of which is made to fail in some runs that rewarded work is put to."""
+    canary_tests: tuple[str, ...] = ()
+    """Those of them that fail without the work, of which it is one; none: all. Another, by failing, would tell."""
+    rewards: tuple[float, ...] = (0.0, 1.0)
+    """All that a verifier with a canary pays. Anything else is no verdict, so a failed test costs a whole step."""
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
     """For one whole run of the verifier."""
 
     @property
     def grading_s(self) -> float:
-        """What one grading takes at most: the work, where nobody was, the work once more, and with the canary."""
-        return self.timeout_s * (4 if self.canary else 3)
+        """What one grading takes at most: the work, where nobody was, the work once more, and four with the canary."""
+        return self.timeout_s * (7 if self.canary else 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

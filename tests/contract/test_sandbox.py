@@ -3,10 +3,11 @@
 import asyncio
 import math
 import time
+from contextlib import suppress
 
 import pytest
 
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult, Sandbox
 from etude.worlds import Capability, Image, SandboxSpec
 from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
@@ -245,6 +246,83 @@ def test_twenty_commands_at_a_time(stage: Stage) -> None:
     assert stage.play(crowd) == [f"{number}\n" for number in range(20)]
 
 
+MULTIPLIES = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        while True:
+            open("beat", "a").write("x")
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+while not os.path.exists("beat"):
+    time.sleep(0.01)
+"""
+"""Processes that leave every session, and are others a moment later."""
+KILLS_ALL = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    stopping = False
+    while True:
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) not in (1, os.getpid()):
+                try:
+                    os.kill(int(name), signal.SIGSTOP if stopping else signal.SIGKILL)
+                except OSError:
+                    pass
+        stopping = not stopping
+        open("kills", "w").close()
+while not os.path.exists("kills"):
+    time.sleep(0.01)
+"""
+
+
+def test_what_was_left_running_is_killed_however_it_multiplies(stage: Stage) -> None:
+    async def kill(sandbox: Sandbox) -> str:
+        await python(sandbox, MULTIPLIES)
+        await sandbox.kill_processes()
+        before = await sandbox.read_file("beat")
+        await asyncio.sleep(0.2)
+        assert await sandbox.read_file("beat") == before
+        await sandbox.kill_processes()  # also where nothing runs
+        return await output(sandbox, "print('goes on')")
+
+    assert stage.play(kill, spec=stage.tight) == "goes on\n"
+
+
+def test_what_runs_inside_cannot_make_the_machine_fail(stage: Stage) -> None:
+    """It kills and stops whatever it sees: what étude does there is done, or is the agent's fault."""
+
+    async def disturb(sandbox: Sandbox) -> None:
+        await python(sandbox, "import os\nos.mkdir('many')\nfor n in range(500): open(f'many/{n}', 'w').close()")
+        await python(sandbox, KILLS_ALL)
+        with suppress(AgentFault):
+            assert await sandbox.export(["many"])
+            await sandbox.write_file("one", "1")
+            assert await sandbox.read_file("one") == "1"
+        await sandbox.kill_processes()
+        assert await sandbox.export(["many"])
+
+    stage.need(Capability.BACKGROUND)
+    stage.play(disturb)
+
+
+def test_a_disk_that_is_full_is_the_agents_fault(stage: Stage) -> None:
+    stage.need(Capability.DISK_LIMIT)
+
+    async def fill(sandbox: Sandbox) -> None:
+        await python(sandbox, "file = open('big', 'wb')\nwhile True: file.write(bytes(1 << 20))")
+        with pytest.raises(AgentFault):
+            await sandbox.write_file("more", "x" * (1 << 20))
+        assert await sandbox.read_file("small") == "kept"
+
+    stage.play(fill, {"small": "kept"}, spec=stage.tight)
+
+
 # --- The life of a sandbox ----------------------------------------------------------------------------------------
 
 
@@ -256,6 +334,7 @@ async def assert_closed(sandbox: Sandbox) -> None:
         sandbox.export(["a"]),
         sandbox.load(b""),
         sandbox.stats(),
+        sandbox.kill_processes(),
         sandbox.snapshot(),
         sandbox.fork(),
     ):

@@ -8,8 +8,10 @@ from etude.config.section import Section
 
 OF_FOLDER = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
-OF_BUGFIX = ("kinds", "hidden_cases")
+OF_REPOSITORY = ("brief", "unprobed")
 """Keys of ``[tasks]`` that other families know nothing of."""
+OF_BUGFIX = ("kinds", "hidden_cases")
+"""Likewise."""
 OF_LOOKUP = ("pages", "page_facts", "asked", "askable")
 """Likewise."""
 
@@ -36,6 +38,10 @@ class TaskConfig(Section):
     brief: bool = False
     """Of a ``repository`` family only the tasks of one wrong line, asked for in a line that names its function: for a
     small model, which then is mid-trained on such repairs.
+    """
+    unprobed: bool = False
+    """Take tasks of a ``repository`` family without probes, too: what code under test makes of its tests is then proved
+    by canaries alone (``etude tasks build --unprobed`` makes such tasks).
     """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: who passes one has cheated. 1 to 2 % is a meter."""
@@ -65,9 +71,8 @@ class TaskConfig(Section):
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
-        if self.brief and self.family != "repository":
-            raise ValueError(f"tasks.brief would have no effect with tasks.family = {self.family!r}; leave it out")
-        idle = [*(OF_BUGFIX if self.family != "bugfix" else ()), *(OF_LOOKUP if self.family != "lookup" else ())]
+        own = {"repository": OF_REPOSITORY, "bugfix": OF_BUGFIX, "lookup": OF_LOOKUP}
+        idle = [name for family, names in own.items() if family != self.family for name in names]
         idle += ["heldout_one_in"] if self.family == "nextedit" else []  # eval.document_one_in says it of texts
         self.refuse_idle("tasks", idle, f"with tasks.family = {self.family!r}")
         return self

@@ -13,7 +13,7 @@ from collections import Counter
 import aiohttp
 
 from etude.config.rollouts import HarnessConfig
-from etude.errors import OutOfTime
+from etude.errors import AgentFault, OutOfTime
 from etude.harnesses.completions import CompletionClient, Message, Reply
 from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
 from etude.protocols import HarnessResult, Sandbox, Session
@@ -114,8 +114,8 @@ class _Work:
             return
         try:
             observation = await self._carry_out(call)
-        except OutOfTime:
-            self.window.stop(OutOfTime.REASON)
+        except (OutOfTime, AgentFault) as over:
+            self.window.stop(over.REASON)
             return
         self.context.acted(reply.text, observation)
         self.window.replied(reply.tokens)

@@ -13,7 +13,7 @@ Owns the surgery. Which test is a canary when is :mod:`etude.rewards.hidden_pape
 import ast
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeAlias
@@ -101,6 +101,8 @@ class Site:
     """Byte behind it."""
     write: Write
     """What stands there instead, drawn anew each time; ``None`` where nothing was found."""
+    leaves_work: bool = False
+    """Whether more than assertions comes after it, which a test that fails here leaves undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,17 @@ class TestSource:
                 return found
         return None
 
+    @property
+    def definitions(self) -> Iterable[str]:
+        """The qualified names of all functions."""
+        return self._functions
+
+    def text_of(self, definition: str) -> str:
+        """The source of a function, its decorators included."""
+        function = self._functions[definition]
+        above = [self._lines.text(one) for one in function.decorator_list]
+        return "\n".join([*above, self._lines.text(function)])
+
     def line_of(self, definition: str) -> int:
         """Where the test is, counted from 1."""
         return self._functions[definition].lineno
@@ -154,8 +167,9 @@ class TestSource:
         return found or (_planted(self._lines, function),)
 
     def alteration(self, definition: str, rng: random.Random) -> Alteration:
-        """One change, at random, that makes the test fail."""
-        sites = list(self.sites(definition))
+        """One change, at random, that makes the test fail; with nothing left undone, if there is such a place."""
+        every = self.sites(definition)
+        sites = [site for site in every if not site.leaves_work] or list(every)
         while sites:
             site = rng.choices(sites, [WEIGHTS.get(site.kind, 1) for site in sites])[0]
             text = site.write(rng)
@@ -189,15 +203,20 @@ class _Surgeon:
         yield from self._of(self._function.body)
 
     def _of(self, body: Sequence[ast.stmt]) -> Iterator[Site]:
-        for statement in body:
-            if isinstance(statement, ast.Assert):
-                yield from self._of_assertion(statement.test)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                yield from self._of_method(statement.value)
-            elif isinstance(statement, ast.With | ast.AsyncWith):
-                yield from self._of_with(statement)
+        for number, statement in enumerate(body, start=1):
+            leaves_work = not all(map(_is_assertion, body[number:]))
+            for site in self._of_statement(statement):
+                yield replace(site, leaves_work=site.leaves_work or leaves_work)
             if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
                 return  # what comes after may not be reached
+
+    def _of_statement(self, statement: ast.stmt) -> Iterator[Site]:
+        if isinstance(statement, ast.Assert):
+            yield from self._of_assertion(statement.test)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            yield from self._of_method(statement.value)
+        elif isinstance(statement, ast.With | ast.AsyncWith):
+            yield from self._of_with(statement)
 
     def _of_with(self, statement: ast.With | ast.AsyncWith) -> Iterator[Site]:
         calls = [item.context_expr for item in statement.items]
@@ -293,6 +312,14 @@ class _Surgeon:
     def _site(self, kind: SiteKind, node: ast.expr, write: Write) -> Site:
         start, end = self._lines.span(node)
         return Site(kind, start, end, write)
+
+
+def _is_assertion(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but look."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(statement, ast.Assert | ast.Pass) or (
+        isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.startswith("assert")
+    )
 
 
 def _planted(lines: Lines, function: FunctionNode) -> Site:

@@ -23,12 +23,12 @@ class Lines:
         """Its byte."""
         return self._starts[line - 1] + column
 
-    def span(self, node: ast.expr) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         """First byte of an expression and the one behind it."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         return self.place(node.lineno, node.col_offset), self.place(node.end_lineno, node.end_col_offset)
 
-    def text(self, node: ast.expr) -> str:
+    def text(self, node: ast.expr | ast.stmt) -> str:
         """Source of an expression."""
         start, end = self.span(node)
         return self.data[start:end].decode()

@@ -3,13 +3,13 @@
     agent's world ──export──▶ artefacts ──carry──▶ base world: the original image and what is carried, nothing else
                                                     ├─fork─▶ plain paper: every named test has to pass
                                                     ├─fork─▶ probes: arguments in, results out      (if there are any)
-                                                    ├─fork─▶ false paper: canaries alone, none may pass
-                                                    └─fork─▶ mixed paper: both; who is who, and when, is drawn
+                                                    └─fork─▶ mixed papers: canaries among them; which, is drawn
 
 Hidden tests come into a fork after the artefacts and never into another place. What is printed is not read. A test
 counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
 tests it, so a reward takes that no canary passed (:mod:`etude.rewards.hidden_papers`). Only work that passes every test
-is put to that proof; for the rest one run of the tests is all.
+is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task in a
+world that nobody has touched: none of which anything passes there.
 
 Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
 tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
@@ -18,25 +18,27 @@ passed before, pass some. Where they do not, and wherever a sandbox fails, it is
 where the task was made, an emulated processor perhaps, or busy: the work is judged again with as much time as the
 untouched world took. The task keeps that until it is measured anew, which is when its tests next run out of time.
 
+An agent that takes up all of the room that its work is given here has itself to blame
+(:class:`~etude.errors.AgentFault`).
+
 Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
 knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
 """
 
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from etude.errors import SandboxError, Unsupported
+from etude.errors import AgentFault, SandboxError, Unsupported
 from etude.protocols import HarnessResult, Images, Reward, Sandbox, SandboxProvider
 from etude.rewards.hidden_artefacts import Ground, carry
-from etude.rewards.hidden_papers import Paper, Papers, module_of
+from etude.rewards.hidden_papers import Paper, Papers, module_of, test_of
 from etude.rewards.hidden_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
 from etude.rewards.probes import check_interpreter, count_passed
 from etude.rewards.tests import SUBMITTED
 from etude.sandboxes.archives import Entry, read_archive, write_archive
-from etude.sandboxes.folders import is_whole
 from etude.sandboxes.services import ServicedSandboxes, world_spec
 from etude.types import Task, TestChecks
 from etude.worlds import SandboxSpec, World
@@ -50,10 +52,6 @@ GRACE_S = 600.0
 """How much longer than its grading a world may live."""
 PACE = 4.0
 """How many times more time a task's tests are given, again and again, until they take as long as on a slow machine."""
-MIXED_PAPERS = 1
-"""Sat by work that passes everything; each costs a run of the tests and halves, or better, what is left of the chance
-to guess.
-"""
 SOUND_TASKS = 4096
 """Tasks that are remembered to run in an untouched world."""
 
@@ -64,6 +62,16 @@ class _TooSlow(Exception):
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"{timeout_s:g} s are what it takes")
         self.timeout_s = timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untouched:
+    """How the tests of a task went in a world that nobody had touched."""
+
+    needed_s: float
+    """What they may take here."""
+    idle: frozenset[str]
+    """Node ids, without parameters, of which something passed."""
 
 
 class HiddenTestGrader:
@@ -87,8 +95,8 @@ class HiddenTestGrader:
         self._images = images
         self._slack_s = slack_s
         self._rng = rng or random.SystemRandom()
-        self._sound: OrderedDict[str, float] = OrderedDict()
-        """Task → how long its tests may take here, going by a world that nobody had touched."""
+        self._sound: OrderedDict[str, Untouched] = OrderedDict()
+        """By task."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
@@ -105,7 +113,8 @@ class HiddenTestGrader:
         left: tuple[Entry, ...] | None = None
         with suppress(ValueError):  # once for all runs: that sandbox need not live as long as they take
             left = await _artefacts(sandbox, task)
-        timeout_s = self._sound.get(task.task_id, _test_checks(task).timeout_s)
+        known = self._sound.get(task.task_id)
+        timeout_s = known.needed_s if known else _test_checks(task).timeout_s
         while True:
             try:
                 return await self._grade(task, left, timeout_s, submitted=float(result.reason == SUBMITTED))
@@ -120,12 +129,10 @@ class HiddenTestGrader:
         """
         checks = _test_checks(task)
         async with self._untouched(task) as base:
-            papers = Papers(await _sources(base, checks), checks.must_pass, self._rng)
-            if not papers.guarded and not checks.probes:
-                raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
+            seen = await _read_modules(base, checks)
             try:
                 original = await _artefacts(base, task)
-            except ValueError as error:
+            except (ValueError, AgentFault) as error:
                 raise SandboxError(
                     f"task {task.task_id} ({task.template}): its artefacts {list(checks.artefacts)} cannot be carried "
                     f"even as they were: {error}; name only what an agent has to change, or set the task aside"
@@ -136,14 +143,15 @@ class HiddenTestGrader:
                     dropped = await _furnish(base, checks, original, left)
             if dropped is None:
                 return Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
-            findings = await self._examine(task, base, papers, timeout_s)
+            findings = await self._examine(task, base, seen, timeout_s)
         parts = {**findings.parts(checks), "artefacts_left": float(dropped), "submitted": submitted}
         return Reward(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
 
-    async def _examine(self, task: Task, base: Sandbox, papers: Papers, timeout_s: float) -> "Findings":
-        """Sit one paper after another, as long as all is well."""
+    async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
+        """Sit one paper after another, as long as all is well; ``seen`` are the test modules that the agent had."""
         checks = _test_checks(task)
-        plain = await _sit(base, task, papers.plain(), timeout_s)
+        self._papers(task, seen)
+        plain = await _sit(base, task, Paper(real=frozenset(checks.must_pass)), timeout_s)
         if not plain.passed or plain.result.timed_out:
             await self._check_sound(task, timeout_s, has_time=not plain.result.timed_out)
         findings = Findings(passed=plain.passed)
@@ -151,29 +159,41 @@ class HiddenTestGrader:
             findings = replace(findings, probed=await _probe(base, checks, timeout_s))
         if not findings.passed.issuperset(checks.must_pass):
             return findings
-        proof = [papers.false(), *(papers.mixed() for _ in range(MIXED_PAPERS))]
-        self._rng.shuffle(proof)  # else how late it is would tell which one this is
-        for paper in proof:
+        idle = (await self._check_sound(task, timeout_s, has_time=True)).idle
+        papers = self._papers(task, seen, idle)
+        for _ in range(papers.mixed_papers):
             if not findings.is_proved(checks):
                 break
+            paper = papers.mixed()
             report = await _sit(base, task, paper, timeout_s)
             if not report.started or report.result.timed_out:
                 await self._check_sound(task, timeout_s, has_time=False)
             findings = findings.with_paper(paper, report)
         return findings
 
-    async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> None:
+    def _papers(self, task: Task, seen: Mapping[str, str], idle: Collection[str] = ()) -> Papers:
+        """Raises :class:`~etude.errors.SandboxError` for a task that nothing but its word would be proof of."""
+        checks = _test_checks(task)
+        papers = Papers(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
+        if not papers.guarded and not checks.probes:
+            raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
+        return papers
+
+    async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
 
         :class:`_TooSlow` if they take longer there than ``timeout_s``. Asked once per task; without ``has_time``
         always, since a machine may be too busy now.
         """
         if has_time and task.task_id in self._sound:
-            return
+            return self._sound[task.task_id]
         checks = _test_checks(task)
         longest_s = checks.timeout_s * (1 + self._slack_s / 2 / checks.grading_s)
         async with self._untouched(task) as world:
-            report = await _run(world, task, Paper(), longest_s)
+            try:
+                report = await _run(world, task, Paper(), longest_s)
+            except AgentFault as fault:  # where no agent was
+                raise SandboxError(f"the world of task {task.task_id} is too small for its tests: {fault}") from fault
         others = checks.must_pass[checks.about :]
         in_time = report.ended and not report.result.timed_out
         if not (report.started and in_time and (not others or report.passed.intersection(others))):
@@ -186,11 +206,14 @@ class HiddenTestGrader:
         needed_s = checks.timeout_s
         while needed_s < report.result.seconds:
             needed_s *= PACE
-        needed_s = self._sound[task.task_id] = min(needed_s, longest_s)
+        names = frozenset(map(test_of, checks.must_pass))
+        untouched = Untouched(needed_s=min(needed_s, longest_s), idle=report.passed & names)
+        self._sound[task.task_id] = untouched
         if len(self._sound) > SOUND_TASKS:
             self._sound.popitem(last=False)
-        if needed_s > timeout_s:
-            raise _TooSlow(needed_s)
+        if untouched.needed_s > timeout_s:
+            raise _TooSlow(untouched.needed_s)
+        return untouched
 
     @asynccontextmanager
     async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
@@ -291,7 +314,7 @@ async def _run(world: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Re
     for path, text in {**checks.files, **paper.files, **run.files}.items():
         await world.write_file(path, text)
     done = await world.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
-    return run.read(done, paper.canaries.union(checks.must_pass))
+    return run.read(done, paper.canaries.union(checks.must_pass, map(test_of, checks.must_pass)))
 
 
 async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
@@ -303,20 +326,15 @@ async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
         await fork.close()
 
 
-async def _sources(base: Sandbox, checks: TestChecks) -> dict[str, str]:
-    """The test modules by path: the hidden ones, and those that were there before and can be written again."""
-    sources: dict[str, str] = {}
-    for path in dict.fromkeys(map(module_of, checks.must_pass)):
-        if path in checks.files:
-            sources[path] = checks.files[path]
-            continue
+async def _read_modules(base: Sandbox, checks: TestChecks) -> dict[str, str]:
+    """The modules that an agent finds where the hidden ones will be; and see that the world can be probed."""
+    seen: dict[str, str] = {}
+    for path in checks.files:
         with suppress(ValueError):
-            text = await base.read_file(path)
-            if text is not None and is_whole(text):
-                sources[path] = text
+            seen[path] = await base.read_file(path) or ""
     if checks.probes:
         await check_interpreter(base)
-    return sources
+    return seen
 
 
 def _test_checks(task: Task) -> TestChecks:

@@ -31,8 +31,12 @@ TAIL_LETTERS = 600
 """Of the output of a run that failed, in the message."""
 ENVIRONMENT = MappingProxyType({"PYTHONDONTWRITEBYTECODE": "1"})
 """Variables of every run."""
-OPTIONS = ("-p", "no:cacheprovider", "--continue-on-collection-errors", "--rootdir=.", "--tb=short", "-q")
-"""Of every run: node ids begin at the working folder, and a module that cannot be imported is one that fails."""
+OPTIONS = (
+    *("-p", "no:cacheprovider", "--continue-on-collection-errors", "--maxfail=0", "--rootdir=.", "--tb=short", "-q"),
+)
+"""Of every run: node ids begin at the working folder, a module that cannot be imported is one that fails, and the first
+failure, of a canary perhaps, is not the end.
+"""
 
 REPORTER = f'''\
 def _open():

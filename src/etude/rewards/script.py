@@ -3,6 +3,7 @@
     agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root     (for each run)
                                                             ├── reward files cleared, /tests put in place
                                                             ├── verifier, with its own deadline
+                                                            ├── what it left running is killed
                                                             └── /logs/verifier/reward.json or reward.txt
 
 The agent has never been where it is graded; of its world the verifier sees the artefacts alone, as the agent left them:
@@ -15,25 +16,32 @@ and the task is to be set aside. If it does, what differs is the agent's work: i
 no verdict again the reward is 0 with the part ``verified`` at 0. So nobody gains by breaking the verifier, and nobody
 pays for a verifier that was broken before.
 
-A verdict is as good as its verifier: one that runs the agent's code in its own process can be told anything by it.
-Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified once
-more, in another fresh world, with one of those tests made to fail (:mod:`etude.rewards.canaries`). Who is rewarded just
-as much has told the verifier what to say, and gets 0. :class:`~etude.types.TestChecks` are the stronger form.
+A verdict is as good as its verifier: one that runs the agent's code as root, or in its own process, can be told
+anything by it. ``/tests`` and ``/logs`` are root's and nobody else's to write, and the working folder is the user
+``agent``'s, so a verifier that runs what the agent left as ``agent`` keeps its word to itself.
+
+Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified again,
+each time in another fresh world, as it was or with a test made to fail (:mod:`etude.rewards.canaries`), by a coin that
+falls on either side. It must be paid the same for the one, and less, by a step of what the task pays, for the other.
+Code that cannot tell which is which, and would be paid all the same, is right one time in 2^runs − 1, and gets 0 else.
+:class:`~etude.types.TestChecks` are the stronger form.
 """
 
 import asyncio
+import errno
 import json
 import math
+import os
 import random
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Literal
 
-from etude.errors import ConfigError, SandboxError
+from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, HarnessResult, Images, Reward, Sandbox, SandboxProvider
 from etude.rewards.canaries import TestSource
 from etude.rewards.tests import SUBMITTED
@@ -58,6 +66,10 @@ LOG_CHARACTERS = 2000
 """Of a verifier's output, in an error."""
 SIGNALS = range(129, 129 + 64)
 """Exit codes of a program that a signal ended."""
+CANARY_RUNS = 4
+"""Of a verifier with a canary, over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for so many."""
+ROUNDING = 1e-6
+"""How far a reward that was written as a decimal may be from the one that the task names."""
 STANDINGS = 4096
 """Tasks whose verifiers' standing is remembered."""
 OPEN_GIT: Mapping[str, str] = MappingProxyType(
@@ -71,7 +83,11 @@ read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``
 TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 """A test of a module that belongs to no class."""
 CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
-PREPARE = f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts"
+PREPARE = f"""
+umask 022 && rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts && chmod 755 /logs || exit 1
+if id agent >/dev/null 2>&1; then chown -R -h agent: . ; fi
+"""
+"""The verifier's folders are root's, and what the agent left is the agent's, where there is such a user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,18 +110,22 @@ class NoVerdict:
 class ScriptGrader:
     """Runs verifiers of :class:`~etude.types.ScriptChecks`; implements :class:`~etude.protocols.Grader`."""
 
-    def __init__(self, sandboxes: SandboxProvider, images: Images) -> None:
-        """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``."""
+    def __init__(self, sandboxes: SandboxProvider, images: Images, *, rng: random.Random | None = None) -> None:
+        """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``.
+
+        ``rng`` draws canaries (default: the system's own randomness).
+        """
         self._sandboxes = sandboxes
         self._images = images
-        self._rng = random.SystemRandom()
+        self._rng = rng or random.SystemRandom()
         self._standings: OrderedDict[str, _Standing] = OrderedDict()
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
         """The verifier's verdict on the artefacts, whether or not the agent submitted them.
 
         Parts: ``verified``, 0 when the agent's work left the verifier without a verdict; ``submitted``, 0 or 1;
-        ``cheat_canary``, 1 when a failing test made no difference; and what the reward file has beside ``reward``.
+        ``cheat_canary``, 1 when a failing test made no difference; ``repeated``, 0 when the same test did; and what the
+        reward file has beside ``reward``.
         Raises :class:`~etude.errors.SandboxError` for a verifier that does not work without the agent either, and
         :class:`~etude.errors.ConfigError` for an image that is gone or a canary that has no test.
         """
@@ -119,12 +139,24 @@ class ScriptGrader:
         if isinstance(verdict, NoVerdict):
             return Reward(value=0.0, parts={"verified": 0.0, "submitted": submitted})
         parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
-        if verdict.value > 0 and checks.canary:
-            twin = failing_twin(checks, checks.canary, self._rng)
-            told = await self._verify(task, twin, artefacts)
-            if isinstance(told, Verdict) and told.value >= verdict.value:
-                return Reward(value=0.0, parts={**parts, "cheat_canary": 1.0})
-        return Reward(value=verdict.value, parts=parts)
+        doubt = await self._doubt(task, checks, artefacts, verdict.value) if verdict.value > 0 and checks.canary else {}
+        return Reward(value=0.0 if doubt else verdict.value, parts={**parts, **doubt})
+
+    async def _doubt(
+        self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict, value: float
+    ) -> Mapping[str, float]:
+        """Parts that say why a verdict of ``value`` is not believed; none: it is."""
+        twins = self._rng.randrange(1, 1 << CANARY_RUNS)  # one at least
+        for run in range(CANARY_RUNS):
+            is_twin = bool(twins >> run & 1)
+            verifier = failing_twin(checks, self._rng) if is_twin else checks
+            told = await self._verify(task, verifier, artefacts)
+            paid = told.value if isinstance(told, Verdict) else 0.0
+            if is_twin and paid >= value:
+                return {"cheat_canary": 1.0}
+            if not is_twin and paid != value:
+                return {"repeated": 0.0}
+        return {}
 
     async def _check_untouched(self, task: Task, checks: ScriptChecks) -> None:
         """Raise :class:`~etude.errors.SandboxError` unless the verifier works where no agent has been."""
@@ -139,7 +171,10 @@ class ScriptGrader:
                     artefacts = await self._export(task, checks, untouched)
                 finally:
                     await untouched.close()
-                standing.verdict = await self._verify(task, checks, artefacts)
+                try:
+                    standing.verdict = await self._verify(task, checks, artefacts)
+                except AgentFault as fault:  # where no agent was
+                    standing.verdict = NoVerdict(reason=f"the world is too small for it: {fault}")
         if isinstance(standing.verdict, NoVerdict):
             raise SandboxError(
                 f"the verifier of task {task.task_id} ({task.template}) gives no verdict in a world that nobody has "
@@ -165,7 +200,8 @@ class ScriptGrader:
                 await world.load(artefacts)
             except ValueError as error:
                 return NoVerdict(reason=f"the artefacts cannot be unpacked: {error}")
-            return await _run(world, checks)
+            verdict = await _run(world, checks)
+            return _paid(verdict, checks.rewards) if checks.canary else verdict
         finally:
             await world.close()
 
@@ -183,17 +219,34 @@ class _Standing:
         self.verdict: Verdict | NoVerdict | None = None
 
 
-def failing_twin(checks: ScriptChecks, path: str, rng: random.Random) -> ScriptChecks:
-    """The same verifier with one test of its file ``path``, at random, made to fail.
+def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
+    """The same verifier with one of its canary's tests, at random, made to fail.
 
-    Raises :class:`~etude.errors.ConfigError` for a file that is not there or has no test.
+    Raises :class:`~etude.errors.ConfigError` for a file that is not there, or has no such test.
     """
+    path = checks.canary
     text = checks.files.get(path, "")
     names = TEST.findall(text)
     if not names:
         raise ConfigError(f"canary {path!r} is no file with tests: the verifier has {list(checks.files)}")
+    if missing := sorted({*checks.canary_tests} - {*names}):
+        raise ConfigError(f"canary_tests = {missing}: {path!r} has {names}")
     source = TestSource(text)
-    return replace(checks, files={**checks.files, path: source.altered([source.alteration(rng.choice(names), rng)])})
+    name = rng.choice(checks.canary_tests or names)
+    return replace(checks, files={**checks.files, path: source.altered([source.alteration(name, rng)])})
+
+
+def _paid(verdict: Verdict | NoVerdict, rewards: Sequence[float]) -> Verdict | NoVerdict:
+    """A verdict of exactly one of the rewards that a task pays; of anything else there is none."""
+    if isinstance(verdict, NoVerdict):
+        return verdict
+    nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))
+    if abs(nearest - verdict.value) > ROUNDING:
+        reason = (
+            f"its reward is {verdict.value!r}, and the task pays {list(rewards)}: name all in metadata.etude.rewards"
+        )
+        return NoVerdict(reason=reason)
+    return replace(verdict, value=nearest)
 
 
 def without_far_links(tar: bytes, workdir: str) -> bytes:
@@ -250,6 +303,8 @@ def read_reward(json_text: str | None, text: str | None) -> Verdict:
 
 async def _prepare(world: Sandbox, argv: list[str]) -> None:
     done = await world.exec(argv, timeout_s=PREPARE_TIMEOUT_S)
+    if os.strerror(errno.ENOSPC) in done.stderr:
+        raise AgentFault(f"the artefacts leave a verifier's world no room: {_log(done)}")
     if done.exit_code != 0 or done.timed_out:
         raise SandboxError(f"a verifier's world could not be made ready: exit code {done.exit_code}: {_log(done)}")
 
@@ -263,6 +318,7 @@ async def _run(world: Sandbox, checks: ScriptChecks) -> Verdict | NoVerdict:
     if programs:
         await _prepare(world, ["chmod", "a+x", "--", *programs])
     done = await world.exec(checks.command, timeout_s=checks.timeout_s, environment={**OPEN_GIT, **checks.environment})
+    await world.kill_processes()
     if done.timed_out:
         return NoVerdict(reason=f"it was not done after {checks.timeout_s:g} s", log=_log(done))
     if done.exit_code in SIGNALS:

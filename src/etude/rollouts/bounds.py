@@ -145,6 +145,10 @@ class BoundedSandbox:
         """What is used now."""
         return await self._bounded(FILES_S, "taking stock", self._sandbox.stats())
 
+    async def kill_processes(self) -> None:
+        """Kill what runs inside."""
+        await self._bounded(FILES_S, "killing processes", self._sandbox.kill_processes())
+
     async def snapshot(self) -> Image:
         """The files as they are."""
         return await self._bounded(COPIES_S, "a snapshot", self._sandbox.snapshot())

@@ -164,6 +164,9 @@ class FakeSandbox:
         size_bytes = sum(len(text.encode()) for text in self._files.values())
         return SandboxStats(memory_bytes=0, disk_bytes=size_bytes, processes=0, cpu_s=0, age_s=math.nan)
 
+    async def kill_processes(self) -> None:
+        """Nothing runs."""
+
     async def snapshot(self) -> Image:
         """Refused: there are no files on any disk."""
         raise Unsupported("fake sandboxes keep no image: use ns")

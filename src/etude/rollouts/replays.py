@@ -98,6 +98,10 @@ class NotedSandbox:
         """What is used now."""
         return await self._noted(("stats",), self._sandbox.stats)
 
+    async def kill_processes(self) -> None:
+        """Kill what runs inside."""
+        await self._noted(("kill_processes",), self._sandbox.kill_processes)
+
     async def snapshot(self) -> Image:
         """Refused: the image would hold what a branch has not done yet."""
         raise Unsupported("an agent that may be branched off takes no snapshots: set credit.branches = 1")

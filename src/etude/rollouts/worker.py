@@ -1,7 +1,7 @@
 """One rollout, from an open session to a graded or failed record.
 
-    open a session ──▶ make a world ──▶ the agent ──▶ look for cheating ──▶ grade ──▶ fetch the turns ──▶ appraise
-                    └── or branch off another rollout    └─ out of its own time: graded as it stands
+    open a session ──▶ make a world ──▶ the agent ──▶ kill, look, grade ──▶ fetch the turns ──▶ appraise
+                    └── or branch off another rollout    └─ out of its own time, in its own way: graded as it stands
 
 Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
 rollouts. Does not own how long each part may take (:mod:`etude.rollouts.bounds`), retries, or what the record is for
@@ -14,24 +14,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, Self
 
-import aiohttp
-
-from etude.errors import EngineUnavailable, InfrastructureError, OutOfTime
+from etude.errors import AgentFault, EngineUnavailable, InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Appraisal, Appraiser, Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, within
 from etude.rollouts.branching import Branching, ForkPoint
+from etude.rollouts.grading import INFRASTRUCTURE, grade_leftovers
 from etude.rollouts.replays import Note, NotedSandbox
 from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Turn, Verdict
 
-INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
-"""What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
-that is raised is a bug, and passes.
-"""
 UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
 """Of a rollout that nobody looked at."""
-GRADINGS = 2
-"""Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
 
 
 class Sessions(Protocol):
@@ -221,11 +214,9 @@ async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, ti
             hands = _hands(begun, ties, agent, rig, limits)
             try:
                 result = await agent.wait(rig.harness.run(task, session, hands, temperature=temperature))
-            except OutOfTime:
-                result = HarnessResult(reason=OutOfTime.REASON, counts={})  # of a harness that kept none
-            if watching is not None:
-                await watching.look()
-            reward = await _grade(task, begun.sandbox, result, rig.grader, limits)
+            except (OutOfTime, AgentFault) as over:
+                result = HarnessResult(reason=over.REASON, counts={})  # of a harness that kept none
+            reward = await grade_leftovers(task, begun.sandbox, result, rig.grader, limits, watching)
         finally:
             await _quietly(limits, begun.sandbox.close())
     except BaseException:
@@ -346,19 +337,6 @@ def _check_versions(turns: Sequence[Turn], admitted_version: int) -> None:
             f"an engine sampled with weight version {oldest}; every engine had served {admitted_version} or a later "
             f"one when this group was admitted"
         )
-
-
-async def _grade(task: Task, sandbox: Sandbox, result: HarnessResult, grader: Grader, limits: Limits) -> Reward:
-    """The work is done and lies there: trouble while grading it is no reason to do it again, the first time.
-
-    Every run that its checks may take has its whole time: else work that hangs its verifier, or takes one run more for
-    being right, would be infrastructure's trouble and no reward.
-    """
-    deadline_s = limits.grading_s + task.grading_s
-    for _ in range(GRADINGS - 1):
-        with suppress(*INFRASTRUCTURE):
-            return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
-    return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
 
 
 async def _quietly(limits: Limits, closing: Awaitable[object]) -> None:

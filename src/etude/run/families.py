@@ -40,6 +40,12 @@ def _family(config: RunConfig) -> TaskFamily:
     match tasks.family:
         case "repository":
             repository = RepositoryTasks(folder)
+            if (unprobed := repository.unprobed) and not tasks.unprobed:
+                raise ConfigError(
+                    f"tasks.folder = {tasks.folder!r}: {len(unprobed)} tasks have no probe, so that code which forges "
+                    f"the results of its tests meets canaries alone: delete them ({', '.join(unprobed[:3])} …, each "
+                    f"*/tasks/ID.json), or set tasks.unprobed = true"
+                )
             return BriefTasks(repository, ImageStore(repository.images)) if tasks.brief else repository
         case "harbor":
             images = image_store(config.sandboxes, tasks)

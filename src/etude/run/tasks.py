@@ -57,6 +57,8 @@ class BuildOptions:
     settings: Settings = field(default_factory=Settings)
     installer: InstallerOptions | None = None
     """A model that installs where reading the package's files is not enough."""
+    unprobed: bool = False
+    """Make tasks that have no probe, too."""
     workers: int = WORKERS
 
 
@@ -106,7 +108,8 @@ async def build(options: BuildOptions, provider: SandboxProvider, *, say: Say) -
             raise
         candidates = await asyncio.to_thread(propose, project, texts, bench.survey, seed=options.settings.seed)
         say(f"{len(candidates)} candidates")
-        await try_all(Workshop(bench, provider, store, folder), candidates, folder, options, say)
+        workshop = Workshop(bench, provider, store, folder, unprobed=options.unprobed)
+        await try_all(workshop, candidates, folder, options, say)
     report = report_of(bench, folder, len(candidates), time.monotonic() - started)
     folder.write("report.json", json.dumps(report_fields(report), indent=1).encode())
     return report
@@ -119,7 +122,8 @@ async def try_all(
 
     Raises :class:`~etude.errors.SandboxError` when sandboxes keep failing.
     """
-    known = [verdict for verdict in folder.verdicts() if verdict.outcome != Refusal.FAILED]
+    again = {Refusal.FAILED, *([Refusal.UNPROBED] if options.unprobed else ())}
+    known = [verdict for verdict in folder.verdicts() if verdict.outcome not in again]
     line = _Line(candidates, known, options.limit, say, folder)
     try:
         async with asyncio.TaskGroup() as group:

@@ -97,9 +97,10 @@ class FolderSandbox:
             return await running
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closing is None or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise  # the caller gave up
-            raise SandboxError("the sandbox was closed under its command") from None
+            what = "all processes were killed" if self._closing is None else "the sandbox was closed"
+            raise SandboxError(f"{what} under a command") from None
         finally:
             self._running.discard(running)
 
@@ -138,6 +139,15 @@ class FolderSandbox:
         return SandboxStats(
             memory_bytes=math.nan, disk_bytes=size_bytes, processes=math.nan, cpu_s=math.nan, age_s=age_s
         )
+
+    async def kill_processes(self) -> None:
+        """End the commands that run; nothing else does."""
+        self._check_open()
+        running = [*self._running]
+        for command in running:
+            command.cancel()
+        if running:
+            await asyncio.wait(running)
 
     async def snapshot(self) -> Image:
         """Refused: no sandbox of this provider starts from an image."""

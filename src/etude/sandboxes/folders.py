@@ -288,6 +288,12 @@ def _exists(folder: int, name: str) -> bool:
     return True
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether something failed for want of room on a disk."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _judge(error: OSError, path: str) -> Exception:
     """A path that is wrong is the caller's fault, anything else the machine's."""
     if error.errno in UNFIT:

@@ -9,15 +9,16 @@ its processes.
 """
 
 import asyncio
+import errno
 import math
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
 from etude.sandboxes.archives import EXPORT_LIMIT_BYTES
 from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES, Command, too_long
@@ -30,6 +31,10 @@ from etude.worlds import Image, SandboxSpec, SandboxStats
 
 FILE_TIMEOUT_S = 120.0
 """For a file or an archive to be written."""
+KILL_ROUNDS = 3
+"""How often everything is killed: what was being started during one is there in the next."""
+SIGNALLED = 128
+"""Higher exit codes are those of a process that a signal ended."""
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 IS_ODD = '[ -e "$1" ] && [ ! -f "$1" ]'
 UNPACK = 'exec tar -x -p -f - -C "$1"'
@@ -95,7 +100,7 @@ class GvisorSandbox:
         """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""
         async with self._gate.together():
             text = await asyncio.to_thread(self.files.read, path)
-        if text is None and not (await self._inside(IS_ODD, path)).exit_code:
+        if text is None and not (await self._run(_script(self, IS_ODD, path), b"")).exit_code:
             raise ValueError(f"{path!r} is not a file in the sandbox: only its own kernel knows it")
         return text
 
@@ -103,9 +108,8 @@ class GvisorSandbox:
         """Create or replace a file and the folders above it; ``ValueError`` for a path that is no plain file's."""
         data = text.encode()
         await self.read_file(path)  # says what is wrong with it
-        result = await self._inside(WRITE, path, data)
-        if result.exit_code:
-            raise SandboxError(f"{path!r} could not be written: {result.stderr.strip()}")
+        result = await self._run(_script(self, WRITE, path), data)
+        _check_done(f"{path!r} could not be written", result)
 
     async def export(self, paths: Sequence[str], *, limit_bytes: int = EXPORT_LIMIT_BYTES) -> bytes:
         """A tar of files and whole folders; ``ValueError`` beyond the limit."""
@@ -116,9 +120,8 @@ class GvisorSandbox:
         """Unpack a tar into the working folder, or nothing of it and ``ValueError``."""
         async with self._gate.together():
             await asyncio.to_thread(self.files.check, tar)
-        result = await self._inside(UNPACK, ".", tar)
-        if result.exit_code:
-            raise SandboxError(f"an archive could not be unpacked: {result.stderr.strip()}")
+        result = await self._run(_script(self, UNPACK, "."), tar)
+        _check_done("an archive could not be unpacked", result)
 
     async def stats(self) -> SandboxStats:
         """What is used now; memory and processor time are those of the sentry, too, processes those inside."""
@@ -133,6 +136,14 @@ class GvisorSandbox:
             cpu_s=math.nan if usage.cpu_s is None else usage.cpu_s,
             age_s=time.monotonic() - self._born_s,
         )
+
+    async def kill_processes(self) -> None:
+        """Kill everything inside but its first process."""
+        root = replace(self.spec, user="root")  # so that nothing of the agent's can kill the killer first
+        argv = ("/bin/sh", "-c", "kill -9 -1")
+        killer = Command(argv=argv, stdin="", timeout_s=FILE_TIMEOUT_S, environment={}, spec=root)
+        for _ in range(KILL_ROUNDS):
+            await self._run(killer, b"")
 
     async def snapshot(self) -> Image:
         """The files as they are, as an image over this one's; processes are not in it."""
@@ -154,12 +165,6 @@ class GvisorSandbox:
         self._expire()
         assert self._closing is not None
         await asyncio.shield(self._closing)
-
-    async def _inside(self, script: str, path: str, data: bytes = b"") -> ExecResult:
-        """Have a script inside do something with a path and some bytes."""
-        argv = ("/bin/sh", "-c", script, "sh", f"/{self.files.place(path)}")
-        command = Command(argv=argv, stdin="", timeout_s=FILE_TIMEOUT_S, environment={}, spec=self.spec)
-        return await self._run(command, data)
 
     async def _run(self, command: Command, stdin: bytes) -> ExecResult:
         async with self._gate.together():
@@ -206,3 +211,19 @@ class GvisorSandbox:
     def _check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the sandbox is closed")
+
+
+def _script(sandbox: GvisorSandbox, script: str, path: str) -> Command:
+    """A script to be run inside that does something with a path."""
+    argv = ("/bin/sh", "-c", script, "sh", f"/{sandbox.files.place(path)}")
+    return Command(argv=argv, stdin="", timeout_s=FILE_TIMEOUT_S, environment={}, spec=sandbox.spec)
+
+
+def _check_done(failed: str, result: ExecResult) -> None:
+    """A script of ours inside has done what it shall: a full disk, or a signal of another process there, is the
+    agent's doing.
+    """
+    if result.exit_code > SIGNALLED or os.strerror(errno.ENOSPC) in result.stderr:
+        raise AgentFault(f"{failed}: exit code {result.exit_code}: {result.stderr.strip()}")
+    if result.exit_code:
+        raise SandboxError(f"{failed}: {result.stderr.strip()}")

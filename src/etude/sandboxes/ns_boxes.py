@@ -56,6 +56,8 @@ class Box:
         self.upper = -1
         """The folder of all that was written."""
         self.close_asked = False
+        self.may_run = False
+        """Whether anything of the agent's may run: a command was started since all processes were killed."""
 
     @property
     def name(self) -> str:
@@ -111,8 +113,17 @@ class Running:
         """How it ended, if its program was not executed."""
         self.end: dict[str, Any] | None = None
         """How it ended, for the provider, once it has."""
+        self.timed_out = self.was_stopped = False
+        """Whether a job was killed for its time, and whether it stood still then."""
         self.ender: Running | None = None
         """The job that ends what else belongs to it: only then it is over."""
+
+    def is_stopped(self) -> bool:
+        """Whether a signal made it stand still."""
+        with suppress(OSError):
+            text = Path(f"/proc/{self.process}/stat").read_text(encoding="utf-8", errors="replace")
+            return text.rpartition(")")[2].split()[0] == "T"
+        return False
 
     def number_inside(self) -> int:
         """What the process is called inside, and so its session. ``ProcessLookupError`` if it has ended."""

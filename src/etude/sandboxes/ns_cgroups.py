@@ -52,6 +52,10 @@ READINGS: Mapping[tuple[int, str], str] = {
 """Version and controller → the file that has what is used."""
 
 
+KILLS: Mapping[int, str] = {1: "memory.oom_control", 2: "memory.events"}
+"""Version → the file that has how many processes of a group were killed for its memory."""
+
+
 class Hierarchy(NamedTuple):
     """One tree of groups that can be written, and what it controls."""
 
@@ -125,6 +129,14 @@ class Cgroups:
         nanoseconds = 1e3 if any(hierarchy.version == 2 for hierarchy in self._hierarchies) else 1.0
         cpu = found.get(CPU_TIME)
         return Usage(found.get(MEMORY), found.get(PROCESSES), None if cpu is None else cpu * nanoseconds / 1e9)
+
+    def ran_out(self, name: str) -> bool:
+        """Whether something of a group was killed because the group's memory was used up."""
+        for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
+            if MEMORY in hierarchy.controllers:
+                events = Path(group.format(name), KILLS[hierarchy.version]).read_text(encoding="ascii")
+                return any(line.startswith("oom_kill ") and line != "oom_kill 0" for line in events.splitlines())
+        return False
 
     def remove(self, name: str) -> None:
         """Remove the group of a sandbox whose processes are gone. Raises ``OSError`` if they are not."""

@@ -33,7 +33,7 @@ from etude.sandboxes.ns_calls import (
     strings,
 )
 from etude.sandboxes.ns_cgroups import MEMORY, Cgroups
-from etude.sandboxes.ns_jobs import Answer, Verdict, run_job, runs_as_root
+from etude.sandboxes.ns_jobs import Answer, Verdict, run_job, runs_as_root, stays_outside
 from etude.sandboxes.ns_network import Place, network_requests, socket_address
 from etude.sandboxes.ns_root import AGENT, HOSTNAME, RootCalls, RootPlan
 
@@ -184,12 +184,10 @@ def become_job(box: Box, tools: Tools, request: Mapping[str, Any], descriptors: 
         try:
             _start_session()
             kernel.hide_process()  # inside are processes of its user, and it has the launcher's memory and descriptors
-            kernel.enter(box.pidfd, JOINED)
-            os.chdir("/")
-            if runs_as_root(request["job"]):
-                _become(0 if tools.maps_range else None)
-            else:
-                _confine(box, tools)
+            if not stays_outside(request["job"]):
+                kernel.enter(box.pidfd, JOINED)
+                os.chdir("/")
+                _take_role(request["job"], box, tools)
             answer = run_job(request, source, target)
         except OSError as error:
             answer = Answer(Verdict.FAILED, str(error).encode())
@@ -197,6 +195,18 @@ def become_job(box: Box, tools: Tools, request: Mapping[str, Any], descriptors: 
             file.write(bytes([answer.verdict]) + answer.payload)
         os._exit(0)
     raise AssertionError("the process outlived its end")
+
+
+def _take_role(job: str, box: Box, tools: Tools) -> None:
+    """Become who does a job inside.
+
+    A job that touches what the agent has does so with the agent's rights, but is another's process: where there are
+    users enough, nothing that the agent left running can kill or stop it.
+    """
+    if runs_as_root(job):
+        _become(0 if tools.maps_range else None)
+    else:
+        _confine(box, tools, real=0)
 
 
 class End:
@@ -340,18 +350,18 @@ def _start_session() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _confine(box: Box, tools: Tools) -> None:
-    """Become who commands run as, for good."""
+def _confine(box: Box, tools: Tools, *, real: int) -> None:
+    """Take the rights of whom commands run as; ``real`` is whose process it is, which is who may send it signals."""
     kept = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
     kernel.bound_capabilities(kept)
     if tools.maps_range:
-        _become(0 if box.as_root else AGENT)
+        _become(0 if box.as_root else AGENT, real=real)
     kernel.limit_capabilities(kept)
 
 
-def _become(user: int | None) -> None:
-    """Change user and group; ``None`` where there is but one."""
+def _become(user: int | None, *, real: int = 0) -> None:
+    """Change user and group, of the process of user ``real``; ``None`` where there is but one."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
-        os.setresuid(user, user, user)
+        os.setresuid(real, user, real)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
 from etude.sandboxes import ns_wire as wire
 from etude.sandboxes.folder_sandbox import NOT_EXECUTABLE, Command
@@ -70,9 +70,15 @@ class Commands:
         try:
             ending = await self._start(body, (in_memory(data), pipe.theirs))
             pipe.hand_over()
-            if await self._see_end(number, ending, JOB_TIMEOUT_S):
+            timed_out = await self._see_end(number, ending, JOB_TIMEOUT_S)
+            end = {} if ending.cancelled() else await ending
+            if end.get("agents_doing"):
+                raise AgentFault(
+                    f"{job} was killed or stopped by what runs in the sandbox, or by what fills its memory"
+                )
+            if timed_out:
                 raise SandboxError(f"{job} in a sandbox took more than {JOB_TIMEOUT_S:g} s")
-            self._status(await ending)
+            self._status(end)
             pipe.finish()
             return judge(job, bytes(pipe.kept))
         finally:
@@ -145,7 +151,9 @@ class Commands:
 
 
 def judge(job: str, answer: bytes) -> bytes | None:
-    """What a job said. Raises ``ValueError`` or :class:`~etude.errors.SandboxError` when it did not do it."""
+    """What a job said. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
+    :class:`~etude.errors.SandboxError` when it did not do it.
+    """
     verdict, payload = answer[:1], answer[1:]
     if verdict == bytes([Verdict.DONE]):
         return payload
@@ -154,6 +162,8 @@ def judge(job: str, answer: bytes) -> bytes | None:
     text = payload.decode("utf-8", "replace")
     if verdict == bytes([Verdict.REFUSED]):
         raise ValueError(text)
+    if verdict == bytes([Verdict.FULL]):
+        raise AgentFault(f"{job} in a sandbox that has no room left: {text}")
     raise SandboxError(text or f"{job} in a sandbox was killed")
 
 

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from etude.errors import SandboxError
-from etude.sandboxes.folders import Folder
+from etude.sandboxes.folders import Folder, is_full
 from etude.sandboxes.ns_root import AGENT, HOME, overlay_folders
 
 MAX_DEPTH = 200
@@ -42,6 +42,8 @@ class Verdict(IntEnum):
     REFUSED = 2
     """A ``ValueError``: what was asked for cannot be."""
     FAILED = 3
+    FULL = 4
+    """The sandbox's own disk has no room left, all of which was taken inside."""
 
 
 class Answer(NamedTuple):
@@ -59,12 +61,19 @@ def run_job(request: Mapping[str, Any], source: int, target: int) -> Answer:
     except ValueError as error:
         return Answer(Verdict.REFUSED, str(error).encode("utf-8", "backslashreplace"))
     except (SandboxError, OSError, RecursionError) as error:
-        return Answer(Verdict.FAILED, str(error).encode("utf-8", "backslashreplace"))
+        is_own_disk = request["job"] != "copy"  # which writes to the machine's
+        verdict = Verdict.FULL if is_own_disk and is_full(error) else Verdict.FAILED
+        return Answer(verdict, str(error).encode("utf-8", "backslashreplace"))
 
 
 def runs_as_root(job: str) -> bool:
     """Whether a job keeps the powers of the sandbox's root."""
     return job in ("copy", "end", "settle")
+
+
+def stays_outside(job: str) -> bool:
+    """Whether a job enters nothing but the sandbox's processes, of which none can reach it, not even root's."""
+    return job == "kill"
 
 
 def _read(request: Mapping[str, Any], source: int, target: int) -> Answer:
@@ -147,8 +156,20 @@ def _end(request: Mapping[str, Any], source: int, target: int) -> Answer:
     return Answer(Verdict.DONE)
 
 
+def _kill(request: Mapping[str, Any], source: int, target: int) -> Answer:
+    """Kill every process of the sandbox but its first, until there is none: what is being forked is killed, too."""
+    for _ in range(END_ROUNDS):
+        try:
+            os.kill(-1, signal.SIGKILL)  # the kernel spares init and the caller
+        except ProcessLookupError:
+            return Answer(Verdict.DONE)
+        time.sleep(ROUND_S)
+    return Answer(Verdict.FAILED, b"processes of a sandbox did not end when they were killed")
+
+
 JOBS: Mapping[str, Callable[[Mapping[str, Any], int, int], Answer]] = MappingProxyType(
     {"read": _read, "write": _write, "export": _export, "load": _load, "copy": _copy, "end": _end, "settle": _settle}
+    | {"kill": _kill}
 )
 """What can be asked for."""
 

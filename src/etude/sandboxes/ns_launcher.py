@@ -153,6 +153,7 @@ class Launcher:
     def _start_command(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Run a command; one whose program cannot be executed ends as it does in a shell."""
         box = self._nursery.find(body["box"])
+        box.may_run = True
         doors = self._tools.cgroups.open_doors(box.name)
         try:
             calls, born = command_process(self._tools, box, body, descriptors, doors)
@@ -184,6 +185,8 @@ class Launcher:
 
     def _start_job(self, body: Mapping[str, Any], source: int, answers: int) -> None:
         """Do something inside; a copy is made of what was written, into the folder ``into``."""
+        if body["job"] == "kill":
+            self._nursery.find(body["box"]).may_run = False
         if body["job"] != "copy":
             self._run(body, lambda box: become_job(box, self._tools, body, (source, -1, answers)))
             return
@@ -205,6 +208,7 @@ class Launcher:
             return  # it has ended or is about to
         with suppress(ProcessLookupError):
             if running.is_job:
+                running.timed_out, running.was_stopped = True, running.is_stopped()
                 signal.pidfd_send_signal(running.pidfd, signal.SIGKILL)
                 return
             request = {"id": -number, "box": running.box.number, "job": "end", "session": running.number_inside()}
@@ -237,7 +241,14 @@ class Launcher:
         os.close(running.pidfd)
         code = os.waitstatus_to_exitcode(status) if running.code is None else running.code
         died = code == -signal.SIGKILL and running.box.is_dying()
-        running.end = {"kind": "ended", "id": running.number, "status": code, "sandbox_died": died}
+        agents = running.is_job and code < 0 and not died and is_agents_doing(running, self._tools)
+        running.end = {
+            "kind": "ended",
+            "id": running.number,
+            "status": code,
+            "sandbox_died": died,
+            "agents_doing": agents,
+        }
         for one in [running, *(other for other in self._running.values() if other.ender is running)]:
             if one.end is not None and (one.ender is None or one.ender.end is not None):
                 del self._running[one.number]
@@ -254,6 +265,17 @@ class Launcher:
     def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # nobody is left to hear it; the loop sees that next
             wire.send(self._control, body, descriptors)
+
+
+def is_agents_doing(job: Running, tools: Tools) -> bool:
+    """Whether a job was killed, or held up, by what runs in its sandbox, and not by the machine.
+
+    That takes memory that is used up, or a process inside that may send the job signals: of the same user.
+    """
+    by_signal = job.box.may_run and (job.box.as_root or not tools.maps_range)
+    if job.timed_out:
+        return by_signal and job.was_stopped
+    return by_signal or tools.cgroups.ran_out(job.box.name)
 
 
 def _fork_into(box: Box, own_processes: int) -> int:

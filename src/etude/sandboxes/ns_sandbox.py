@@ -126,6 +126,10 @@ class NamespaceSandbox:
             age_s=time.monotonic() - self._born_s,
         )
 
+    async def kill_processes(self) -> None:
+        """Kill everything inside but its first process; who does it is out of reach of all in there."""
+        await self.job("kill", {})
+
     async def snapshot(self) -> Image:
         """The files as they are, as an image that lives as long as the provider."""
         self._check_open()

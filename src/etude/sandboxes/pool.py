@@ -229,6 +229,11 @@ class PooledSandbox:
         self.beat()
         return await self._sandbox.stats()
 
+    async def kill_processes(self) -> None:
+        """Kill what runs inside."""
+        self.beat()
+        await self._sandbox.kill_processes()
+
     async def snapshot(self) -> Image:
         """The files as an image."""
         self.beat()

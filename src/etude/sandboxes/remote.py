@@ -188,6 +188,10 @@ class RemoteSandbox:
         """What is used now, as the server's provider counts it."""
         return (await self._ask(wire.Use, "stats")).stats()
 
+    async def kill_processes(self) -> None:
+        """Have the server kill what runs inside."""
+        await self._ask(wire.Done, "kill", attempts=ATTEMPTS)
+
     async def snapshot(self) -> Image:
         """The files as they are, as an image that the server keeps; no other provider knows it."""
         return (await self._ask(wire.Picture, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image()

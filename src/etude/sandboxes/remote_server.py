@@ -94,7 +94,7 @@ class SandboxServer:
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew))
         app.router.add_put(place, self._route(self._create))
         app.router.add_delete(place, self._route(self._delete))
-        actions = {"exec": _exec, "read": _read, "write": _write, "load": _load, "stats": _stats}
+        actions = {"exec": _exec, "read": _read, "write": _write, "load": _load, "stats": _stats, "kill": _kill}
         for action, act in actions.items():
             app.router.add_post(f"{place}/{action}", self._route(self._use(act)))
         for action, owned in {"export": self._export, "snapshot": self._snapshot, "fork": self._fork}.items():
@@ -301,6 +301,11 @@ async def _load(sandbox: Sandbox, body: bytes) -> Answer:
 
 async def _stats(sandbox: Sandbox, body: bytes) -> Answer:
     return wire.Use.of(await sandbox.stats())
+
+
+async def _kill(sandbox: Sandbox, body: bytes) -> Answer:
+    await sandbox.kill_processes()
+    return wire.Done()
 
 
 async def _one(together: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:

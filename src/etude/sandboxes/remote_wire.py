@@ -8,6 +8,7 @@
     POST   /v1/sandboxes/NAME/export      Choice       → a tar
     POST   /v1/sandboxes/NAME/load        a tar        → Done
     POST   /v1/sandboxes/NAME/stats                    → Use
+    POST   /v1/sandboxes/NAME/kill                     → Done         everything that runs inside
     POST   /v1/sandboxes/NAME/snapshot                 → Picture
     POST   /v1/sandboxes/NAME/fork        Names        → Done         the same again, and they are the same forks
     DELETE /v1/sandboxes/NAME                          → Done         also when there is none
@@ -31,7 +32,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from etude.errors import ConfigError, SandboxError, Unsupported
+from etude.errors import AgentFault, ConfigError, SandboxError, Unsupported
 from etude.protocols import ExecResult
 from etude.sandboxes.archives import EXPORT_LIMIT_BYTES
 from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec, SandboxStats
@@ -250,6 +251,7 @@ class Fault(StrEnum):
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"
+    AGENT = "agent"
     SANDBOX = "sandbox"
     CONFIG = "config"
     KEY = "key"
@@ -282,13 +284,14 @@ ERRORS: Mapping[Fault, type[Exception]] = MappingProxyType(
         Fault.UNSUPPORTED: Unsupported,
         Fault.CONFIG: ConfigError,
         Fault.VALUE: ValueError,
+        Fault.AGENT: AgentFault,
         Fault.SANDBOX: SandboxError,
         Fault.KEY: ConfigError,
     }
 )
 """Narrow kinds before wide ones."""
 STATUS: Mapping[Fault, int] = MappingProxyType(
-    {Fault.VALUE: 400, Fault.KEY: 401, Fault.CONFIG: 404, Fault.SANDBOX: 503, Fault.UNSUPPORTED: 501}
+    {Fault.VALUE: 400, Fault.KEY: 401, Fault.CONFIG: 404, Fault.AGENT: 409, Fault.SANDBOX: 503, Fault.UNSUPPORTED: 501}
 )
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -268,7 +267,7 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
     slow = dataclasses.replace(with_checks(probes=(), timeout_s=10.0), world=None)
     other = dataclasses.replace(slow, task_id="other")
     stage = Stage(*(never, 30.0, never, 5.0), *(never, 30.0, never, 30.0), *(never, 5.0), *(never, 15.0))
-    longest_s = 10 + 900 / 2 / 4
+    longest_s = 10 + 900 / 2 / 8
 
     async def act() -> None:
         grader = HiddenTestGrader(stage, ImageStore(tmp_path))
@@ -286,19 +285,16 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
     asyncio.run(act())
 
 
-def test_a_test_that_was_not_read_as_it_is_has_no_canary(tmp_path: Path) -> None:
-    """What would be written in its place has lost what it is about."""
+def test_what_the_agent_could_read_before_has_no_canary(tmp_path: Path) -> None:
     ((path, text),) = CHECKS.files.items()
-    for letter, refused in (("e", False), ("\N{REPLACEMENT CHARACTER}", True)):
-        task = dataclasses.replace(with_checks(probes=(), files={}), world=None, files={path: f"# caf{letter}\n{text}"})
+    task = dataclasses.replace(with_checks(probes=()), world=None, files={path: f"# the same tests\n{text}"})
 
-        async def act(task: Task = task) -> Reward:
-            stage = Stage(1.0, 1.0)
-            grader = HiddenTestGrader(stage, ImageStore(tmp_path))
-            return await grader.grade(task, await stage.create({}), HarnessResult(reason="submit", counts={}))
+    async def act() -> Reward:
+        grader = HiddenTestGrader(Stage(), ImageStore(tmp_path))
+        return await grader.grade(task, await Stage().create({}), HarnessResult(reason="submit", counts={}))
 
-        with pytest.raises(SandboxError, match="none of its tests can have a canary") if refused else nullcontext():
-            asyncio.run(act())
+    with pytest.raises(SandboxError, match="none of its tests can have a canary"):
+        asyncio.run(act())
 
 
 def test_findings_take_every_test_wherever_it_is_real() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import ConfigError, SandboxError
+from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox
-from etude.rewards.script import REWARD_LIMIT_CHARACTERS, REWARD_TEXT, ScriptGrader, Verdict, read_reward
+from etude.rewards.script import CANARY_RUNS, REWARD_LIMIT_CHARACTERS, REWARD_TEXT, ScriptGrader, Verdict, read_reward
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandboxes.archives import write_archive
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.sandboxes.services import world_spec
 from etude.types import Case, FunctionChecks, Json, ScriptChecks, Split, Task
-from etude.worlds import Capability, SandboxSpec, World
+from etude.worlds import Capability, SandboxLimits, SandboxSpec, World
 
 DONE = HarnessResult(reason="submit", counts={})
 WRITE = "echo {} > /logs/verifier/reward.txt\n"
@@ -131,9 +132,16 @@ class StagedSandbox(FakeSandbox):
         pass
 
 
+class AllTwins(random.Random):
+    """Draws a twin for every run of a canary."""
+
+    def randrange(self, *limits: int) -> int:  # type: ignore[override]  # as it is asked
+        return limits[1] - 1
+
+
 @pytest.mark.parametrize(
     ("canary", "written", "value"),
-    [("", ("", "0", ""), 0.0), ("", ("", "0", "1"), 1.0), ("a", ("", "0", "1", "0"), 1.0)],
+    [("", ("", "0", ""), 0.0), ("", ("", "0", "1"), 1.0), ("a", ("", "0", "1", *["0"] * CANARY_RUNS), 1.0)],
 )
 def test_no_grading_takes_longer_than_its_task_says(canary: str, written: Sequence[str], value: float) -> None:
     async def act() -> None:
@@ -141,11 +149,27 @@ def test_no_grading_takes_longer_than_its_task_says(canary: str, written: Sequen
         checks = ScriptChecks(files={"a": "def test_a():\n    assert f(1) == 2\n"}, canary=canary)
         task = replace(task_of(""), checks=checks)
         with tempfile.TemporaryDirectory() as folder:
-            grader = ScriptGrader(stage, ImageStore(Path(folder)))
+            grader = ScriptGrader(stage, ImageStore(Path(folder)), rng=AllTwins())
             reward = await grader.grade(task, await stage.create({}), DONE)
         assert (reward.value, stage.seconds) == (value, task.grading_s)
 
     asyncio.run(act())
+
+
+def test_a_verdict_that_is_not_the_same_again_is_not_believed() -> None:
+    class OneTwin(random.Random):
+        def randrange(self, *limits: int) -> int:  # type: ignore[override]  # as it is asked
+            return 1
+
+    async def act() -> Reward:
+        stage = Stage("1", "0", "0")
+        checks = ScriptChecks(files={"a": "def test_a():\n    assert f(1) == 2\n"}, canary="a")
+        with tempfile.TemporaryDirectory() as folder:
+            grader = ScriptGrader(stage, ImageStore(Path(folder)), rng=OneTwin())
+            return await grader.grade(replace(task_of(""), checks=checks), await stage.create({}), DONE)
+
+    reward = asyncio.run(act())
+    assert (reward.value, reward.parts["repeated"], "cheat_canary" in reward.parts) == (0.0, 0.0, False)
 
 
 # --- Verifiers in sandboxes -----------------------------------------------------------------------------------------
@@ -389,9 +413,70 @@ def test_who_tells_the_verifier_what_to_say_gets_nothing(name: str, court: Court
     task = task_of(PYTEST, more={"test_add.py": TESTS, "run.py": RUN}, artefacts=("add.py",))
     work = f"cat > add.py <<'END'\n{FOOLS[name]}END\n"
     assert court.judge(task, work).value == 1.0  # the verifier alone believes it
-    rewards = [court.judge(with_canary(task), work) for _ in range(1 if name != "equal to all" else 8)]
+    rewards = [court.judge(with_canary(task), work) for _ in range(1 if name != "equal to all" else 4)]
     assert min(reward.value for reward in rewards) == 0.0
     assert any(reward.parts.get("cheat_canary") == 1.0 for reward in rewards)
+
+
+SHRINKING = """
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    import time
+    while True:
+        with open("/logs/verifier/.new", "w") as file:
+            file.write('{"reward": %.15f}' % (1 - time.time() * 1e-12))
+        os.replace("/logs/verifier/.new", "/logs/verifier/reward.json")
+        time.sleep(0.01)
+import time
+time.sleep(0.2)
+add = None
+"""
+"""A reward that is lower each time it is looked at, so that the twin is always paid less."""
+
+
+def test_a_reward_that_shrinks_a_little_each_time_is_none(court: Court) -> None:
+    task = task_of(PYTEST, more={"test_add.py": TESTS, "run.py": RUN}, artefacts=("add.py",))
+    reward = court.judge(with_canary(task), f"cat > add.py <<'END'\n{SHRINKING}END\n")
+    assert (reward.value, reward.parts["verified"]) == (0.0, 0.0)
+
+
+OTHERS = TESTS + "\ndef test_other():\n    assert add.__name__ == 'add'\n"
+TELLS = """
+import sys
+def add(a, b): pass
+source = open("/tests/test_add.py").read()
+names = dict(add=add)
+if "add.__name__ == 'add'" in source:
+    import os
+    os._exit(0)
+"""
+"""It can do one of the tests, and claims all of them where that one is as it was."""
+
+
+def test_only_tests_that_fail_without_the_work_are_made_to_fail(court: Court) -> None:
+    task = task_of(PYTEST, more={"test_add.py": OTHERS, "run.py": RUN}, artefacts=("add.py",))
+    named = with_canary(task, tests=("test_small", "test_large"))
+    for _ in range(3):
+        reward = court.judge(named, f"cat > add.py <<'END'\n{TELLS}END\n")
+        assert (reward.value, reward.parts["cheat_canary"]) == (0.0, 1.0)
+    with pytest.raises(ConfigError, match=r"canary_tests = \['test_gone'\]"):
+        court.judge(with_canary(task, tests=("test_gone",)), f"cat > add.py <<'END'\n{HONEST}END\n")
+
+
+def test_what_runs_as_the_agent_writes_neither_tests_nor_rewards(court: Court) -> None:
+    script = """
+    setpriv --reuid=agent --regid=agent --clear-groups sh -c 'touch mine; for file in /tests/test.sh /tests/new \
+        /logs/new /logs/verifier/reward.txt; do echo 1 > $file; done' 2>/dev/null
+    [ -e mine ] && [ ! -e /tests/new ] && [ ! -e /logs/new ] && [ ! -e /logs/verifier/reward.txt ] && """
+    assert court.judge(task_of(script + WRITE.format(1)), "echo yes > answer.txt").value == 1.0
+
+
+def test_artefacts_that_leave_no_room_are_the_agents_fault(court: Court) -> None:
+    world = World(workdir="/app", limits=SandboxLimits(disk_bytes=8 << 20))
+    task = task_of(ANSWERED, world=world, more={"data": "x" * (2 << 20)})
+    with pytest.raises(AgentFault):
+        court.judge(task, "head -c 7500000 /dev/zero > big")
 
 
 def test_a_canary_that_is_no_test_file_is_named(court: Court) -> None:
@@ -400,9 +485,9 @@ def test_a_canary_that_is_no_test_file_is_named(court: Court) -> None:
         court.judge(with_canary(task, "data.py"))
 
 
-def with_canary(task: Task, path: str = "test_add.py") -> Task:
+def with_canary(task: Task, path: str = "test_add.py", tests: tuple[str, ...] = ()) -> Task:
     assert isinstance(task.checks, ScriptChecks)
-    return replace(task, checks=replace(task.checks, canary=path))
+    return replace(task, checks=replace(task.checks, canary=path, canary_tests=tests))
 
 
 # --- Verifiers that are broken --------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from etude.ledger.ledger import OpenSlot
 from etude.protocols import Appraisal, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeWorld, run_virtually
-from etude.rollouts.worker import GRADINGS, run_rollout
+from etude.rollouts.grading import GRADINGS
+from etude.rollouts.worker import run_rollout
 from etude.types import Disposition, Finish, Rollout, RolloutStatus, ScriptChecks, Split, Task, Turn, Verdict
 from records import CHECKS
 

@@ -99,6 +99,9 @@ class Toy:
             raise SandboxError("it was killed")
         return SandboxStats(memory_bytes=1e6, disk_bytes=0.0, processes=1.0, cpu_s=0.0, age_s=0.0)
 
+    async def kill_processes(self) -> None:
+        self.files["killed"] = "yes"
+
     async def snapshot(self) -> Image:
         return Image(digest="of a toy")
 

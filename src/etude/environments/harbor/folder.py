@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 
 from pydantic import Field, ValidationError
 
@@ -75,6 +76,10 @@ class Origin(Section):
     """A file of ``tests/``, all of whose tests must pass for a full reward: one of them is made to fail to see whether
     the verifier can be believed (:mod:`etude.rewards.script`).
     """
+    canary_tests: tuple[str, ...] = Field(default=(), strict=False)
+    """Those of its tests that fail without the work, where there are others; only these are made to fail."""
+    rewards: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 1.0), strict=False, min_length=2)
+    """All that a verifier with a canary pays; any other reward is none."""
     allow: tuple[str, ...] | None = None
     """``host:port``; in place of ``allowed_hosts``, which have no ports."""
 
@@ -146,6 +151,8 @@ class HarborTask:
                 files=self.tests,
                 artefacts=self.artefacts,
                 canary=self.origin.canary or "",
+                canary_tests=self.origin.canary_tests,
+                rewards=self.origin.rewards,
                 environment=fill_variables(verifier.env, source=f"{self.folder / SETTINGS}", key="verifier.env"),
                 timeout_s=verifier.timeout_sec,
             ),
@@ -186,6 +193,10 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     )
     if origin.canary is not None and origin.canary not in task.tests:
         raise TaskFolderError(f"{source}: metadata.etude.canary = {origin.canary!r}: {TESTS}/ has {list(task.tests)}")
+    if origin.canary is None and {"canary_tests", "rewards"} & origin.model_fields_set:
+        raise TaskFolderError(
+            f"{source}: metadata.etude.canary_tests and rewards do nothing without a canary: name one"
+        )
     task.task(Split.TRAIN)  # every part has been looked at once
     return task
 

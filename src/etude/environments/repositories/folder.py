@@ -25,7 +25,7 @@ from random import Random
 from etude.environments.heldout import in_turns
 from etude.errors import ConfigError, DamagedError
 from etude.ledger.tasks import decode_task, encode_task
-from etude.types import Split, Task
+from etude.types import Split, Task, TestChecks
 
 FAMILY = "repository"
 HELDOUT_ONE_IN = 5
@@ -131,6 +131,11 @@ class RepositoryTasks:
         Random(FAMILY).shuffle(mixed)
         sides = {split: [task for task in mixed if task.split is split] for split in Split}
         return sides | {Split.HELDOUT: in_turns(sides[Split.HELDOUT], lambda task: task.template)}
+
+    @property
+    def unprobed(self) -> Sequence[str]:
+        """The ids of tasks without a probe, of both sides."""
+        return [task.task_id for task in self._tasks if isinstance(task.checks, TestChecks) and not task.checks.probes]
 
     def answer(self, task: Task) -> Mapping[str, str]:
         """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""

@@ -52,6 +52,8 @@ class Refusal(StrEnum):
     """Another task is about the same function and fails the same tests."""
     LEAKS = "leaks"
     """What was removed can be found elsewhere in the image."""
+    UNPROBED = "unprobed"
+    """No call from outside tells the broken world from the right one; ``--unprobed`` lets it be a task."""
     TOO_LARGE = "too_large"
     """Its hidden test files are too large."""
     FLAKY = "flaky"

@@ -85,7 +85,17 @@ class Trial:
 class Workshop:
     """Tries candidates of one package, some at a time."""
 
-    def __init__(self, bench: Bench, provider: SandboxProvider, store: ImageStore, folder: PackageFolder) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        provider: SandboxProvider,
+        store: ImageStore,
+        folder: PackageFolder,
+        *,
+        unprobed: bool = False,
+    ) -> None:
+        """``unprobed``: what has no probe may be a task, too."""
+        self._unprobed = unprobed
         self._bench = bench
         self._provider = provider
         self._store = store
@@ -110,6 +120,8 @@ class Workshop:
         for candidate in candidates:
             affected = survey.affected(candidate.functions)
             refusal = refuse_unrun(survey, affected)
+            if refusal is None and not self._unprobed and self._calls(candidate) is None:
+                refusal = Refusal.UNPROBED
             if refusal is None:
                 worth.append((candidate, affected))
             else:
@@ -159,8 +171,9 @@ class Workshop:
         calls = self._calls(candidate)
         proof, cases = await self._prove(candidate, image, (about, others), hidden, calls)
         seconds = trial.seconds + time.monotonic() - started
-        if proof.refusal is not None:
-            return _verdict(candidate, proof.refusal, seconds, tests=key[2])
+        refusal = proof.refusal or (None if cases or self._unprobed else Refusal.UNPROBED)
+        if refusal is not None:
+            return _verdict(candidate, refusal, seconds, tests=key[2])
         if key in self._taken:  # another one was faster
             return _verdict(candidate, Refusal.TWIN, seconds, tests=key[2])
         self._taken.add(key)

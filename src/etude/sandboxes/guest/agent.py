@@ -7,6 +7,7 @@
     rest         says no more, so that the machine can be copied                     (the last word)
     wake         goes on, in a copy with a clock, name, random numbers of its own
     world        makes the world of commands, see etude.sandboxes.guest.world
+    kill_all     kills every command with all that it started
     exec, kill   runs a command; kills one that nobody waits for any more            how it ended
     stats        counts                                                              what is used
     others       etude.sandboxes.guest.clerk, etude.sandboxes.guest.tunnels
@@ -29,7 +30,7 @@ from typing import Any
 
 from etude.sandboxes.guest import system
 from etude.sandboxes.guest.clerk import ERRANDS, Clerk
-from etude.sandboxes.guest.commands import Command, sweep_groups
+from etude.sandboxes.guest.commands import Command, kill_groups, sweep_groups
 from etude.sandboxes.guest.frames import Inbox, Message, Outbox
 from etude.sandboxes.guest.tunnels import Tunnels, addresses_of
 from etude.sandboxes.guest.world import WORLD, World
@@ -69,6 +70,7 @@ class Agent:
             "world": self._make_world,
             "exec": self._exec,
             "kill": self._kill,
+            "kill_all": self._kill_all,
             "stats": self._stats,
             "freeze": self._freeze,
         }
@@ -149,6 +151,10 @@ class Agent:
         command = self._commands.get(int(head["command"]))
         if command is not None:
             command.kill()
+        return {}
+
+    def _kill_all(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
+        kill_groups()
         return {}
 
     def _stats(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:

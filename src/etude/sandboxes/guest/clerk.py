@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import SandboxError
 from etude.sandboxes.archives import MTIME_END_S
-from etude.sandboxes.folders import Folder
+from etude.sandboxes.folders import Folder, is_full
 from etude.sandboxes.guest.frames import Inbox, Message, Outbox
 from etude.sandboxes.guest.world import UPPER, WORLD
 
@@ -55,7 +55,8 @@ class Clerk:
         except ValueError as error:
             return Message({**answer, "error": ["value", str(error)]})
         except (SandboxError, OSError, MemoryError) as error:
-            return Message({**answer, "error": ["sandbox", str(error) or type(error).__name__]})
+            kind = "agent" if is_full(error) else "sandbox"
+            return Message({**answer, "error": [kind, str(error) or type(error).__name__]})
         return Message({**answer, **more}, body)
 
     def _do(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

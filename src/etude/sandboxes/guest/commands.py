@@ -121,6 +121,12 @@ class _Drain:
             self.output.add(chunk)
 
 
+def kill_groups() -> None:
+    """Kill every command and all that it started; what is being forked is killed, too."""
+    for group in GROUP.glob("c*/"):
+        system.write(f"{group}/cgroup.kill", "1")
+
+
 def sweep_groups() -> None:
     """Remove the control groups of commands of which nothing runs any more."""
     for group in GROUP.glob("c*/"):

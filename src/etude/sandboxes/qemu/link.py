@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.sandboxes.guest.agent import TUNNEL_WORDS
 from etude.sandboxes.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, Inbox, Message, Outbox
 from etude.sandboxes.qemu.outlets import Outlets
@@ -144,4 +144,4 @@ def _judge(answer: Message) -> Message:
     if error is None:
         return answer
     kind, words = error
-    raise {"value": ValueError}.get(kind, SandboxError)(str(words))
+    raise {"value": ValueError, "agent": AgentFault}.get(kind, SandboxError)(str(words))

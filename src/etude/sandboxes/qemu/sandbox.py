@@ -103,12 +103,22 @@ class QemuSandbox:
             age_s=time.monotonic() - self._started_at,
         )
 
+    async def kill_processes(self) -> None:
+        """Kill every command, with all that it started."""
+        await self._ask("kill_all", {}, timeout_s=FILE_TIMEOUT_S)
+
     async def snapshot(self) -> Image:
         """The files as a layer over the image's; commands stand still meanwhile."""
+
+        async def pack(*, is_first: bool) -> tuple[bytes, bool]:
+            """The next part of what was written, as a tar, and whether it is the last."""
+            answer = await self._ask("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
+            return answer.body, bool(answer.head["last"])
+
         async with self._still:
             await self._ask("freeze", {"frozen": True}, timeout_s=FILE_TIMEOUT_S)
             try:
-                return await self._provider.keep_files(self.spec, self._pack)
+                return await self._provider.keep_files(self.spec, pack)
             finally:
                 await self._ask("freeze", {"frozen": False}, timeout_s=FILE_TIMEOUT_S)
 
@@ -136,11 +146,6 @@ class QemuSandbox:
         if datas:
             sizes = [[path, len(data)] for path, data in datas.items()]
             await self._ask("write", {"files": sizes}, b"".join(datas.values()), timeout_s=FILE_TIMEOUT_S)
-
-    async def _pack(self, *, is_first: bool) -> tuple[bytes, bool]:
-        """The next part of what was written, as a tar, and whether it is the last."""
-        answer = await self._ask("pack", {"first": is_first}, timeout_s=ARCHIVE_TIMEOUT_S)
-        return answer.body, bool(answer.head["last"])
 
     async def _ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
         self._check_open()

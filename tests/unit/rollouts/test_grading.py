@@ -1,0 +1,69 @@
+"""Grading what an agent left behind: nothing of it runs meanwhile, and what it broke is no failure of ours."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from etude.errors import AgentFault, SandboxError
+from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.rollouts.bounds import Limits
+from etude.rollouts.fake import FakeSandbox
+from etude.rollouts.grading import GRADINGS, grade_leftovers
+from etude.types import Split, Task
+from records import CHECKS
+
+TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+
+
+class Bar:
+    """A sandbox, a look and a grader that write down what they are asked for."""
+
+    def __init__(self, verdict: Callable[[], Reward]) -> None:
+        self.calls: list[str] = []
+        self._verdict = verdict
+
+    async def look(self) -> None:
+        self.calls.append("look")
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        self.calls.append("grade")
+        return self._verdict()
+
+    def judge(self) -> Reward:
+        bar = self
+
+        class Watched(FakeSandbox):
+            async def kill_processes(self) -> None:
+                bar.calls.append("kill")
+
+        sandbox = Watched({}, lambda sandbox: None)
+        return asyncio.run(
+            grade_leftovers(TASK, sandbox, HarnessResult(reason="submit", counts={}), self, Limits(), self)
+        )
+
+
+def fails(error: Exception) -> Callable[[], Reward]:
+    def fail() -> Reward:
+        raise error
+
+    return fail
+
+
+def test_all_is_killed_before_anything_is_looked_at() -> None:
+    bar = Bar(lambda: Reward(value=1.0, parts={}))
+    assert bar.judge() == Reward(value=1.0, parts={})
+    assert bar.calls == ["kill", "look", "grade"]
+
+
+def test_what_the_agent_broke_is_worth_nothing_and_not_tried_again() -> None:
+    bar = Bar(fails(AgentFault("its disk is full")))
+    assert bar.judge() == Reward(value=0.0, parts={"agent_fault": 1.0})
+    assert bar.calls == ["kill", "look", "grade"]
+
+
+def test_what_a_machine_broke_is_tried_again_and_then_said() -> None:
+    bar = Bar(fails(SandboxError("it died")))
+    with pytest.raises(SandboxError, match="it died"):
+        bar.judge()
+    assert bar.calls == ["kill", "look", *["grade"] * GRADINGS]
