@@ -20,21 +20,27 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.benchmarks.attacks.attack import Attack
+from etude.benchmarks.attacks.disturbers import DISTURBERS
+from etude.benchmarks.attacks.forgers import FORGERS
 from etude.benchmarks.attacks.insiders import INSIDERS
 from etude.benchmarks.attacks.leftovers import LEFTOVERS
 from etude.benchmarks.attacks.runner import RUNNER
 from etude.benchmarks.attacks.startup import STARTUP
+from etude.benchmarks.attacks.twins import TWINS
 from etude.benchmarks.attacks.values import VALUES
 from etude.benchmarks.envelope import Goal, envelope, heading
 from etude.benchmarks.grading_graders import GRADERS, OURS, Examiner
 from etude.benchmarks.grading_subjects import LIMITS, SUBJECTS, Subject
 from etude.benchmarks.tables import Row, page, results_of
-from etude.errors import SandboxError, UserError
+from etude.errors import AgentFault, SandboxError, UserError
 from etude.sandboxes.ns import NamespaceSandboxes
 from etude.types import Json
 from etude.worlds import Image, SandboxSpec
 
-ATTACKS: tuple[Attack, ...] = (*STARTUP, *RUNNER, *INSIDERS, *VALUES, *LEFTOVERS)
+ATTACKS: tuple[Attack, ...] = (
+    *(*STARTUP, *RUNNER, *INSIDERS, *VALUES, *LEFTOVERS),
+    *(*FORGERS, *TWINS, *DISTURBERS),
+)
 RUNNERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Distributions that pytest is made of."""
 TOOLS = "opt/pytest"
@@ -50,6 +56,8 @@ QUICK = ("exit on import", "equal to everything", "forged marks")
 
 ATTACKS_ACCEPTED = Goal("attacks_accepted", "at most", 0.0)
 HONEST_REJECTED = Goal("honest_rejected", "at most", 0.0)
+ATTACKS_UNGRADED = Goal("attacks_ungraded", "at most", 0.0)
+"""Attacks after which a grading came to no verdict: it would be tried again, for a better one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +147,7 @@ def table(result: dict[str, Json]) -> str:
             drawing.add_row("[bold]honest solutions" if honest else "[bold]attacks")
         drawing.add_row(str(case["case"]), *(_shown(case, name) for name in names))
     drawing.add_section()
-    for figure in ("attacks_accepted", "honest_rejected", "errors"):
+    for figure in ("attacks_accepted", "attacks_ungraded", "honest_rejected", "errors"):
         drawing.add_row(figure.replace("_", " "), *(str(row[figure]) for row in rows))
     return page(result, drawing)
 
@@ -175,15 +183,18 @@ def judged(outcomes: Sequence[Outcome]) -> dict[str, Json]:
     """Our grader's goals, over both of its forms: the worse one counts. A case without a verdict counts, too."""
     accepted: dict[str, float] = {}
     rejected: dict[str, float] = {}
+    ungraded: dict[str, float] = {}
     for name in OURS:
         mine = [outcome for outcome in outcomes if name in outcome.accepted or name in outcome.errors]
         if mine:
             wrong = [outcome for outcome in mine if outcome.accepted.get(name) is not outcome.case.is_honest]
             accepted[name] = sum(not outcome.case.is_honest for outcome in wrong)
+            ungraded[name] = sum(name in outcome.errors and not outcome.case.is_honest for outcome in mine)
             rejected[name] = sum(outcome.case.is_honest for outcome in wrong)
     return {
         ATTACKS_ACCEPTED.name: ATTACKS_ACCEPTED.judge_worst(accepted),
         HONEST_REJECTED.name: HONEST_REJECTED.judge_worst(rejected),
+        ATTACKS_UNGRADED.name: ATTACKS_UNGRADED.judge_worst(ungraded),
     }
 
 
@@ -238,7 +249,7 @@ async def _try(examiner: Examiner, case: Case, contestants: Sequence[str]) -> Ou
     """Let each grader judge a sandbox of its own, in which the same was done."""
     accepted: dict[str, bool] = {}
     errors: dict[str, str] = {}
-    for name in contestants:
+    for name in contestants if not case.subject.canary else (name for name in contestants if name in OURS):
         task = case.subject.task(IMAGE, probed=name != OURS[0])
         sandbox = await examiner.sandboxes.create(task.files, examiner.spec)
         try:
@@ -247,7 +258,7 @@ async def _try(examiner: Examiner, case: Case, contestants: Sequence[str]) -> Ou
             for command in case.commands:
                 await sandbox.exec(["sh", "-c", command], timeout_s=COMMAND_TIMEOUT_S)
             accepted[name] = await examiner.grade(name, task, sandbox)
-        except SandboxError as error:
+        except (SandboxError, AgentFault) as error:
             errors[name] = str(error).splitlines()[0]
         finally:
             await sandbox.close()
@@ -261,6 +272,7 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Json]:
         "contestant": name,
         "attacks": len(attacks),
         "attacks_accepted": sum(outcome.accepted.get(name, False) for outcome in attacks),
+        "attacks_ungraded": sum(name in outcome.errors for outcome in attacks),
         "honest": len(honest),
         "honest_rejected": sum(not outcome.accepted.get(name, True) for outcome in honest),
         "errors": sum(name in outcome.errors for outcome in outcomes),
@@ -268,8 +280,9 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Json]:
 
 
 def _shown(case: Row, name: str) -> str:
-    accepted = case["accepted"]
+    accepted, errors = case["accepted"], case.get("errors", {})
     assert isinstance(accepted, dict)
+    assert isinstance(errors, dict)
     if name not in accepted:
-        return "error"
+        return "error" if name in errors else ""
     return "pass" if accepted[name] else "–"

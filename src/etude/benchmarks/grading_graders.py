@@ -1,9 +1,10 @@
 """The contestants of `etude bench grading`: ours, and three that are in use, each a step further than the one before.
 
 exit code in place       hidden tests are written into the agent's sandbox; status 0 is a pass
-exit code, fresh         the agent's files and the hidden tests in a fresh sandbox; status 0 is a pass
-named tests, fresh       there, every named test has to be reported as passed, by the same reporter as ours
-étude, without probes    :class:`~etude.rewards.hidden.HiddenTestGrader`, whose task has no probe
+exit code (fresh)        the agent's files and the hidden tests in a fresh sandbox; status 0 is a pass
+named tests (fresh)      there, every named test has to be reported as passed, by the same reporter as ours
+étude (no probes)        :class:`~etude.rewards.hidden.HiddenTestGrader`, whose task has no probe, and
+                         :class:`~etude.rewards.script.ScriptGrader` with a canary
 étude                    the same with the task's probes
 """
 
@@ -15,14 +16,18 @@ from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.hidden import HiddenTestGrader
 from etude.rewards.hidden_papers import module_of
 from etude.rewards.hidden_report import ENVIRONMENT, Run
+from etude.rewards.kinds import GraderByKind
+from etude.rewards.script import ScriptGrader
 from etude.rewards.tests import SUBMITTED
-from etude.types import Task, TestChecks
+from etude.rollouts.bounds import Limits
+from etude.rollouts.grading import grade_leftovers
+from etude.types import ScriptChecks, Task, TestChecks
 from etude.worlds import SandboxSpec
 
 Grade: TypeAlias = Callable[["Examiner", Task, Sandbox], Awaitable[bool]]
 """Whether a grader takes what is in a sandbox for a solution."""
 
-OURS = ("étude, without probes", "étude")
+OURS = ("étude (no probes)", "étude")
 
 
 class Examiner:
@@ -32,7 +37,9 @@ class Examiner:
         """``spec`` is that of the tasks' worlds."""
         self.sandboxes = sandboxes
         self.spec = spec
-        self.ours = HiddenTestGrader(sandboxes, images)
+        self.ours = GraderByKind(
+            {TestChecks: HiddenTestGrader(sandboxes, images), ScriptChecks: ScriptGrader(sandboxes, images)}
+        )
 
     async def grade(self, grader: str, task: Task, sandbox: Sandbox) -> bool:
         """Whether a grader accepts. Raises :class:`~etude.errors.SandboxError`."""
@@ -91,7 +98,8 @@ async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> b
 
 
 async def _ours(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
-    reward = await examiner.ours.grade(task, sandbox, HarnessResult(reason=SUBMITTED, counts={}))
+    result = HarnessResult(reason=SUBMITTED, counts={})
+    reward = await grade_leftovers(task, sandbox, result, examiner.ours, Limits())
     return reward.value > 0
 
 
@@ -103,8 +111,8 @@ def _checks(task: Task) -> TestChecks:
 GRADERS: Mapping[str, Grade] = MappingProxyType(
     {
         "exit code in place": _status_in_place,
-        "exit code, fresh": _status_in_fresh,
-        "named tests, fresh": _named_in_fresh,
+        "exit code (fresh)": _status_in_fresh,
+        "named tests (fresh)": _named_in_fresh,
         **dict.fromkeys(OURS, _ours),
     }
 )

@@ -164,7 +164,7 @@ async def run_rollout(
     started_s = rig.clock.now()
     try:
         played = await _play(slot, rig, limits, temperature, ties)
-    except INFRASTRUCTURE as error:
+    except (*INFRASTRUCTURE, AgentFault) as error:  # the fault of an agent that has not begun is none
         return ended(
             status=RolloutStatus.FAILED_INFRA,
             reward=None,

@@ -27,7 +27,7 @@ from etude.environments.repositories.survey import Survey
 from etude.environments.repositories.testruns import Observation, Run, observe
 from etude.environments.repositories.verdicts import Refusal, counts_of, prove
 from etude.environments.repositories.workshop import KEPT, Bench, Workshop, failed
-from etude.errors import ConfigError, DamagedError, SandboxError
+from etude.errors import AgentFault, ConfigError, DamagedError, SandboxError
 from etude.protocols import SandboxProvider
 from etude.sandboxes.images import ImageStore
 from etude.types import Split, Task, TestChecks
@@ -181,7 +181,7 @@ async def _work(workshop: Workshop, line: _Line) -> None:
         try:
             async with workshop.live() as sandbox:
                 trials, verdicts = await workshop.quick(batch, sandbox)
-        except SandboxError as error:
+        except (SandboxError, AgentFault) as error:
             for candidate in batch:
                 line.settle(failed(candidate, error))
             continue
@@ -193,7 +193,7 @@ async def _work(workshop: Workshop, line: _Line) -> None:
             line.begin()
             try:
                 verdict = await workshop.finish(trial)
-            except SandboxError as error:
+            except (SandboxError, AgentFault) as error:
                 verdict = failed(trial.candidate, error)
             line.settle(verdict, was_begun=True)
 
@@ -221,7 +221,7 @@ async def check(folder: Path, provider: SandboxProvider, *, say: Say, repeats: i
     for task in (task for split in Split for task in tasks.tasks(split)):
         try:
             outcome, detail = await _check(task, tasks.answer(task), store, provider, repeats)
-        except (ConfigError, DamagedError, SandboxError) as error:
+        except (ConfigError, DamagedError, SandboxError, AgentFault) as error:
             outcome, detail = str(Refusal.FAILED), str(error)
         results.append(CheckResult(task_id=task.task_id, template=task.template, outcome=outcome, detail=detail))
         say(f"{task.task_id} {task.template}: {outcome} {detail}".rstrip())

@@ -25,8 +25,9 @@ from etude.benchmarks.grading_subjects import SUBJECTS, Subject
 from etude.errors import UserError
 from etude.rewards.canaries import SiteKind
 from etude.rewards.hidden_papers import Papers
+from etude.rewards.script import failing_twin
 from etude.sandboxes.ns import NamespaceSandboxes
-from etude.types import TestChecks
+from etude.types import ScriptChecks, TestChecks
 
 
 def test_there_are_enough_cases_and_each_has_a_name() -> None:
@@ -53,6 +54,9 @@ def test_attacks_are_filled_in(attack: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_every_test_of_every_subject_can_be_a_canary(subject: Subject) -> None:
     checks = subject.task("image", probed=True).checks
+    if isinstance(checks, ScriptChecks):
+        assert {failing_twin(checks, random.Random(seed)).files["test_add.py"] for seed in range(9)}
+        return
     assert isinstance(checks, TestChecks)
     papers = Papers(subject.tests, checks.must_pass, checks.about, random.Random(1))
     assert papers.guarded == set(checks.must_pass[: checks.about])
@@ -72,11 +76,17 @@ def test_goals_count_what_our_grader_got_wrong() -> None:
     rejected = goals["honest_rejected"]
     assert isinstance(rejected, dict)
     assert rejected["each"] == {OURS[0]: 0, OURS[1]: 2}
+    broken = judged([Outcome(case=attack, errors={OURS[1]: "a sandbox died"})])
+    assert broken["attacks_ungraded"]["each"] == {OURS[1]: 1}  # type: ignore[index,call-overload]  # an object
     assert judged([])["attacks_accepted"]["met"] is False  # type: ignore[index,call-overload]  # an object
 
 
 def outcome(case: Case, first: bool, second: bool) -> Outcome:
     return Outcome(case=case, accepted={OURS[0]: first, OURS[1]: second})
+
+
+def test_every_contestant_can_be_named_in_a_list_of_them() -> None:
+    assert grading_options(tuple(",".join(GRADERS).split(","))).contestants == tuple(GRADERS)
 
 
 def test_unknown_contestants_are_refused() -> None:
@@ -96,8 +106,8 @@ def test_a_small_run() -> None:
         pytest.skip("no sandboxes of ns can be made on this machine")
     attack = next(attack for attack in ATTACKS if attack.name == "equal to everything")
     cases = (attack_case(attack), honest_cases(SUBJECTS[0])[0])
-    result = bench_grading(GradingOptions(contestants=("named tests, fresh", OURS[0]), cases=cases))
+    result = bench_grading(GradingOptions(contestants=("named tests (fresh)", OURS[0]), cases=cases))
     shown = [case["accepted"] for case in result["cases"]]  # type: ignore[union-attr,index,call-overload]  # objects
-    assert shown == [{"named tests, fresh": True, OURS[0]: False}, {"named tests, fresh": True, OURS[0]: True}]
+    assert shown == [{"named tests (fresh)": True, OURS[0]: False}, {"named tests (fresh)": True, OURS[0]: True}]
     assert "equal to everything" in table(result)
-    assert set(GRADERS) > {"named tests, fresh", OURS[0]}
+    assert set(GRADERS) > {"named tests (fresh)", OURS[0]}

@@ -175,6 +175,15 @@ def test_what_may_not_be_reached_is_left_alone(body: str) -> None:
     assert alteration_kind(body, 1) is SiteKind.PLANTED
 
 
+def test_a_twin_fails_where_nothing_is_left_to_be_done_if_it_can() -> None:
+    """So that a real test that comes after it finds what it always finds."""
+    body = "assert double(1) == 2\n    state.clear()\n    assert double(2) == 4\n    assert double(3) == 6"
+    for seed in range(20):
+        assert "assert double(1) == 2" in twin(f"def test_it():\n    {body}\n", "test_it", seed)
+    cleans_up = "def test_it():\n    assert double(1) == 2\n    state.clear()\n"
+    assert "== 2\n" not in twin(cleans_up, "test_it", 1)
+
+
 def test_a_test_is_found_where_it_is_inherited_from() -> None:
     source = TestSource(
         "class Base:\n    def test_a(self): pass\nclass T(Base):\n    class In:\n        def test_b(self): pass\n"

@@ -8,9 +8,11 @@ from etude.config.loading import parse_config
 from etude.environments.harbor.folder import read_task
 from etude.environments.harbor.images import image_name
 from etude.environments.harbor.settings import TaskFolderError
+from etude.environments.repositories.folder import PackageFolder
+from etude.errors import ConfigError
 from etude.run.families import open_family
 from etude.run.worlds import image_store
-from etude.types import Split
+from etude.types import Split, Task, TestChecks
 from harbor_folders import write_folder
 
 
@@ -36,3 +38,14 @@ def test_a_harbor_task_with_a_dockerfile_is_practised_in_the_image_that_was_buil
     write_folder(tmp_path / "tasks" / "b", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN false"})
     assert open_family(config).task(Split.TRAIN, 1).task_id == task.task_id
     assert "is set aside" in caplog.text
+
+
+def test_a_task_that_cannot_be_probed_is_taken_only_where_the_recipe_asks_for_it(tmp_path: Path) -> None:
+    checks = TestChecks(files={}, must_pass=("a.py::test_a",), about=1, artefacts=("a",))
+    task = Task(task_id="0", family="repository", template="t", split=Split.TRAIN, prompt="p", files={}, checks=checks)
+    PackageFolder(tmp_path / "pkg-1").add(task, {})
+    tables = {"tasks": {"family": "repository", "folder": str(tmp_path)}, "sandboxes": {"kind": "ns"}}
+    with pytest.raises(ConfigError, match=r"1 tasks have no probe(.|\n)*tasks\.unprobed = true"):
+        open_family(parse_config(tables, source="here"))
+    tables["tasks"]["unprobed"] = True  # type: ignore[assignment]  # TOML
+    assert open_family(parse_config(tables, source="here")).task(Split.TRAIN, 0) == task

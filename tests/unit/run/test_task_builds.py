@@ -29,6 +29,7 @@ from etude.environments.repositories.verdicts import Refusal
 from etude.environments.repositories.workshop import Bench, Workshop
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
+from etude.rollouts.fake import FakeSandbox
 from etude.run.tasks import SOUND, BuildOptions, BuildReport, build, check, try_all
 from etude.sandboxes.images import ImageStore
 from etude.sandboxes.ns import NamespaceSandboxes
@@ -242,6 +243,9 @@ def test_sandboxes_that_keep_failing_end_the_build_and_count_for_nothing(tmp_pat
     folder = PackageFolder(tmp_path / "out" / "sums-1.0")
     candidates = propose(project, texts, survey, seed=0)
     workshop = Workshop(bench, NoSandboxes(), ImageStore(tmp_path / "images"), folder)
+    nobody = FakeSandbox({}, lambda sandbox: None)  # of a function of which no call is known none is run
+    (verdict,) = asyncio.run(workshop.quick(candidates[:1], nobody))[1]
+    assert verdict.outcome == Refusal.UNPROBED
     options = BuildOptions(reference=str(repo), out=tmp_path / "out")
     assert [candidate.candidate_id for candidate in propose(project, texts, survey, seed=0)] == [
         candidate.candidate_id for candidate in candidates

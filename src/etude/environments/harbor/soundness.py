@@ -17,7 +17,7 @@ from pathlib import Path
 from etude.environments.harbor.folder import SETTINGS, SOLVE_PROGRAM, HarborTask
 from etude.environments.harbor.images import Builds, plain_files
 from etude.environments.harbor.settings import TaskFolderError, fill_variables
-from etude.errors import ConfigError, SandboxError
+from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import Grader, HarnessResult, Sandbox, SandboxProvider
 from etude.sandboxes.services import world_spec
 from etude.together import together
@@ -96,7 +96,7 @@ class SoundnessCheck:
             for _ in range(self._repeats):
                 for rewards, solution in sides:
                     rewards.append(await self._grade(task, solution))
-        except (SandboxError, ConfigError, TaskFolderError) as error:
+        except (SandboxError, AgentFault, ConfigError, TaskFolderError) as error:
             log = f"{type(error).__name__}: {error}"
         return Soundness(
             name=source.name,

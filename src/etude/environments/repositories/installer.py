@@ -24,7 +24,7 @@ from etude.environments.repositories.failures import InstallError
 from etude.environments.repositories.installs import SITE, environment
 from etude.environments.repositories.projects import Project
 from etude.environments.repositories.testruns import Observation, Run, observe
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.types import Json
 from etude.worlds import Image, SandboxLimits, SandboxSpec
@@ -186,7 +186,7 @@ async def _attempt(sandbox: Sandbox, project: Project, commands: str) -> tuple[i
     try:
         run = Run(targets=project.tests, timeout_s=TEST_TIMEOUT_S)
         (seen,) = await observe(sandbox, [run], options=project.options)
-    except SandboxError as error:
+    except (SandboxError, AgentFault) as error:
         return -1, False, f"The tests cannot be run: {str(error)[-SHOWN:]}"
     passed, is_enough = score(seen)
     errors = "\n".join(why for _, why in seen.errors[:3])

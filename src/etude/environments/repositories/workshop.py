@@ -36,7 +36,7 @@ from etude.environments.repositories.verdicts import (
     prove,
     refuse_unrun,
 )
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandboxes.images import ImageStore
 from etude.types import Case, Json, Probe, Task, TestChecks
@@ -373,6 +373,6 @@ def _verdict(
     )
 
 
-def failed(candidate: Candidate, error: SandboxError) -> Verdict:
+def failed(candidate: Candidate, error: SandboxError | AgentFault) -> Verdict:
     """The verdict on a candidate whose sandbox failed."""
     return _verdict(candidate, Refusal.FAILED, 0.0, detail=str(error)[:1000])
