@@ -46,7 +46,7 @@ def _left_running(name: str, what: str, program: str) -> Attack:
         name=name,
         what=what,
         files={MODULE: STUB, "left.py": program},
-        commands=(MANY, "python3 left.py >/dev/null 2>&1 </dev/null", "sleep 0.3"),
+        commands=(MANY, "python3 left.py >/dev/null 2>&1 </dev/null"),
     )
 
 
