@@ -201,8 +201,8 @@ class JinjaFormat:
         calls = [mark for item in marks if item.grammar for mark in item.grammar.marks]
         self._spelling = Spelling(checkpoint.tokenizer).respelt(dict.fromkeys(self._stop_ids, ""))
         self._written = self._spelling.respelt({index: text for text, index in self._added.items()})
-        self._thoughtful = self._spelling.respelt(self._spelt(thoughts))
-        self._calling = self._thoughtful.respelt(self._spelt(calls))
+        self._thoughtful = self._spelling.respelt(_tokens_of(thoughts, self._added))
+        self._calling = self._thoughtful.respelt(_tokens_of(calls, self._added))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -342,10 +342,6 @@ class JinjaFormat:
             conversation.append(fields)
         return conversation
 
-    def _spelt(self, marks: Sequence[str]) -> dict[int, str]:
-        """The tokens that those marks are made of: id → text."""
-        return {index: text for text, index in self._added.items() if any(text in mark for mark in marks)}
-
     def _probe(self, template: Template) -> _Style:
         """Find out by rendering what a template does."""
         thinking = thinking_of(template.source)
@@ -392,6 +388,11 @@ def _controls(checkpoint: Checkpoint) -> dict[str, int]:
         for index, token in _added_tokens(checkpoint.tokenizer)
         if token.special or token.content in thoughts or (token.content.strip() and token.content in sources)
     }
+
+
+def _tokens_of(marks: Sequence[str], added: Mapping[str, int]) -> dict[int, str]:
+    """The added tokens that marks are made of: id → text."""
+    return {index: text for text, index in added.items() if any(text in mark for mark in marks)}
 
 
 def _tool_fields(tools: Sequence[Tool], guard: Guard) -> list[Json]:
