@@ -114,12 +114,13 @@ shape:
 	@.venv-litellm/bin/pip $(QUIET) $(PINNED) -r constraints-litellm.txt
 	@touch $@
 
-# TRL and transformers' Trainer are contestants of `etude bench loop` and `etude bench trainer`.
-.venv-trl/stamp: constraints-trl.txt constraints-torch.txt | $(BIN)/python
+# TRL and transformers' Trainer are contestants of `etude bench loop`, `trainer` and `losses`; verl is one of the last.
+.venv-trl/stamp: constraints-trl.txt constraints-verl.txt constraints-torch.txt | $(BIN)/python
 	@echo "installing TRL, which bench measures beside étude's loop and trainer"
 	@$(PYTHON) -m venv --clear .venv-trl
 	@$(call install_torch,.venv-trl/bin/pip)
 	@.venv-trl/bin/pip $(QUIET) $(PINNED) -r constraints-trl.txt
+	@.venv-trl/bin/pip $(QUIET) download --no-deps --require-hashes -d .venv-trl -r constraints-verl.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.
