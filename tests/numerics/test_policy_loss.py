@@ -61,7 +61,7 @@ GRID: list[Case] = [
 ]
 """What is done about tokens that another policy sampled."""
 OPTIONS: list[Case] = [
-    *({"kind": kind, "aggregation": average} for kind in BASELINES for average in set(AGGREGATIONS.values())),
+    *({"kind": kind, "aggregation": average} for kind in BASELINES for average in dict.fromkeys(AGGREGATIONS.values())),
     *({"kind": kind, "dual_clip": 1.35} for kind in DUAL_CLIPPED),
     *(
         {"kind": kind, "kl_coef": 0.3, "kl_estimator": estimator, "kl_to": to}
