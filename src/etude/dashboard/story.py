@@ -139,6 +139,7 @@ class RunStory:
                 _insert(self._phases, Timed(at_s, event.phase))
             case ProcessStarted():
                 self.processes[event.process] = event
+                self.outages = {key: outage for key, outage in self.outages.items() if key[0] != event.process}
                 self.restarts += event.restarts > 0
             case MemoryUsed():
                 self.memory_bytes_max = max(self.memory_bytes_max or 0, event.size_bytes)

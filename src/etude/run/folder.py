@@ -8,7 +8,8 @@
     payloads/         routes, kept sets of turns   report.json, report.html
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
     weights.id        which log of weights is its  judge-N.db    votes of judges, by seat
-    harness/          files of an external harness
+    harness/          files of an external harness .NAME.lock    held by the process of that name
+    .NAME.beat        its last sign of life
     judge-spend-N.json  what those cost            judge-held.txt  why judging is held, while it is
 
 Owns names and the first checks; what is inside each file belongs to its own module.

@@ -16,6 +16,7 @@ import orjson
 
 from etude.closing import Closing
 from etude.errors import DamagedError
+from etude.storage import FULL
 from etude.telemetry.events import Event
 
 EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
@@ -50,7 +51,7 @@ class EventLog(Closing):
         try:
             written = os.write(self._descriptor, data)
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in FULL:
                 raise
             written = 0
         if written < len(data):

@@ -4,7 +4,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.dashboard.story import PHASES, RunStory
-from etude.telemetry.events import Event, ImitationProgress, PhaseStarted, ProcessStarted, RolloutClosed, RunStarted
+from etude.telemetry.events import (
+    Event,
+    ImitationProgress,
+    Outage,
+    PhaseStarted,
+    ProcessStarted,
+    RolloutClosed,
+    RunStarted,
+)
 from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
@@ -43,6 +51,16 @@ def test_a_phase_without_an_end_lasts_until_now() -> None:
 def test_only_deaths_are_restarts() -> None:
     story = _told((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
     assert (story.restarts, story.processes["engine"].restarts) == (1, 1)
+
+
+def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:
+    """Regression: of a process that ended while something was away, that it is back was never said."""
+    story = _told((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
+    assert [outage.at_s for outage in story.outages.values()] == [30]
+    story.add(Logged(at_s=95, process="supervisor", event=_process("trainer", 1)))
+    assert story.outages
+    story.add(Logged(at_s=99, process="supervisor", event=_process("run", 1)))
+    assert not story.outages
 
 
 def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
