@@ -84,12 +84,12 @@ class OutOfTime(EtudeError):
 
 
 class AgentFault(EtudeError):
-    """What an agent did to its own sandbox came in the way of étude's work there: the disk or memory that the sandbox
-    may use is full, or a process inside killed or stopped what étude did there. Its own doing, so it is graded.
+    """Something that an agent did to its own sandbox came in the way of étude's work there: the disk or memory that the
+    sandbox may use is full, or a process inside killed or stopped what étude did there. Its own doing, so it is graded.
     """
 
     REASON: ClassVar[str] = "agent_fault"
-    """Why the agent stopped, beside the reasons of harnesses; the part of a reward that says so has this name, too."""
+    """Reason for which an agent stopped, beside those of harnesses; the part of a reward that says so has this name."""
 
 
 class InfrastructureError(EtudeError):

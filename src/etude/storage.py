@@ -1,4 +1,4 @@
-"""What a machine's storage says when it fails, in the words of whichever library met it first.
+"""Failures of a machine's storage, in the words of whichever library met them first.
 
 Owns telling such an error from a bug of ours. What to do about it is the command line's and the supervisor's.
 """
@@ -19,14 +19,14 @@ FIXES: Mapping[int, str] = MappingProxyType(
         errno.EROFS: "its disk is read-only; mount it to be written to",
     }
 )
-"""What went wrong and what helps; any other system error is a bug of ours."""
+"""System error → what helps; any other one is a bug of ours."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """There is no room: what waits for it goes on."""
 
 _RUST = re.compile(r"\(os error (\d+)\)")
-"""How safetensors and obstore quote the system."""
+"""The system's number, as safetensors and obstore quote it."""
 _FULL_DATABASES = ("database or disk is full", "could not extend file", "No space left on device")
-"""How SQLite and PostgreSQL say it, and whoever quotes the system without its number."""
+"""A full disk in the words of SQLite, of PostgreSQL and of whoever quotes the system without its number."""
 
 
 def storage_errno(error: BaseException | None) -> int | None:

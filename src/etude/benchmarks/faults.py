@@ -59,7 +59,7 @@ PER_RUN = 25
 MIDTRAIN_TOKENS = 60_000
 """For a model that knows the words of the tools, and hardly more."""
 SILENT_S = 10.0
-"""What its processes may be silent: much more than a step takes, and less than a process is frozen for."""
+"""Longest silence of its processes: much more than a step takes, and less than a process is frozen for."""
 START_S = 600.0
 """How long either part of it may take; some seconds where nobody else is at work."""
 MEMORY = Path("/dev/shm")

@@ -46,7 +46,7 @@ class Subject:
     files: Mapping[str, str] = field(default_factory=dict)
     """What else the agent finds."""
     canary: tuple[str, ...] = ()
-    """Of a task with a verifier, whose files ``tests`` are then: names of tests that fail with the stub."""
+    """Names of tests that fail with the stub, of a task with a verifier, whose files ``tests`` are then."""
 
     def task(self, image: str, *, probed: bool) -> Task:
         """The task, with probes or without."""

@@ -36,7 +36,7 @@ SEQUENCES, TOKENS = 8, 12
 NOISES = (0.01, 0.1, 0.5)
 """Nats by which a token's log-probabilities differ from one policy to the next."""
 TOLERANCE = 1e-7
-"""Of losses and gradients of order 0.1: verl adds 1e-8 to the lengths that it divides by."""
+"""Largest difference of losses and gradients of order 0.1: verl adds 1e-8 to the lengths that it divides by."""
 SILENCE_S = 300.0
 WHEEL_VARIABLE = "ETUDE_VERL_WHEEL"
 """Names verl's wheel; else it lies in TRL's environment."""
@@ -46,7 +46,7 @@ _COLUMNS = ("contestant", "case", "agree", "batches", "loss", "gradient")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossesOptions:
-    """What is compared."""
+    """The batches and the contestants of a call."""
 
     batches: int = 20
     contestants: tuple[str, ...] = ("trl", "verl")
@@ -132,7 +132,7 @@ def our_loss(case: Case, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def compare(case: Case, batches: Sequence[Mapping[str, Tensor]], theirs: Sequence[Mapping[str, Any]]) -> Json:
-    """How many batches agree, and the largest differences."""
+    """Count the batches that agree, and find the largest differences."""
     losses, gradients = [], []
     for batch, other in zip(batches, theirs, strict=True):
         own = our_loss(case, batch)
@@ -181,7 +181,7 @@ def _verl_wheel() -> Path:
     wheels = [Path(named)] if named else sorted(PYTHON.parents[1].glob("verl-*.whl"))
     if not wheels or not wheels[-1].is_file():
         raise InfrastructureError(
-            f"not measured: there is no wheel of verl in {PYTHON.parents[1]}. `pip download --no-deps -d "
-            f"{PYTHON.parents[1]} verl==0.9.1` brings it; or name one in {WHEEL_VARIABLE}"
+            f"not measured: there is no wheel of verl in {PYTHON.parents[1]}. `make bench-setup` brings "
+            f"it; or name one in {WHEEL_VARIABLE}"
         )
     return wheels[-1]

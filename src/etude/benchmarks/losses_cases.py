@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SEQUENCE_TOKENS = 12
-"""What ``seq_mean_token_sum_norm`` divides by, here and there."""
+"""Divisor of ``seq_mean_token_sum_norm``, here and there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """By the other system's names, and ``old``, ``weights`` for what it is handed."""
     has_value: bool = True
-    """Whether the losses are the same numbers, too."""
+    """True if the losses are the same numbers, too."""
 
 
 def _trl(name: str, loss: Mapping[str, Any], *, has_value: bool = True, **settings: Any) -> Case:

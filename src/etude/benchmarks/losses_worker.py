@@ -49,7 +49,7 @@ class StandIn(types.ModuleType):
 
 
 def trl_loss(trainer: Any, batch: dict[str, Any], case: dict[str, Any], leaves: tuple[Any, Any]) -> Any:
-    """What ``GRPOTrainer`` with the settings of ``case`` makes of a batch."""
+    """The loss of a batch by ``GRPOTrainer`` with the settings of ``case``."""
     torch = import_module("torch")
     accelerator = types.SimpleNamespace(
         num_processes=1, sync_gradients=True, gather=lambda x: x, gather_for_metrics=lambda x: x,
@@ -95,7 +95,7 @@ def trl_weights(torch: Any, log_ratios_BT: Any, *, mode: str, low: float, high: 
 
 
 def verl_loss(losses: Any, batch: dict[str, Any], case: dict[str, Any], leaves: tuple[Any, Any]) -> Any:
-    """What verl's actor adds up (``verl/workers/utils/losses.py``, ``ppo_loss``) with the settings of ``case``."""
+    """The sum of verl's actor (``verl/workers/utils/losses.py``, ``ppo_loss``) with the settings of ``case``."""
     torch, settings = import_module("torch"), case["settings"]
     logprobs, entropies = leaves
     mask, average = batch["mask"], {"loss_agg_mode": settings.get("average", "token-mean")}

@@ -36,7 +36,7 @@ from etude.types import Json
 END = "<|end of a reply|>"
 VARIABLES = {"bos_token": "<|bos|>", "eos_token": END, "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
 COPIES = "_training.jinja"
-"""How TRL names copies of templates with marks for losses."""
+"""Ending of TRL's copies of templates, with marks for losses."""
 TOOL = Tool(name="any")
 READ_BACK = Goal("read back", "at least", 95)
 
@@ -48,7 +48,7 @@ class Source:
     name: str
     requirement: str
     templates: str
-    """Where they are, as a pattern of paths."""
+    """Their paths, as a pattern."""
 
 
 SOURCES = (
@@ -129,7 +129,7 @@ def _files(tree: Path, source: Source) -> list[Path]:
 
 
 def _support(file: Path) -> CallSupport | None:
-    """How the calls of a template are read; ``None`` if it is no template for us."""
+    """Find out how the calls of a template are read; ``None`` if it is no template for us."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -169,7 +169,7 @@ def _result(source: Source, found: list[CallSupport | None]) -> dict[str, Json]:
 
 
 def _cases(tests: Path) -> list[Json]:
-    """How many cases of each file agree; a project without such tests has none."""
+    """Count the cases of each file that agree; a project without such tests has none."""
     grammars = {grammar.name: grammar for grammar in GRAMMARS}
     rows: list[Json] = []
     for name, grammar in TESTS.items():

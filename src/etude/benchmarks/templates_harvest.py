@@ -16,7 +16,7 @@ from etude.types import Json
 Known: TypeAlias = dict[str, ast.expr]
 """Names of a module → what they stand for; functions that only return something are lambdas."""
 CALL_FIELDS = ("function", "name", "arguments")
-"""What a call is compared by."""
+"""Fields by which calls are compared."""
 EXPECTED = ("expected_tool_calls", "expected")
 """Columns of expected calls."""
 

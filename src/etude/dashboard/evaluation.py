@@ -34,7 +34,7 @@ class Try:
 
     task_id: str
     template: str
-    """What the task is an instance of; empty: of nothing that others are, too."""
+    """Name of the template that the task is an instance of; empty: of nothing that others are, too."""
     reward: float
     graded: float
     """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""

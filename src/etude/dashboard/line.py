@@ -6,12 +6,12 @@ from etude.dashboard.units import decimal
 
 
 def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
-    """Where a run is, in a line of text, and what it waits for."""
+    """A run's progress in a line of text, and what it waits for."""
     return "; ".join((_course(story, config, now_s), *outage_lines(story, now_s)))
 
 
 def outage_lines(story: RunStory, now_s: float) -> list[str]:
-    """Who waits for what, since when and why."""
+    """A line for each thing that a process waits for, since when and why."""
     return [
         f"{process} waits for {what}, away for {now_s - outage.at_s:.0f} s: {outage.event.reason}"
         for (process, what), outage in story.outages.items()

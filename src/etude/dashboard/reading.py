@@ -115,7 +115,7 @@ class ReadComparison:
     lost: int
     """Slots given up to infrastructure."""
     weight: float
-    """What the group's advantages are multiplied by for these two."""
+    """Factor of the group's advantages for these two."""
     has_signal: bool
     """Whether any turn of the group has an advantage; else nothing is trained on."""
     step_tokens: int | None

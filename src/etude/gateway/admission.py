@@ -140,7 +140,7 @@ class Ticket:
     deadline: float
     """When a place is of no more use."""
     account: str = ""
-    """Whose share of the places it takes."""
+    """The account whose share of the places it takes."""
     state: TicketState = TicketState.NEW
     granted_at: float = 0.0
     retry_after_s: float | None = None

@@ -64,7 +64,7 @@ class _Recorded:
 
 
 _Preamble: TypeAlias = tuple[tuple[Tool, ...], bytes]
-"""What stands before a conversation: the tools, and the chat template's kwargs as JSON."""
+"""All that stands before a conversation: the tools, and the chat template's kwargs as JSON."""
 
 
 def _preamble(call: Call) -> _Preamble:
@@ -209,7 +209,7 @@ class Conversation:
         return [*call.messages[:own], *earlier, recorded.answer.replies[0].message, *call.messages[own:]]
 
     def _tree(self, call: Call) -> Node:
-        """What was said behind the preamble of a call; an empty tree that nobody keeps, if nothing was."""
+        """The tree of what was said behind the preamble of a call; an empty tree that nobody keeps, if nothing was."""
         preamble = _preamble(call)
         return next((root for known, root in self._trees if known == preamble), None) or new_root()
 

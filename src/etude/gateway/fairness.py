@@ -1,4 +1,4 @@
-"""Who of those that wait is next, and who gives way when there is no more room to wait: the pure core of fair shares.
+"""Fair shares of a queue, pure: the next of those that wait, and the one that gives way when there is no more room.
 
     add ──▶ one line for each account ──next──▶ of the account with the fewest calls in progress
                                      └─longest─▶ the newest call of the longest line gives way to one of a shorter line

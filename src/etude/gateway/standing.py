@@ -99,7 +99,7 @@ class EngineEntry:
 
 
 def is_engine_url(url: str) -> bool:
-    """Whether a client can be made for a URL: http or https, a host, a port that is one, perhaps a path."""
+    """True if a client can be made for a URL: http or https, a host, a port that is one, perhaps a path."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").encode("idna"), parts.port

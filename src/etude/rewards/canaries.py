@@ -102,7 +102,7 @@ class Site:
     write: Write
     """What stands there instead, drawn anew each time; ``None`` where nothing was found."""
     leaves_work: bool = False
-    """Whether more than assertions comes after it, which a test that fails here leaves undone."""
+    """True if more than assertions comes after it, which a test that fails here leaves undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ class _Surgeon:
 
 
 def _is_assertion(statement: ast.stmt) -> bool:
-    """Whether a statement does nothing but look."""
+    """True if a statement does nothing but look."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     return isinstance(statement, ast.Assert | ast.Pass) or (
         isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr.startswith("assert")

@@ -66,10 +66,10 @@ class _TooSlow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untouched:
-    """How the tests of a task went in a world that nobody had touched."""
+    """Result of a task's tests in a world that nobody has touched."""
 
     needed_s: float
-    """What they may take here."""
+    """Seconds that they may take here."""
     idle: frozenset[str]
     """Node ids, without parameters, of which something passed."""
 

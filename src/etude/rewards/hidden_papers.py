@@ -71,7 +71,7 @@ class Papers:
 
     @property
     def mixed_papers(self) -> int:
-        """How many are to be sat."""
+        """Number of mixed papers to be sat."""
         tests = len(self._order)
         return min(MOST_MIXED_PAPERS, max(LEAST_MIXED_PAPERS, math.ceil(COINS / tests))) if tests else 0
 

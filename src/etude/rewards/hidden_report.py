@@ -34,8 +34,8 @@ ENVIRONMENT = MappingProxyType({"PYTHONDONTWRITEBYTECODE": "1"})
 OPTIONS = (
     *("-p", "no:cacheprovider", "--continue-on-collection-errors", "--maxfail=0", "--rootdir=.", "--tb=short", "-q"),
 )
-"""Of every run: node ids begin at the working folder, a module that cannot be imported is one that fails, and the first
-failure, of a canary perhaps, is not the end.
+"""Options of every run: node ids begin at the working folder, a module that cannot be imported is one that fails, and
+the first failure, of a canary perhaps, is not the end.
 """
 
 REPORTER = f'''\

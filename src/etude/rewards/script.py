@@ -67,9 +67,9 @@ LOG_CHARACTERS = 2000
 SIGNALS = range(129, 129 + 64)
 """Exit codes of a program that a signal ended."""
 CANARY_RUNS = 4
-"""Of a verifier with a canary, over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for so many."""
+"""Runs of a verifier with a canary over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for them."""
 ROUNDING = 1e-6
-"""How far a reward that was written as a decimal may be from the one that the task names."""
+"""Largest distance of a reward that was written as a decimal from the one that the task names."""
 STANDINGS = 4096
 """Tasks whose verifiers' standing is remembered."""
 OPEN_GIT: Mapping[str, str] = MappingProxyType(

@@ -79,7 +79,7 @@ class Breaker:
 
     @property
     def since_s(self) -> float | None:
-        """When nothing could be had any more; ``None`` while all is well."""
+        """Time from which on nothing could be had any more; ``None`` while all is well."""
         return self._opened_s
 
     def ask(self, now: float) -> Circuit:

@@ -19,8 +19,8 @@ from etude.rollouts.bounds import Limits, within
 from etude.types import Task
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
-"""What is a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Everything else
-that is raised is a bug, and passes.
+"""Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Anything
+else that is raised is a bug, and passes.
 """
 GRADINGS = 2
 """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
@@ -37,7 +37,7 @@ class Looking(Protocol):
 async def grade_leftovers(
     task: Task, sandbox: Sandbox, result: HarnessResult, grader: Grader, limits: Limits, looking: Looking | None = None
 ) -> Reward:
-    """What the files that an agent left are worth; 0 with the part ``agent_fault`` where it is in the way of grading.
+    """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.
 
     Every run that its checks may take has its whole time: else work that hangs its verifier, or takes one run more for
     being right, would be infrastructure's trouble and no reward. Raises ``INFRASTRUCTURE``.

@@ -102,7 +102,7 @@ class Rig:
     branching: Branching | None = None
     """How training rollouts branch; ``None``: each begins by itself."""
     pass_at: float = 1.0
-    """What a grader has to give for a pass; it decides what is told of a rollout, and nothing else."""
+    """Grade that is a pass; it decides what is told of a rollout, and nothing else."""
     measures: bool = False
     """Whether rollouts are for a measurement, to which one without a reward says nothing: what the appraiser masks has
     failed then, and is tried again, instead of being kept and not trained on.

@@ -28,13 +28,13 @@ from etude.errors import trace_of
 from etude.gateway.door import SERVER
 
 IDLE_S = 75.0
-"""How long a connection may have no request: before the headers of its first one are whole, or after an answer. It is
+"""Longest time of a connection without a request: before the headers of its first are whole, or after an answer. It is
 nginx's; our clients and common proxies let go of an idle connection sooner, so that no request meets the end of one.
 """
 STALLED_S = 60.0
-"""How long the other side may take nothing of what is sent, before the kernel gives it up."""
+"""Longest time in which the other side takes nothing of what is sent, before the kernel gives it up."""
 HANDSHAKE_S = 10.0
-"""How long TLS may take to begin."""
+"""Longest time for TLS to begin."""
 BACKLOG = 128
 """Connections that the kernel takes before we do; so many may come at once."""
 RESERVE = 256
@@ -46,7 +46,7 @@ ROOM = 2
 REPORT_S = 60.0
 """Malformed requests are logged as a number, at most so often."""
 MALFORMED = (HttpProcessingError, web.RequestPayloadError)
-"""What aiohttp raises for requests that are no HTTP, and for bodies that are not encoded as their headers say."""
+"""Errors of aiohttp for requests that are no HTTP, and for bodies that are not encoded as their headers say."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def raise_file_limit() -> None:
 
 
 def connection_limit(files: int) -> int:
-    """Of so many files that may be open, those above which a new connection needs the place of an idle one."""
+    """Open files, of ``files`` that there may be, from which on a new connection needs the place of an idle one."""
     return sys.maxsize if files == resource.RLIM_INFINITY else files - min(RESERVE, files // 2)
 
 
@@ -137,7 +137,7 @@ class Connection(web.RequestHandler):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As aiohttp does, if there is room."""
+        """Begin as aiohttp does, if there is room."""
         super().connection_made(transport)
         taken = transport.get_extra_info("socket")
         if sys.platform == "linux":
@@ -145,7 +145,7 @@ class Connection(web.RequestHandler):
         self._connections.add(self, taken.fileno())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """As aiohttp does."""
+        """End as aiohttp does."""
         self._connections.remove(self)
         super().connection_lost(exc)
 
@@ -197,7 +197,7 @@ class LimitedSite(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Where it is."""
+        """Its address."""
         host, port = self._address
         return f"{'http' if self._ssl_context is None else 'https'}://{host}:{port}"
 

@@ -1,4 +1,4 @@
-"""What ``auto`` stands for, resolved once, as a run's folder is made: its ``run.toml`` says it to all processes.
+"""Resolution of ``auto``, once, as a run's folder is made: its ``run.toml`` says it to all processes.
 
 Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. The
 devices that a recipe names decide; only where it says ``auto`` does the machine that starts the run. Knows no model and
@@ -14,7 +14,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 
 GPU_FILES = ("nvidia*", "kfd", "dxg")
-"""Of drivers, in ``/dev``: a machine without any has no GPU that torch could find."""
+"""Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
 Role: TypeAlias = Literal["trainer", "engine"]
 """A section that names a device."""
 

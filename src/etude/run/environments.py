@@ -235,7 +235,7 @@ async def _serve(lending: Lending) -> None:
 
 
 def _clients(lending: Lending) -> dict[str, Client]:
-    """Who may have sandboxes. Raises :class:`~etude.errors.ConfigError` for what cannot be meant."""
+    """The clients that may have sandboxes. Raises :class:`~etude.errors.ConfigError` for what cannot be meant."""
     images = ImageStore().open
     if lending.clients is not None:
         if lending.folders or lending.allow:

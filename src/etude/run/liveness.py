@@ -19,7 +19,7 @@ HEARTBEAT_VARIABLE = "ETUDE_HEARTBEAT"
 BEAT_S = 1.0
 """A file is touched at most so often."""
 START_S = 3600.0
-"""How long a process may be silent before its first beat: it loads a model, or tokenises what it will read."""
+"""Longest silence before the first beat: a process loads a model, or tokenises what it will read."""
 LONGEST_LOOK_S = 1.0
 """Most of the time between two looks that counts as silence: when the supervisor stood still, so did everybody."""
 
@@ -50,7 +50,7 @@ class Heartbeat:
 
 @final
 class Silence:
-    """How long one process has given no sign of life, on the time during which somebody looked. Pure."""
+    """The time for which one process has given no sign of life, of that during which somebody looked. Pure."""
 
     def __init__(self, sign: int, now_s: float) -> None:
         """``sign`` is anything that changes with each beat."""
@@ -58,7 +58,7 @@ class Silence:
         self._looked_s = now_s
         self._silent_s = 0.0
         self.begun = False
-        """Whether there was any beat."""
+        """True if there was any beat."""
 
     def look(self, sign: int, now_s: float) -> float:
         """The silence in seconds, at monotonic seconds ``now_s``."""

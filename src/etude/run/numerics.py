@@ -88,7 +88,7 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decod
 
 
 def count_parameters(spec: ModelSpec) -> int:
-    """How many weights a model has, without making them."""
+    """Count the weights of a model without making them."""
     with torch.device("meta"):
         return sum(tensor.numel() for tensor in Decoder(spec).state_dict().values())
 

@@ -51,7 +51,7 @@ class Penalties:
 
 
 def passes(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Sequence[int]]:
-    """Which trajectories go through a model together, by their index, for whoever only scores them."""
+    """Split trajectories, by their index, into passes that go through a model together where they are only scored."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     (pieces,) = pack(lengths, max_tokens=max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
     return pieces

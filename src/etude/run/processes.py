@@ -27,7 +27,7 @@ DEVICES: Mapping[str, Role] = {
     "parity": "engine",
     "serve": "engine",
 }
-"""Whose device a process computes on."""
+"""Command → the section whose device its process computes on."""
 
 
 def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:

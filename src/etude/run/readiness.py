@@ -19,7 +19,7 @@ from etude.tokens.rerendering import rendered_differently
 
 
 def check_ready(config: RunConfig) -> list[str]:
-    """What whoever starts a run should know of it, a line each.
+    """Check a new run before it starts; returns what whoever starts it should know of it, a line each.
 
     Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for template
     kwargs that the model's chat template does not read, and for tool calls of which it could not read any.
@@ -63,7 +63,7 @@ def about_calls(config: RunConfig) -> list[str]:
 
 
 def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list[str]:
-    """Where what is trained differs from what another server would show the model: a line, or none.
+    """Compare what is trained with what another server would show the model: a line where they differ.
 
     Raises as :func:`~etude.tokens.jinja.load_format`.
     """

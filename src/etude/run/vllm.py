@@ -45,7 +45,7 @@ from etude.weights.state import State
 WATCH_S = 0.2
 """How often it is looked after the server."""
 START_S = 1800.0
-"""How long a server may take to load a checkpoint and to compile; half a minute on two cores for a small one, many for
+"""Longest time for a server to load a checkpoint and to compile; half a minute on two cores for a small one, many for
 a large one on a GPU. One that ends is noticed at once.
 """
 

@@ -289,7 +289,7 @@ def _exists(folder: int, name: str) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether something failed for want of room on a disk."""
+    """True if something failed for want of room on a disk."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 

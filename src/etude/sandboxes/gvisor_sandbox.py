@@ -32,7 +32,7 @@ from etude.worlds import Image, SandboxSpec, SandboxStats
 FILE_TIMEOUT_S = 120.0
 """For a file or an archive to be written."""
 KILL_ROUNDS = 3
-"""How often everything is killed: what was being started during one is there in the next."""
+"""Rounds of killing everything: what was being started during one is there in the next."""
 SIGNALLED = 128
 """Higher exit codes are those of a process that a signal ended."""
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'

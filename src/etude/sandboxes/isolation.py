@@ -33,7 +33,7 @@ PROCESS_LIMIT = 64
 PENDING_SIGNALS_LIMIT = 256
 """Signals and timers that wait, of one worker; the kernel has one store of them for each user of the machine."""
 COUNTS = {"max_inotify_instances": 16, "max_inotify_watches": 1024}
-"""Of one worker, likewise."""
+"""Likewise, of one worker."""
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -57,7 +57,7 @@ class Box:
         """The folder of all that was written."""
         self.close_asked = False
         self.may_run = False
-        """Whether anything of the agent's may run: a command was started since all processes were killed."""
+        """True if anything of the agent's may run: a command was started since all processes were killed."""
 
     @property
     def name(self) -> str:
@@ -114,12 +114,12 @@ class Running:
         self.end: dict[str, Any] | None = None
         """How it ended, for the provider, once it has."""
         self.timed_out = self.was_stopped = False
-        """Whether a job was killed for its time, and whether it stood still then."""
+        """True for a job that was killed for its time, and for one that stood still then."""
         self.ender: Running | None = None
         """The job that ends what else belongs to it: only then it is over."""
 
     def is_stopped(self) -> bool:
-        """Whether a signal made it stand still."""
+        """True if a signal made it stand still."""
         with suppress(OSError):
             text = Path(f"/proc/{self.process}/stat").read_text(encoding="utf-8", errors="replace")
             return text.rpartition(")")[2].split()[0] == "T"

@@ -131,7 +131,7 @@ class Cgroups:
         return Usage(found.get(MEMORY), found.get(PROCESSES), None if cpu is None else cpu * nanoseconds / 1e9)
 
     def ran_out(self, name: str) -> bool:
-        """Whether something of a group was killed because the group's memory was used up."""
+        """True if something of a group was killed because the group's memory was used up."""
         for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
             if MEMORY in hierarchy.controllers:
                 events = Path(group.format(name), KILLS[hierarchy.version]).read_text(encoding="ascii")

@@ -151,7 +151,7 @@ class Commands:
 
 
 def judge(job: str, answer: bytes) -> bytes | None:
-    """What a job said. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
+    """Read what a job said. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
     :class:`~etude.errors.SandboxError` when it did not do it.
     """
     verdict, payload = answer[:1], answer[1:]

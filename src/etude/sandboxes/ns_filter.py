@@ -1,4 +1,4 @@
-"""Which system calls commands of ``ns`` and ``local`` may not make: a classic BPF program for seccomp. Pure.
+"""System calls that commands of ``ns`` and ``local`` may not make, as a classic BPF program for seccomp. Pure.
 
 Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
 only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
@@ -94,9 +94,9 @@ CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
 )
 """Call → its number on x86_64 and on aarch64."""
 LASTING = ("mq_open", "msgget", "semget", "shmat", "shmget")
-"""What makes, or finds, memory and queues that are the namespace's and no process's."""
+"""Calls that make, or find, memory and queues that are the namespace's and no process's."""
 SCHEDULING = ("sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler")
-"""How a process is scheduled; the first argument is its number."""
+"""Calls that say how a process is scheduled; the first argument is its number."""
 PRIORITIES: Mapping[str, int] = MappingProxyType({"setpriority": 2, "ioprio_set": 3})
 """The same of a process, a group or, if the first argument is this number, all of a user."""
 UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
@@ -108,7 +108,7 @@ TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 FAMILIES, NETLINK = (1, 2, 10), 16
 """Unix, IPv4 and IPv6 sockets, and netlink's; each is held back by namespaces."""
 CALLER, INIT_PROCESS = 0, 1
-"""What calls take for the number of who makes them, and of a namespace's first process."""
+"""Numbers of processes, as calls take them: who makes the call, and a namespace's first process."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """Instructions of classic BPF: load a word, compare with a constant, say the verdict."""

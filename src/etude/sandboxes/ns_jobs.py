@@ -72,7 +72,7 @@ def runs_as_root(job: str) -> bool:
 
 
 def stays_outside(job: str) -> bool:
-    """Whether a job enters nothing but the sandbox's processes, of which none can reach it, not even root's."""
+    """True if a job enters nothing but the sandbox's processes, of which none can reach it, not even root's."""
     return job == "kill"
 
 

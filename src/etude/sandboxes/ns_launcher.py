@@ -268,7 +268,7 @@ class Launcher:
 
 
 def is_agents_doing(job: Running, tools: Tools) -> bool:
-    """Whether a job was killed, or held up, by what runs in its sandbox, and not by the machine.
+    """True if a job was killed, or held up, by what runs in its sandbox, and not by the machine.
 
     That takes memory that is used up, or a process inside that may send the job signals: of the same user.
     """

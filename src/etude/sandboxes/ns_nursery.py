@@ -34,7 +34,7 @@ CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 """Ranges of users: a sandbox has one of its own, where no system gives out users."""
 COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
-"""Of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
+"""Counts of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
 SPARE_PLOTS = 2
 """How many are kept ready."""
 PARTING_BYTES = 64

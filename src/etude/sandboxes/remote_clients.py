@@ -27,7 +27,7 @@ TABLE = "clients"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permissions:
-    """What a client may name: nothing, unless its operator says so."""
+    """The things that a client may name: none, unless its operator says so."""
 
     allow: Container[str] = ()
     """Places ``host:port`` that its sandboxes may reach, each exactly as it is asked for."""
@@ -80,7 +80,7 @@ class Permissions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """Who has a key, and what that opens."""
+    """The holder of a key, and what that opens."""
 
     digest: str
     """SHA-256 of the key, in hexadecimal digits."""
@@ -102,10 +102,10 @@ class Caps(Section):
 
 
 class ClientSection(Section):
-    """What an operator says of a client."""
+    """A client as its operator describes it."""
 
     key_sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
-    """Of the client's key, in hexadecimal digits: ``printf %s KEY | sha256sum``."""
+    """Digest of the client's key, in hexadecimal digits: ``printf %s KEY | sha256sum``."""
     allow: tuple[str, ...] = ()
     """Places ``host:port`` that its sandboxes may reach."""
     folders: tuple[Path, ...] = ()
@@ -123,7 +123,7 @@ class ClientSection(Section):
         return SandboxSpec(allow=allow).allow
 
     def client(self, images: Callable[[str], Image] | None) -> Client:
-        """As a noun. ``ValueError`` for caps that contradict each other."""
+        """Make a noun of it. ``ValueError`` for caps that contradict each other."""
         return Client(
             digest=self.key_sha256,
             permissions=Permissions(allow=frozenset(self.allow), folders=self.folders, images=images),

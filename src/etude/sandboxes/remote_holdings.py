@@ -14,18 +14,18 @@ from etude.errors import SandboxError, Unsupported
 from etude.worlds import SandboxLimits
 
 SANDBOXES = 256
-"""Of one key at a time, unless its operator says otherwise."""
+"""Sandboxes of one key at a time, unless its operator says otherwise."""
 EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, cpus=4.0)
 """The most of one sandbox, likewise: what builds and databases take."""
 TOTAL = SandboxLimits(
     **{limit.name: SANDBOXES * getattr(SandboxLimits(), limit.name) for limit in fields(SandboxLimits)}
 )
-"""Of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
+"""The most of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """What the holder of one key may have at a time."""
+    """The most that the holder of one key may have at a time."""
 
     sandboxes: int = SANDBOXES
     each: SandboxLimits = EACH

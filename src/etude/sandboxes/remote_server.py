@@ -43,7 +43,7 @@ Answer: TypeAlias = wire.Message | bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What all clients may have."""
+    """Limits that hold for all clients."""
 
     snapshots: int = 64
     """Kept of each key, as long as the server runs."""

@@ -66,20 +66,20 @@ class Order(TypedDict):
 
 
 class Invocation(NamedTuple):
-    """What a command is, which its own process alone reads."""
+    """A command, which its own process alone reads."""
 
     workdir: str
     environment: Mapping[str, str]
     argv: Sequence[str]
 
     def to_bytes(self) -> bytes:
-        """As texts that end at a NUL, which none of them holds: cheaper to read than JSON in a process just forked."""
+        """Write it as texts that end at a NUL, which none holds: cheaper to read than JSON in a process just forked."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         return b"\0".join(map(os.fsencode, [self.workdir, *variables, "", *self.argv]))
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Self:
-        """What was written."""
+        """Read what was written."""
         workdir, *rest = map(os.fsdecode, data.split(b"\0"))
         end = rest.index("")
         variables = (variable.partition("=") for variable in rest[:end])

@@ -143,7 +143,7 @@ class StepDone:
     """The lowest reward of the batch; ``None`` where every rollout was quarantined."""
     reward_high: float | None = None
     ended: dict[str, int] = field(default_factory=dict)
-    """Why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
+    """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +247,7 @@ class RolloutClosed:
     impossible: bool = False
     """Whether nobody could honestly pass its task."""
     passed: bool = False
-    """Whether its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
+    """True if its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,7 @@ class JudgeAlarm:
 
 
 OUTAGE_TOLD_S = 60.0
-"""How often an outage that goes on is told again."""
+"""Time after which an outage that goes on is told again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +301,7 @@ class Outage:
     seconds: float
     """For how long it has been away."""
     reason: str
-    """What failed last."""
+    """The last failure."""
 
 
 Event: TypeAlias = (

@@ -1,4 +1,4 @@
-"""How one tool call is written between its grammar's marks: forms, each described by a few words of data.
+"""Forms of one tool call between its grammar's marks, each described by a few words of data.
 
     JsonCall     {"name": "edit", "arguments": {"line": 3}}
     HeadedCall   edit[ARGS]{"line": 3}                                a name, then a JSON object
@@ -66,9 +66,9 @@ class JsonCall:
     """Keys of the arguments, the best first."""
     call_id: str = "id"
     listed: bool = False
-    """Whether the first call may stand behind a bracket."""
+    """True if the first call may stand behind a bracket."""
     python: bool = False
-    """Whether Python's literals do for JSON."""
+    """True if Python's literals do for JSON."""
     scope: Scope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
@@ -140,9 +140,9 @@ class TaggedCall:
     separator: str = ""
     """May stand between parameters."""
     trims: bool = False
-    """Whether one line break on either side of a value belongs to the grammar."""
+    """True if one line break on either side of a value belongs to the grammar."""
     recovers: bool = False
-    """Whether a parameter also ends where a line opens the next one, or the call ends: models forget to close them."""
+    """True if a parameter also ends where a line opens the next one, or the call ends: models forget to close them."""
     verbatim: tuple[str, str] = ("", "")
     """Marks around a value that is text whatever its type."""
     scope: Scope | None = None

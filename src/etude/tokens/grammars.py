@@ -11,9 +11,9 @@ from etude.tokens.call_forms import EitherCall, GemmaCall, HeadedCall, JsonCall,
 from etude.tokens.toolcalls import Grammar, Thinking
 
 IDENTIFIER = tuple(ascii_letters + "_")
-"""How a name begins."""
+"""Beginnings of a name."""
 OBJECT = ('{"name"', '{ "name"', '{\n"name"', '{\n  "name"', '{\n    "name"')
-"""How a call that is an object begins."""
+"""Beginnings of a call that is an object."""
 
 HERMES = Grammar(
     name="hermes",

@@ -79,7 +79,7 @@ def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = 
 
 
 def call_support(folder: Path) -> CallSupport:
-    """How the tool calls of a checkpoint folder are read. Raises like :func:`load_format`."""
+    """Find out how the tool calls of a checkpoint folder are read. Raises like :func:`load_format`."""
     chat = load_format(folder)
     return chat.calls if isinstance(chat, JinjaFormat) else CallSupport(grammar=HERMES, rendered=(SIMPLE,))
 
@@ -169,7 +169,7 @@ class _Style:
     turn_end: str | None
     """The control token behind an assistant's words; ``None`` if it writes none."""
     calls: CallSupport
-    """How its tool calls are read."""
+    """The reading of its tool calls."""
 
 
 class JinjaFormat:
@@ -211,7 +211,7 @@ class JinjaFormat:
 
     @property
     def calls(self) -> CallSupport:
-        """How tool calls are read in replies to conversations with tools."""
+        """The reading of tool calls in replies to conversations with tools."""
         return self._tool_use.calls
 
     @property
@@ -221,7 +221,7 @@ class JinjaFormat:
 
     @property
     def thinks(self) -> bool:
-        """Whether a template knows marks of thoughts."""
+        """True if a template knows marks of thoughts."""
         return any(style.marks.thinking is not None for style in (self._default, self._tool_use))
 
     def encode(self, text: str) -> list[int]:
@@ -296,7 +296,7 @@ class JinjaFormat:
         return IncrementalReader(spelling.stream(), marks, tools, stops=stops, single_call=single_call)
 
     def _opens_thought(self, thinking: Thinking, prompt_ids: TokenIds) -> bool:
-        """Whether a prompt ends with the opening of a thought and white space.
+        """True if a prompt ends with the opening of a thought and white space.
 
         Where the opening is a token, that token counts: text that spells it is not.
         """
@@ -313,7 +313,7 @@ class JinjaFormat:
     def _render(
         self, style: _Style, conversation: Sequence[Json], tools: Sequence[Tool], kwargs: TemplateKwargs
     ) -> str:
-        """What a template makes of a conversation whose texts are hidden, up to the opening of the next reply."""
+        """Render a conversation whose texts are hidden, up to the opening of the next reply."""
         check_kwargs(kwargs, self.reads)
         hidden = {name: self._guard.hide_all(value) for name, value in {**self._kwargs, **kwargs}.items()}
         return style.template.render(conversation, _tool_fields(tools, self._guard), hidden, opening=True)

@@ -19,9 +19,9 @@ NAME = re.compile(r"[^\W\d][\w.\-$]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(00(?:0\d|10|0[a-fA-F])[0-9a-fA-F]{4})|(.))", re.DOTALL)
 BEHIND_VALUE = re.compile(r"\s*(?:[)\]}:]|\Z|,\s*(?:[\[{('\"\d-]|[^\W\d]\w*\s*[=,)\]}]))")
-"""What may follow a string: an end, a colon, or a comma and another value or name."""
+"""Text that may follow a string: an end, a colon, or a comma and another value or name."""
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
-"""What stands behind a backslash → what it means; quotes, slashes and backslashes mean themselves."""
+"""Character behind a backslash → its meaning; quotes, slashes and backslashes mean themselves."""
 PLAIN = "\\'\"/"
 DEEPEST = 100
 """Nested values; no tool takes more."""
@@ -32,7 +32,7 @@ class Read(NamedTuple):
 
     json: str
     end: int
-    """Where the rest of the text begins."""
+    """Index at which the rest of the text begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Notation:
 
     quotes: tuple[str, ...]
     escapes: bool
-    """Whether a backslash in a string says something."""
+    """True if a backslash in a string says something."""
     nested: bool = False
-    """Whether a string goes on behind a quote that nothing follows which may follow a value."""
+    """True if a string goes on behind a quote that nothing follows which may follow a value."""
 
     def whole(self, text: str) -> str:
         """The JSON of a text that is one value and nothing else."""
@@ -110,7 +110,7 @@ class Notation:
         return (ESCAPE.sub(_unescaped, string) if self.escapes else string), end + len(quote)
 
     def _is_inside(self, text: str, start: int, at: int, quote: str) -> bool:
-        """Whether the quote at ``at`` belongs to the string."""
+        """True if the quote at ``at`` belongs to the string."""
         is_escaped = self.escapes and _is_escaped(text, start, at)
         return is_escaped or (self.nested and BEHIND_VALUE.match(text, at + len(quote)) is None)
 
@@ -145,7 +145,7 @@ def _comma(text: str, at: int) -> int:
 
 
 def _is_escaped(text: str, start: int, at: int) -> bool:
-    """Whether an odd number of backslashes stands before ``at``."""
+    """True if an odd number of backslashes stands before ``at``."""
     first = at
     while first > start and text[first - 1] == "\\":
         first -= 1

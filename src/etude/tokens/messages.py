@@ -133,7 +133,7 @@ class ChatFormat(Protocol):
 
     @property
     def thinks(self) -> bool:
-        """Whether there are thoughts in replies."""
+        """True if there are thoughts in replies."""
         ...
 
     def encode(self, text: str) -> list[int]:

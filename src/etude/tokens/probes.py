@@ -60,9 +60,9 @@ class Probe:
     """A reply with calls."""
 
     name: str
-    """What it is about, for people."""
+    """Its subject, for people."""
     arguments: tuple[dict[str, Json], ...]
-    """Of each call."""
+    """The arguments of each call."""
     text: str = ""
     """Stands before them."""
 
@@ -93,7 +93,7 @@ PROBES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSupport:
-    """What is known of the tool calls of a chat template."""
+    """The tool calls of a chat template, as far as they are read."""
 
     grammar: Grammar | None = None
     """Reads them; ``None``: nothing does."""
@@ -104,21 +104,21 @@ class CallSupport:
 
     @property
     def is_read(self) -> bool:
-        """Whether a simple call comes back as it was."""
+        """True if a simple call comes back as it was."""
         return SIMPLE in self.rendered and SIMPLE not in self.differing
 
     @property
     def is_lost(self) -> bool:
-        """Whether the template writes calls of which none is read."""
+        """True if the template writes calls of which none is read."""
         return bool(self.rendered) and self.grammar is None
 
     def is_worse(self, other: "CallSupport") -> bool:
-        """Whether ``other`` reads more of what is rendered."""
+        """True if ``other`` reads more of what is rendered."""
         return len(self.rendered) - len(self.differing) < len(other.rendered) - len(other.differing)
 
     @property
     def problem(self) -> str:
-        """What an agent's calls would suffer from, in a sentence; empty if nothing."""
+        """The problem of an agent's calls, in a sentence; empty if there is none."""
         if not self.rendered:
             guess = f"; replies are read as {self.grammar.name} calls, which it mentions" if self.grammar else ""
             return f"the chat template renders no tool calls{guess}"
@@ -151,7 +151,7 @@ def find_grammar(render: Render, source: str, thinking: Thinking | None) -> Call
 
 
 def _reply(render: Render, probe: Probe, thinking: Thinking | None) -> str:
-    """What the template makes of a reply, from where its text would begin; empty where it leaves out the calls."""
+    """Render a reply, from where its text would begin; empty where the template leaves out the calls."""
     told = render([USER], [TOOL], False).count(NAME)
     for call_id in CALL_IDS:
         asked = Message(role="assistant", content=probe.text, tool_calls=probe.calls(call_id))

@@ -395,7 +395,7 @@ class _Scanner:
 
 
 def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str, tuple[ParsedCall, ...]]:
-    """What a whole reply thinks and says, and what it calls, when it is text already, control tokens spelt."""
+    """Read a whole reply that is text already, control tokens spelt: its thoughts and words, and its calls."""
     scanner = _Scanner(marks, tools, None, single_call=False)
     deltas = [*scanner.feed(text), *scanner.finish()]
     said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))

@@ -1,4 +1,4 @@
-"""Where a server that renders every call afresh shows a model something else than it was trained on.
+"""Differences between what a model is trained on and what a server that renders every call afresh shows it.
 
     trained       prompt, sampled ids, what is new; thoughts and all            ``open``, ``extend``, ``extend``, …
     afresh        the template over all messages, as other servers render them  ``open``
@@ -23,7 +23,7 @@ RESULT = Message(role="tool", content=".", tool_call_id="abcdefghi")
 
 
 def rendered_differently(chat: ChatFormat) -> list[str]:
-    """What differs, each in some words; nothing for a format that other servers render as étude does."""
+    """The differences, each in some words; none for a format that other servers render as étude does."""
     places: dict[str, list[str]] = {}
     for place, conversation in (
         ("at the next user's message", [USER, ANSWER, NEXT]),

@@ -35,11 +35,11 @@ STEP_CHARACTERS, STEP_ITEMS = 256, 16
 CALL_STEPS = 20
 """A call takes as long as so many items of a loop."""
 MAX_BITS = 4096
-"""Of a whole number that a template computes: the product of larger ones takes time beyond any count of steps."""
+"""Size of the largest number that a template computes: products of larger ones take time beyond any count of steps."""
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Fields of ``tokenizer_config.json`` that templates know as variables."""
 GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
-"""What a template is given with each conversation: nobody may set it by name."""
+"""Variables that a template is given with each conversation: nobody may set them by name."""
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a template may raise, on purpose or by a conversation it did not expect."""
 
@@ -97,7 +97,7 @@ class Template:
 
 
 def _variables_of(tree: nodes.Template) -> frozenset[str]:
-    """What a template takes from outside: what it looks up and does not set, or asks about before it does."""
+    """The variables that a template takes from outside: those it looks up and does not set, or asks about before."""
     names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
     asked = {
         node.node.name
@@ -108,7 +108,7 @@ def _variables_of(tree: nodes.Template) -> frozenset[str]:
 
 
 _steps: ContextVar[int] = ContextVar("steps", default=MAX_STEPS)
-"""How many steps the rendering in progress may still take."""
+"""Steps that the rendering in progress may still take."""
 
 
 def _spend(steps: int) -> None:
@@ -158,7 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             yield item
 
     def joined(self, parts: Iterable[Any]) -> str:
-        """What ``~`` makes."""
+        """Put texts together, as ``~`` does."""
         texts = [str(part) for part in parts]
         _spend(sum(map(len, texts)) // STEP_CHARACTERS)
         return "".join(texts)

@@ -1,4 +1,4 @@
-"""How models write tool calls and thoughts: what a grammar is, and where a call ends in a text that grows.
+"""Grammars of tool calls and thoughts, and the end of a call in a text that grows.
 
     text <tool_call>{"name": …}</tool_call> <tool_call>{…}</tool_call>
          opening    form       closing     again
@@ -32,7 +32,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """What holds the arguments of a call together; inside of it quotes make text of every mark."""
+    """The brackets that hold the arguments of a call together; inside of them quotes make text of every mark."""
 
     opening: str
     closing: str
@@ -44,11 +44,11 @@ PYTHON_SCOPE = Scope(opening="(", closing=")", quotes="\"'")
 
 
 class CallForm(Protocol):
-    """How one call is written between its marks."""
+    """One way to write a call between its marks."""
 
     @property
     def scope(self) -> Scope | None:
-        """What holds its arguments together; ``None`` where only marks do."""
+        """The brackets around its arguments; ``None`` where only marks hold them together."""
         ...
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:

@@ -29,8 +29,8 @@ from etude.config.training import Aggregation, LossConfig, LossKind
 from etude.trainer.corrections import Correction, correct, trajectory_means
 
 LARGEST_LOG_RATIO = 20.0
-"""As in verl (``core_algos.py``): beyond it something is broken, and the exponential of what overflows has a gradient
-that is NaN even where a clip takes it.
+"""The largest log-ratio, as in verl (``core_algos.py``): beyond it something is broken, and the exponential of what
+overflows has a gradient that is NaN even where a clip takes it.
 """
 
 
@@ -179,7 +179,7 @@ def lesson_normaliser(config: LossConfig, totals: Totals) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """What a kind of loss looks at."""
+    """Input of a kind of loss."""
 
     tokens: LossTokens
     anchors_N: Tensor
@@ -190,7 +190,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """What a kind of loss makes of each token, to be maximised, and what was cut in making it."""
+    """The term of each token, to be maximised, and what was cut in making it."""
 
     terms_N: Tensor
     """w · ℓ, with gradient."""
@@ -286,7 +286,7 @@ def _ratios(x: LossInput) -> Tensor:
 
 
 def _clip(ratios_N: Tensor, x: LossInput) -> Surrogate:
-    """W · min(r A, clip(r) A).
+    """``w · min(r A, clip(r) A)``, token by token.
 
     A token has no gradient once its ratio has gone too far in the direction of its advantage, and with a dual clip
     (arXiv 1912.09729, equation 5; ``delta`` in TRL) where A < 0 and r is above that: max(min(r A, clip(r) A), c A).

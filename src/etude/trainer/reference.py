@@ -1,4 +1,4 @@
-"""How far a policy has gone from where it started: a reference's scores, and the k1 penalty against it.
+"""A reference's scores, and the k1 penalty for the way that a policy has gone from it.
 
     R' = R − β · Σ_t (log μ(y_t) − log π_ref(y_t))
 

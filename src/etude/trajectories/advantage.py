@@ -95,7 +95,7 @@ def _centred(values_G: Floats | Values) -> Values:
 
 
 def group_weight(baseline: Baseline, *, compared: int, graded: int, lost: int) -> float:
-    """What the advantages of a group are multiplied by, of whose planned rollouts ``lost`` never came to an end and of
+    """The factor of the advantages of a group of whose planned rollouts ``lost`` never came to an end and of
     whose ``graded`` only ``compared`` are compared and trained on.
 
     Rollouts that a machine lost say nothing about the policy, so a group without them must weigh what it would have

@@ -169,7 +169,7 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes to hold it, known before anything is cut or held."""
+        """Bytes that it takes to hold it, known before anything is cut or held."""
         return sum(part.region.count * part.element.size_bytes for part in self.parts)
 
     @property

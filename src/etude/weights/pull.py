@@ -45,7 +45,7 @@ class ReceiveOptions:
     deadline_s: float = 600.0
     """How long the packs of one link may take."""
     most_bytes: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    """How large a state may be; by default as large as this machine's memory, where it is to be held."""
+    """The largest state; by default as large as this machine's memory, where it is to be held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -287,7 +287,7 @@ def _find(log: WeightLog, at_least: int, held: int | None, target: int | None) -
 
 
 def _is_kept(log: WeightLog, held: WeightVersion) -> bool:
-    """Whether what is held can be built upon: not of a past that is no longer kept."""
+    """True if what is held can be built upon: not of a past that is no longer kept."""
     try:
         return log.read(held.version) is not None
     except DamagedError:

@@ -30,9 +30,9 @@ from etude.errors import DamagedError
 from etude.types import Json, WeightPack, WeightVersion
 
 FORMAT = 2
-"""What records of this form say they are. Those of format 1 said nothing, bore no log id and are refused."""
+"""The format that records name. Those of format 1 said nothing, bore no log id and are refused."""
 LOG_KEY = "log.json"
-"""Where a log's first record lies."""
+"""Key of a log's first record."""
 MOST_VERSION = 10**12
 """The highest version number."""
 MOST_RECORD_BYTES = 64 << 20

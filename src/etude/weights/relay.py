@@ -127,7 +127,7 @@ class Relay(Closing):
             )
 
     def _continues(self, held: int, digest: str | None) -> bool:
-        """Whether a change of the state ``digest`` is one of the version ``held`` in the region."""
+        """True if a change of the state ``digest`` is one of the version ``held`` in the region."""
         with suppress(DamagedError):
             record = self._region.read(held)
             return record is None or record.digest == digest
@@ -180,7 +180,7 @@ class Relay(Closing):
         return sum(self._threads.map(self._copy_pack, {pack.digest: pack for pack in packs}.values()))
 
     def _pack_in_region(self, pack: WeightPack) -> bytes | None:
-        """What another relay has brought, if it is sound."""
+        """The pack that another relay has brought, if it is sound."""
         with suppress(DamagedError):
             return self._region.pack(pack)
         return None

@@ -67,7 +67,7 @@ CHOICES = {
     ),
     "everything": ("every test", "return order"),
 }
-"""What is forged, and how it is chosen from ``order`` and ``passed``."""
+"""Name → the tests that are forged, and the choice of them from ``order`` and ``passed``."""
 
 
 def _program(choice: str, hook: str) -> str:
