@@ -26,7 +26,7 @@ GRADINGS = 2
 """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost for it."""
 
 
-class Looking(Protocol):
+class CheatMonitor(Protocol):
     """A look for cheating before anything is graded."""
 
     async def look(self) -> None:
@@ -35,7 +35,12 @@ class Looking(Protocol):
 
 
 async def grade_leftovers(
-    task: Task, sandbox: Sandbox, result: HarnessResult, grader: Grader, limits: Limits, looking: Looking | None = None
+    task: Task,
+    sandbox: Sandbox,
+    result: HarnessResult,
+    grader: Grader,
+    limits: Limits,
+    monitor: CheatMonitor | None = None,
 ) -> Reward:
     """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.
 
@@ -45,8 +50,8 @@ async def grade_leftovers(
     deadline_s = limits.grading_s + task.grading_s
     try:
         await sandbox.kill_processes()
-        if looking is not None:
-            await looking.look()
+        if monitor is not None:
+            await monitor.look()
         for _ in range(GRADINGS - 1):
             with suppress(*INFRASTRUCTURE):
                 return await within(deadline_s, "grading", grader.grade(task, sandbox, result))

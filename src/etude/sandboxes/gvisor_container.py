@@ -23,6 +23,7 @@ from etude.protocols import ExecResult
 from etude.sandboxes.folder_sandbox import Command
 from etude.sandboxes.gvisor_bundle import process
 from etude.sandboxes.gvisor_cell import Cell
+from etude.sandboxes.inputs import in_memory
 from etude.sandboxes.layers import AGENT, HOME
 from etude.sandboxes.ns_base import search_path
 from etude.sandboxes.ns_pipes import OutputPipe
@@ -113,7 +114,7 @@ class Container:
         self._commands += 1
         order, pid_file = (self._folder / f"{self._commands}.{kind}" for kind in ("json", "pid"))
         await asyncio.to_thread(order.write_bytes, _order(command, has_input=bool(stdin)))
-        source = _in_memory(stdin)
+        source = in_memory(stdin)
         pipes = [await OutputPipe.open(OUTPUT_LIMIT_BYTES), await OutputPipe.open(OUTPUT_LIMIT_BYTES)]
         start_s = time.monotonic()
         try:
@@ -212,12 +213,3 @@ def _order(command: Command, *, has_input: bool) -> bytes:
     usual = {"PATH": search_path(spec.mounts, own_base=not spec.image.base), "LANG": "C.UTF-8", "HOME": home}
     argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
     return orjson.dumps(process(argv, usual | dict(command.environment), spec.image.workdir, user=spec.user))
-
-
-def _in_memory(data: bytes) -> int:
-    """A descriptor from which ``data`` can be read."""
-    descriptor = os.memfd_create("stdin")
-    with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
-        file.write(data)
-        file.seek(0)
-    return descriptor

@@ -34,11 +34,12 @@ from etude.errors import SandboxError
 from etude.sandboxes import ns_wire as wire
 from etude.sandboxes.endings import all_or_none, close_all
 from etude.sandboxes.folders import Folder
+from etude.sandboxes.inputs import in_memory
 from etude.sandboxes.layers import remove_tree
 from etude.sandboxes.ns_base import machine_folders, search_path, write_skeleton
 from etude.sandboxes.ns_cgroups import MEMORY
 from etude.sandboxes.ns_door import Doors
-from etude.sandboxes.ns_link import Link, in_memory
+from etude.sandboxes.ns_link import Link
 from etude.sandboxes.ns_network import Place, hosts_text, places
 from etude.sandboxes.ns_root import HOSTNAME
 from etude.sandboxes.ns_sandbox import Birthright, Home, NamespaceSandbox

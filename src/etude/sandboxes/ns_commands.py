@@ -18,8 +18,9 @@ from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
 from etude.sandboxes import ns_wire as wire
 from etude.sandboxes.folder_sandbox import NOT_EXECUTABLE, Command
+from etude.sandboxes.inputs import in_memory
 from etude.sandboxes.ns_jobs import Verdict
-from etude.sandboxes.ns_link import Link, in_memory
+from etude.sandboxes.ns_link import Link
 from etude.sandboxes.ns_pipes import OutputPipe
 from etude.sandboxes.outputs import OUTPUT_LIMIT_BYTES
 

@@ -210,12 +210,3 @@ async def _wait(process: Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-def in_memory(data: bytes) -> int:
-    """A descriptor from which ``data`` can be read."""
-    descriptor = os.memfd_create("input", os.MFD_CLOEXEC)
-    with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
-        file.write(data)
-        file.seek(0)
-    return descriptor

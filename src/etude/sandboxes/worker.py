@@ -19,6 +19,7 @@ import time
 from typing import TypedDict
 
 from etude.sandboxes import isolation
+from etude.sandboxes.inputs import in_memory
 from etude.sandboxes.outputs import CappedOutput
 from etude.sandboxes.zygote import KILL, MESSAGE_LIMIT_BYTES, Invocation, Order, Zygote, preload
 
@@ -118,7 +119,7 @@ class Worker:
         cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
         invocation = Invocation(request["workdir"], request["environment"], request["argv"])
         message = json.dumps(Order(root=request["root"], cpu_s=cpu_s)).encode()
-        files = [_in_memory(invocation.to_bytes()), _in_memory(request["stdin"].encode())]
+        files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
         descriptors = [*files, stdout.writer, stderr.writer]
         socket.send_fds(self._control, [message], descriptors)
         for descriptor in descriptors:
@@ -151,15 +152,6 @@ class Worker:
         if not message:
             sys.exit("a sandbox zygote died; its worker ends too")
         return message
-
-
-def _in_memory(data: bytes) -> int:
-    """A file of ``data`` that is read from its beginning."""
-    descriptor = os.memfd_create("data")
-    with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
-        file.write(data)
-        file.seek(0)
-    return descriptor
 
 
 class _Output:
