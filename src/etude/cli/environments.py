@@ -26,7 +26,7 @@ def _add_tasks(commands: Commands) -> None:
     build.add_argument("--base", default="", help="stored base system (default: the sandboxes' own)")
     build.add_argument("--before", default="", metavar="DATE", help="install nothing that was published later")
     build.add_argument("--seed", type=int, default=0, help="of bugs and of the order of tests")
-    build.add_argument("--unprobed", action="store_true", help="make tasks that have no probe, too")
+    build.add_argument("--unprobed", action="store_true", help="make tasks that have canaries and no probe, too")
     build.add_argument("--installer", metavar="URL", help="an OpenAI-compatible API whose model installs what is hard")
     build.add_argument("--model", default="", help="of the installer; its key is in ETUDE_INSTALLER_KEY")
     check = actions.add_parser("check", help="prove tasks again, or compare recorded sessions with production's")

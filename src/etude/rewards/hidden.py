@@ -9,7 +9,8 @@ Hidden tests come into a fork after the artefacts and never into another place. 
 counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
 tests it, so a reward takes that no canary passed (:mod:`etude.rewards.hidden_papers`). Only work that passes every test
 is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task in a
-world that nobody has touched: none of which anything passes there.
+world that nobody has touched: none of which anything passes there. Where there is neither a canary nor a probe, nothing
+could prove any work, so that there is no reward, not even of zero.
 
 Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
 tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
@@ -25,9 +26,10 @@ Owns the order of things. What is proved by canaries has limits: code that recog
 knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
 """
 
+import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -121,6 +123,15 @@ class HiddenTestGrader:
             except _TooSlow as slow:
                 timeout_s = slow.timeout_s
 
+    async def guarded(self, task: Task) -> frozenset[str]:
+        """The node ids that can be canaries. A task that has none, and no probe, cannot be graded.
+
+        Raises :class:`~etude.errors.SandboxError`, also for tests that do not run in a world that nobody has touched.
+        """
+        async with self._untouched(task) as world:
+            seen = await _read_modules(world, _test_checks(task))
+        return (await self._papers(task, seen, math.inf)).guarded
+
     async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Reward:
         """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
         the tests.
@@ -150,7 +161,8 @@ class HiddenTestGrader:
     async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
         """Sit one paper after another, as long as all is well; ``seen`` are the test modules that the agent had."""
         checks = _test_checks(task)
-        self._papers(task, seen)
+        if not checks.probes and not (await self._papers(task, seen, timeout_s)).guarded:
+            raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
         plain = await _sit(base, task, Paper(real=frozenset(checks.must_pass)), timeout_s)
         if not plain.passed or plain.result.timed_out:
             await self._check_sound(task, timeout_s, has_time=not plain.result.timed_out)
@@ -159,8 +171,7 @@ class HiddenTestGrader:
             findings = replace(findings, probed=await _probe(base, checks, timeout_s))
         if not findings.passed.issuperset(checks.must_pass):
             return findings
-        idle = (await self._check_sound(task, timeout_s, has_time=True)).idle
-        papers = self._papers(task, seen, idle)
+        papers = await self._papers(task, seen, timeout_s)
         for _ in range(papers.mixed_papers):
             if not findings.is_proved(checks):
                 break
@@ -171,13 +182,11 @@ class HiddenTestGrader:
             findings = findings.with_paper(paper, report)
         return findings
 
-    def _papers(self, task: Task, seen: Mapping[str, str], idle: Collection[str] = ()) -> Papers:
-        """Raises :class:`~etude.errors.SandboxError` for a task that nothing but its word would be proof of."""
+    async def _papers(self, task: Task, seen: Mapping[str, str], timeout_s: float) -> Papers:
+        """Raises as :meth:`_check_sound` does."""
         checks = _test_checks(task)
-        papers = Papers(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
-        if not papers.guarded and not checks.probes:
-            raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
-        return papers
+        idle = (await self._check_sound(task, timeout_s, has_time=True)).idle
+        return Papers(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
 
     async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.

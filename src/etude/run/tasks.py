@@ -29,6 +29,7 @@ from etude.environments.repositories.verdicts import Refusal, counts_of, prove
 from etude.environments.repositories.workshop import KEPT, Bench, Workshop, failed
 from etude.errors import AgentFault, ConfigError, DamagedError, SandboxError
 from etude.protocols import SandboxProvider
+from etude.rewards.hidden import HiddenTestGrader
 from etude.sandboxes.images import ImageStore
 from etude.types import Split, Task, TestChecks
 from etude.worlds import SandboxSpec
@@ -108,7 +109,8 @@ async def build(options: BuildOptions, provider: SandboxProvider, *, say: Say) -
             raise
         candidates = await asyncio.to_thread(propose, project, texts, bench.survey, seed=options.settings.seed)
         say(f"{len(candidates)} candidates")
-        workshop = Workshop(bench, provider, store, folder, unprobed=options.unprobed)
+        guarded = HiddenTestGrader(provider, store).guarded if options.unprobed else None
+        workshop = Workshop(bench, provider, store, folder, guarded=guarded)
         await try_all(workshop, candidates, folder, options, say)
     report = report_of(bench, folder, len(candidates), time.monotonic() - started)
     folder.write("report.json", json.dumps(report_fields(report), indent=1).encode())
@@ -251,6 +253,8 @@ async def _check(
         for runs, observation in zip(seen, found, strict=True):
             runs.append(observation)
     proof = prove(about, others, *seen)
+    if proof.refusal is None and not (checks.probes or await HiddenTestGrader(provider, store).guarded(task)):
+        return str(Refusal.UNGUARDED), "no probe, and no test that can have a canary: delete it"
     lost = sorted({*about, *others} - {*proof.about, *proof.others})
     if proof.refusal is None and lost:
         return str(Refusal.FLAKY), f"not always as they should: {', '.join(lost[:3])}"

@@ -37,6 +37,11 @@ CHECKS = TestChecks(
     probes=(Probe(module="pkg.half", function="half", cases=(Case(arguments=(9,), expected=4),)),),
     timeout_s=60.0,
 )
+ROWS = (
+    "import pytest\nfrom pkg.half import half\n\n@pytest.mark.parametrize('n', [0, 7])\ndef test_half(n):\n"
+    "    assert not n or half(n) == 3\n"
+)
+"""One row passes anyway."""
 TASK = Task(
     task_id="t",
     family="repository",
@@ -169,7 +174,10 @@ def test_what_was_too_much_from_the_start_is_our_fault(bench: Bench) -> None:
     [
         ({"command": ("python3", "-m", "no_such_runner")}, "do not run in a world that nobody has touched"),
         ({"must_pass": (*NODES[:2], "tests/test_half.py::test_gone")}, "do not run in a world"),
-        ({"files": {}, "probes": ()}, "none of its tests can have a canary"),
+        (
+            {"files": {"tests/test_half.py": ROWS}, "must_pass": (f"{NODES[0]}[7]",), "about": 1, "probes": ()},
+            "none of its tests can have a canary",
+        ),
         ({"must_pass": tuple(f"tests/test_half.py::test_{n}" for n in range(5000))}, "at most 2500"),
     ],
 )
@@ -266,15 +274,15 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
     never = math.inf
     slow = dataclasses.replace(with_checks(probes=(), timeout_s=10.0), world=None)
     other = dataclasses.replace(slow, task_id="other")
-    stage = Stage(*(never, 30.0, never, 5.0), *(never, 30.0, never, 30.0), *(never, 5.0), *(never, 15.0))
+    stage = Stage(*(30.0, never, 5.0), *(never, 30.0, never, 30.0), *(5.0, never, 5.0), *(never, 15.0))
     longest_s = 10 + 900 / 2 / 8
 
     async def act() -> None:
         grader = HiddenTestGrader(stage, ImageStore(tmp_path))
         for task, given in (
-            (slow, [10, longest_s, 40, longest_s]),  # busy at first, and at the second look as fast as ever
+            (slow, [longest_s, 40, longest_s]),  # busy at first, and at the second look as fast as ever
             (slow, [10, longest_s, 40, longest_s]),  # busy all the time
-            (other, [10, longest_s]),
+            (other, [longest_s, 10, longest_s]),
             (slow, [40, longest_s]),  # remembered
         ):
             stage.given.clear()
@@ -290,7 +298,7 @@ def test_what_the_agent_could_read_before_has_no_canary(tmp_path: Path) -> None:
     task = dataclasses.replace(with_checks(probes=()), world=None, files={path: f"# the same tests\n{text}"})
 
     async def act() -> Reward:
-        grader = HiddenTestGrader(Stage(), ImageStore(tmp_path))
+        grader = HiddenTestGrader(Stage(1.0), ImageStore(tmp_path))
         return await grader.grade(task, await Stage().create({}), HarnessResult(reason="submit", counts={}))
 
     with pytest.raises(SandboxError, match="none of its tests can have a canary"):

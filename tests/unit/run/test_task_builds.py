@@ -5,6 +5,7 @@ import base64
 import json
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -171,11 +172,41 @@ def test_a_package_becomes_tasks_that_fail_as_given_and_pass_when_solved(
         assert "total_of_numbers" not in task.prompt
     checked = runner.run(check(options.out, provider, say=lambda line: None, repeats=1))
     assert {result.outcome for result in checked} == {SOUND}
+    unguarded = forgeable(task)
+    PackageFolder(tmp_path / "out" / "sums-1.0").add(unguarded, tasks.answer(task))
+    checked = runner.run(check(options.out, provider, say=lambda line: None, repeats=1))
+    assert {result.task_id: result.outcome for result in checked}[task.task_id] == Refusal.UNGUARDED
+    PackageFolder(tmp_path / "out" / "sums-1.0").add(task, tasks.answer(task))
     again = make(runner, provider, BuildOptions(reference=options.reference, out=options.out, limit=3))
     assert again.tried > report.tried
     log = (tmp_path / "out" / "sums-1.0" / "log.jsonl").read_text().splitlines()
     ids = [json.loads(line)["candidate_id"] for line in log if line]
     assert len(ids) == len(set(ids))
+
+
+def forgeable(task: Task) -> Task:
+    """The task without its probe, and with its tests where the agent can read them."""
+    assert isinstance(task.checks, TestChecks)
+    return replace(task, files=task.checks.files, checks=replace(task.checks, probes=()))
+
+
+def test_what_has_neither_a_probe_nor_a_canary_is_no_task(
+    tmp_path: Path, sandboxes: tuple[asyncio.Runner, NamespaceSandboxes]
+) -> None:
+    """A row that passes anyway would tell a canary, and methods are not called from outside."""
+    rows = """
+import pytest
+from sums import Tally
+
+@pytest.mark.parametrize("things, count", [("", 0), ("aa", 2)])
+def test_tally(things, count): t = Tally(); assert ([0] + [t.add(one) for one in things])[-1] == count
+@pytest.mark.parametrize("n", range(8))
+def test_arithmetic(n): assert n + 1 > n
+"""
+    reference = str(package(tmp_path / "repo", rows))
+    report = make(*sandboxes, BuildOptions(reference=reference, out=tmp_path / "out", unprobed=True))
+    assert report.kept == 0
+    assert report.outcomes["unguarded"] >= 1
 
 
 @pytest.mark.parametrize(

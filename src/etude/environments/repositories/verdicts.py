@@ -54,6 +54,8 @@ class Refusal(StrEnum):
     """What was removed can be found elsewhere in the image."""
     UNPROBED = "unprobed"
     """No call from outside tells the broken world from the right one; ``--unprobed`` lets it be a task."""
+    UNGUARDED = "unguarded"
+    """It has no probe, and none of its tests can have a canary: no grader could tell right work from forged results."""
     TOO_LARGE = "too_large"
     """Its hidden test files are too large."""
     FLAKY = "flaky"

@@ -12,10 +12,11 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from etude.environments.repositories.candidates import BUG, Candidate
 from etude.environments.repositories.folder import FAMILY, PackageFolder, Verdict, split_of
@@ -50,6 +51,9 @@ SLACK = 5.0
 FLOOR_S = 15.0
 """The least that a run is given."""
 SANDBOX_TTL_S = 3600.0
+
+Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
+"""Which tests of a task a grader can guard with canaries, by node id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +95,10 @@ class Workshop:
         provider: SandboxProvider,
         store: ImageStore,
         folder: PackageFolder,
-        *,
-        unprobed: bool = False,
+        guarded: Guarded | None = None,
     ) -> None:
-        """``unprobed``: what has no probe may be a task, too."""
-        self._unprobed = unprobed
+        """``guarded`` asks whether a grader can guard a task's tests: what has no probe may then be a task, too."""
+        self._guarded = guarded
         self._bench = bench
         self._provider = provider
         self._store = store
@@ -120,7 +123,7 @@ class Workshop:
         for candidate in candidates:
             affected = survey.affected(candidate.functions)
             refusal = refuse_unrun(survey, affected)
-            if refusal is None and not self._unprobed and self._calls(candidate) is None:
+            if refusal is None and self._guarded is None and self._calls(candidate) is None:
                 refusal = Refusal.UNPROBED
             if refusal is None:
                 worth.append((candidate, affected))
@@ -171,13 +174,15 @@ class Workshop:
         calls = self._calls(candidate)
         proof, cases = await self._prove(candidate, image, (about, others), hidden, calls)
         seconds = trial.seconds + time.monotonic() - started
-        refusal = proof.refusal or (None if cases or self._unprobed else Refusal.UNPROBED)
+        if proof.refusal is not None:
+            return _verdict(candidate, proof.refusal, seconds, tests=key[2])
+        task = self._task(trial, view, image, proof, cases, hidden)
+        refusal = None if cases else await self._refuse_unprobed(task)
+        if refusal is None and key in self._taken:  # another one was faster
+            refusal = Refusal.TWIN
         if refusal is not None:
             return _verdict(candidate, refusal, seconds, tests=key[2])
-        if key in self._taken:  # another one was faster
-            return _verdict(candidate, Refusal.TWIN, seconds, tests=key[2])
         self._taken.add(key)
-        task = self._task(trial, view, image, proof, cases, hidden)
         await asyncio.to_thread(self._folder.add, task, candidate.before)
         counts = {
             "about": len(proof.about),
@@ -186,6 +191,12 @@ class Workshop:
             "probe_cases": len(cases),
         }
         return replace(_verdict(candidate, KEPT, seconds, tests=key[2]), task_id=task.task_id, counts=counts)
+
+    async def _refuse_unprobed(self, task: Task) -> Refusal | None:
+        """Why a task without a probe is none."""
+        if self._guarded is None:
+            return Refusal.UNPROBED
+        return None if await self._guarded(task) else Refusal.UNGUARDED
 
     @asynccontextmanager
     async def live(self) -> AsyncIterator[Sandbox]:
