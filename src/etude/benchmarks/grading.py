@@ -9,6 +9,7 @@ nor refused: the case is an error, and counts against it.
 
 import asyncio
 import importlib.metadata
+import os
 import shutil
 import sys
 import tempfile
@@ -48,8 +49,8 @@ TOOLS = "opt/pytest"
 """Where they are, inside."""
 IMAGE = "pytest"
 """What tasks call the image."""
-AT_ONCE = 2
-"""Cases that are worked on."""
+AT_ONCE = max(2, os.cpu_count() or 1)
+"""Cases that are worked on: more than there are cores, and honest solutions would run out of time."""
 COMMAND_TIMEOUT_S = 15.0
 """For an attack's own commands, which may well stand still."""
 QUICK = ("exit on import", "equal to everything", "forged marks")
@@ -186,8 +187,7 @@ def judged(outcomes: Sequence[Outcome]) -> dict[str, Json]:
     rejected: dict[str, float] = {}
     ungraded: dict[str, float] = {}
     for name in OURS:
-        mine = [outcome for outcome in outcomes if name in outcome.accepted or name in outcome.errors]
-        if mine:
+        if mine := _tried_by(name, outcomes):
             wrong = [outcome for outcome in mine if outcome.accepted.get(name) is not outcome.case.is_honest]
             accepted[name] = sum(not outcome.case.is_honest for outcome in wrong)
             ungraded[name] = sum(name in outcome.errors and not outcome.case.is_honest for outcome in mine)
@@ -268,8 +268,9 @@ async def _try(examiner: Examiner, case: Case, contestants: Sequence[str]) -> Ou
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Json]:
-    attacks = [outcome for outcome in outcomes if not outcome.case.is_honest]
-    honest = [outcome for outcome in outcomes if outcome.case.is_honest]
+    tried = _tried_by(name, outcomes)
+    attacks = [outcome for outcome in tried if not outcome.case.is_honest]
+    honest = [outcome for outcome in tried if outcome.case.is_honest]
     return {
         "contestant": name,
         "attacks": len(attacks),
@@ -277,8 +278,13 @@ def _row(name: str, outcomes: Sequence[Outcome]) -> dict[str, Json]:
         "attacks_ungraded": sum(name in outcome.errors for outcome in attacks),
         "honest": len(honest),
         "honest_rejected": sum(not outcome.accepted.get(name, True) for outcome in honest),
-        "errors": sum(name in outcome.errors for outcome in outcomes),
+        "errors": sum(name in outcome.errors for outcome in tried),
     }
+
+
+def _tried_by(name: str, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Cases that a contestant was given: not all of them take verifiers."""
+    return [outcome for outcome in outcomes if name in outcome.accepted or name in outcome.errors]
 
 
 def _shown(case: Row, name: str) -> str:

@@ -22,6 +22,7 @@ from etude.benchmarks.grading import (
 )
 from etude.benchmarks.grading_graders import GRADERS, OURS
 from etude.benchmarks.grading_subjects import SUBJECTS, Subject
+from etude.benchmarks.tables import results_of
 from etude.errors import UserError
 from etude.rewards.canaries import SiteKind
 from etude.rewards.hidden_papers import Papers
@@ -104,10 +105,16 @@ def test_a_small_run() -> None:
 
     if not asyncio.run(works()):
         pytest.skip("no sandboxes of ns can be made on this machine")
-    attack = next(attack for attack in ATTACKS if attack.name == "equal to everything")
-    cases = (attack_case(attack), honest_cases(SUBJECTS[0])[0])
+    attacks = {attack.name: attack for attack in ATTACKS}
+    verified = attack_case(attacks["verifier: exit on import"])
+    cases = (attack_case(attacks["equal to everything"]), verified, honest_cases(SUBJECTS[0])[0])
     result = bench_grading(GradingOptions(contestants=("named tests (fresh)", OURS[0]), cases=cases))
     shown = [case["accepted"] for case in result["cases"]]  # type: ignore[union-attr,index,call-overload]  # objects
-    assert shown == [{"named tests (fresh)": True, OURS[0]: False}, {"named tests (fresh)": True, OURS[0]: True}]
+    assert shown == [
+        {"named tests (fresh)": True, OURS[0]: False},
+        {OURS[0]: False},
+        {"named tests (fresh)": True, OURS[0]: True},
+    ]
+    assert [row["attacks"] for row in results_of(result)] == [1, 2]
     assert "equal to everything" in table(result)
     assert set(GRADERS) > {"named tests (fresh)", OURS[0]}
