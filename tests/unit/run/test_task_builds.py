@@ -172,11 +172,10 @@ def test_a_package_becomes_tasks_that_fail_as_given_and_pass_when_solved(
         assert "total_of_numbers" not in task.prompt
     checked = runner.run(check(options.out, provider, say=lambda line: None, repeats=1))
     assert {result.outcome for result in checked} == {SOUND}
-    unguarded = forgeable(task)
-    PackageFolder(tmp_path / "out" / "sums-1.0").add(unguarded, tasks.answer(task))
-    checked = runner.run(check(options.out, provider, say=lambda line: None, repeats=1))
-    assert {result.task_id: result.outcome for result in checked}[task.task_id] == Refusal.UNGUARDED
-    PackageFolder(tmp_path / "out" / "sums-1.0").add(task, tasks.answer(task))
+    PackageFolder(tmp_path / "bare" / "sums-1.0").add(forgeable(task), tasks.answer(task))
+    (tmp_path / "bare" / "images").symlink_to(tasks.images)
+    (bare,) = runner.run(check(tmp_path / "bare", provider, say=lambda line: None, repeats=1))
+    assert bare.outcome == Refusal.UNGUARDED
     again = make(runner, provider, BuildOptions(reference=options.reference, out=options.out, limit=3))
     assert again.tried > report.tried
     log = (tmp_path / "out" / "sums-1.0" / "log.jsonl").read_text().splitlines()
