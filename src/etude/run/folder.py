@@ -52,6 +52,7 @@ class RunFolder:
             raise RunFolderError(
                 f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
             )
+        resolved = resolve(config)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs):
@@ -61,7 +62,7 @@ class RunFolder:
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
                 (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
-            folder.config_file.write_text(dump_toml(resolve(config)), encoding="utf-8")
+            folder.config_file.write_text(dump_toml(resolved), encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.config.recipe import LedgerConfig, RunConfig
-from etude.errors import RunFolderError
+from etude.errors import ConfigError, RunFolderError
 from etude.run.decisions import resolve
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
@@ -46,3 +46,11 @@ def test_the_ledger_is_a_file_or_a_schema_of_its_own_that_the_folder_remembers(t
     assert one.ledger != other.ledger
     assert RunFolder.open(tmp_path / "a").ledger == one.ledger
     assert RunFolder.create(tmp_path / "c", one.config()).ledger != one.ledger  # a run as the recipe of another
+
+
+def test_a_recipe_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    """Regression: one without a recipe was left, and the next try chose another name."""
+    config = RunConfig.model_validate({"numerics": {"arithmetic": "invariant", "replay": "full"}})
+    with pytest.raises(ConfigError, match=r"numerics\.replay = 'full' has no effect"):
+        RunFolder.create(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
