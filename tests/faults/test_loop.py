@@ -86,7 +86,7 @@ def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
 def fresh(start: RunFolder, place: Path, recipe: RunConfig) -> RunFolder:
     copy = RunFolder.create(place, recipe)
     shutil.copytree(start.model, copy.model)
-    shutil.copytree(start.store, copy.store)
+    shutil.copytree(start.store, copy.store, dirs_exist_ok=True)
     return copy
 
 

@@ -32,7 +32,7 @@ from etude.weights.store import ObjectEntry, Objects, ObjectStore, StoreOptions
 OPTIONS = PublishOptions(
     codec="gaps", chunk_numbers=100, pack_bytes=400, encoders=2, uploads=2, anchor_every=3, deadline_s=20
 )
-READING = ReceiveOptions(connections=2, appliers=2, deadline_s=20)
+READING = ReceiveOptions(connections=2, appliers=2)
 BUSY_S = 120.0
 """For what competes with threads that never rest."""
 KEY = b"the key that signs records"
@@ -353,7 +353,7 @@ def test_readers_arrive_while_a_collector_removes_what_they_came_over() -> None:
     def read(leases: bool) -> int:
         arrivals, log = 0, WeightLog(store)
         lease = log.lease("reader")
-        with Receiver(log, replace(READING, deadline_s=BUSY_S)) as receiver:
+        with Receiver(log, READING) as receiver:
             while receiver.version != 40 and not done.is_set():
                 receiver.advance()
                 assert_committed(receiver)

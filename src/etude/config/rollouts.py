@@ -130,7 +130,7 @@ class RolloutConfig(Section):
     max_outage_s: float = Field(default=0.0, ge=0)
     """How long no rollout may succeed, while some are tried, before the run ends and says why; 0 for as long as
     it takes: the run waits, says who is away and since when, and goes on by itself. Where no rollout has ever
-    succeeded, something was never right, and a minute is enough.
+    succeeded, something was never right, and a minute is enough. The weight store may be away for as long.
     """
     sandbox_workers: int = Field(default=2, ge=1)
     """Processes that fork sandboxed commands."""

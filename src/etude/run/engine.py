@@ -16,6 +16,7 @@ from etude.engines.server import engine_app
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
 from etude.run.following import Serving, WeightFollower
+from etude.run.outages import StoreOutages
 from etude.run.serving import listening, run_until_signal, tell_person
 from etude.run.vllm import serve_vllm
 from etude.run.weight_log import open_log
@@ -66,14 +67,18 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         device=config.engine.device,
         spare=config.engine.spare_weights,
     )
-    follower = WeightFollower(open_log(folder), serving)
-    engine = NativeEngine(
-        follower.start(),
-        config.engine,
-        seed=secrets.randbits(64),  # a restarted engine must not repeat the numbers of the one before
-        record_routes=config.numerics.replay != "off",
-    )
-    with EventLog(folder.events, "engine") as events, closing(follower):
+    with (
+        EventLog(folder.events, "engine") as events,
+        StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
+        closing(await asyncio.to_thread(WeightFollower, open_log(folder, outages), serving)) as follower,
+        outages,  # first of all nobody waits any more
+    ):
+        engine = NativeEngine(
+            await asyncio.to_thread(follower.start),
+            config.engine,
+            seed=secrets.randbits(64),  # a restarted engine must not repeat the numbers of the one before
+            record_routes=config.numerics.replay != "off",
+        )
         async with listening(engine_app(engine), folder.endpoints.port("engine")), asyncio.TaskGroup() as tasks:
             tell_person(f"engine at {folder.endpoints.url('engine')}")
             tasks.create_task(engine.run())

@@ -55,7 +55,7 @@ class RunFolder:
         resolved = resolve(config)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-            for part in (folder.events, folder.logs):
+            for part in (folder.events, folder.logs, Path(folder.store)):
                 part.mkdir(exist_ok=True)
             _write_secret(path / "admin.key")
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")

@@ -56,10 +56,10 @@ async def next_arrival(log: WeightLog, receiver: Receiver, served: int) -> Arriv
     """Wait for a version after ``served`` and bring the copy of ``receiver`` to the newest there is.
 
     consumes: commit records; waits for: the record after the one served; woken by: its own polling; on shutdown:
-    cancelled between two polls. While the store is away, or no sound way leads on, the engine serves what it has: the
-    receiver has left a plea, which the publisher answers with a whole version. Admission counts the version that is
-    served, so the bound of staleness holds and the run slows down by itself. A store is waited for without
-    end; damage is raised after ``PATIENCE_S``.
+    cancelled between two polls. While no sound way leads on, as while the store is away and waited for, the engine
+    serves what it has: the receiver has left a plea, which the publisher answers with a whole version. Admission counts
+    the version that is served, so the bound of staleness holds and the run slows down by itself. Damage is raised after
+    ``PATIENCE_S``.
     """
     since_s, pause_s = None, LOOK_S
     while True:
@@ -67,13 +67,13 @@ async def next_arrival(log: WeightLog, receiver: Receiver, served: int) -> Arriv
             if await _is_behind(log, receiver, served):
                 return await asyncio.to_thread(receiver.advance)
             since_s, pause_s = None, LOOK_S
-        except (InfrastructureError, DamagedError) as error:
+        except DamagedError as error:
             now_s = time.monotonic()
             if since_s is None:
                 since_s = now_s
                 logger.warning("weight version %d is served on until a newer one can be had: %s", served, error)
-            elif now_s - since_s > PATIENCE_S and isinstance(error, DamagedError):
-                raise  # a store that is away comes back, damage that nobody has answered stays
+            elif now_s - since_s > PATIENCE_S:
+                raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -193,8 +193,7 @@ class WeightFollower:
         Returns what shall serve and what has to be written into it in the pause, which is nothing when there is a
         spare. To be swapped in before the next call.
         """
-        with suppress(InfrastructureError):  # what arrived must not be lost over it; the next call tries again
-            self._renew_lease(arrival.version)
+        self._renew_lease(arrival.version)
         pulled = self._receiver.weights()
         dense = self._receiver.changed_share(arrival) * RELOAD_SHARE > 1
         changed = None if dense else self._receiver.changed(arrival)
@@ -227,7 +226,8 @@ class WeightFollower:
 
     def close(self) -> None:
         """Let go of the log."""
-        self._lease.release()
+        with suppress(InfrastructureError):  # a lease that is not renewed ends by itself
+            self._lease.release()
         self._receiver.close()
 
     def _renew_lease(self, version: int) -> None:

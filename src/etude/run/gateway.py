@@ -9,7 +9,6 @@ Owns what the parts are made of and how the process ends; what they are is :mod:
 import asyncio
 import gc
 import json
-import logging
 import re
 import ssl
 import sys
@@ -24,7 +23,7 @@ from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
-from etude.errors import ConfigError, DamagedError, InfrastructureError
+from etude.errors import ConfigError, DamagedError
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.recorder import Recorder
@@ -35,8 +34,10 @@ from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
 from etude.run.gateway_parts import Plan, Running, running
+from etude.run.outages import StoreOutages
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.weight_log import open_log
+from etude.telemetry.log import EventLog
 from etude.together import supervised
 from etude.tokens.jinja import load_format
 from etude.types import RouteSpace
@@ -57,7 +58,6 @@ COLLECT_AFTER = (50_000, 50, 100)
 objects and none in a cycle; by default the collector would walk through all conversations every few hundred calls, in
 pauses that are the slowest calls.
 """
-logger = logging.getLogger(__name__)
 
 ENGINE_FORM = re.compile(r"(?P<url>https?://[^@]+?)/*(@(?P<region>[A-Za-z0-9._-]+))?")
 
@@ -119,8 +119,10 @@ async def _serve_run(folder: RunFolder) -> None:
             )
             await stack.enter_async_context(outside)
         tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
+        events = stack.enter_context(EventLog(folder.events, "gateway", lossy=True))
+        outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s, events))
         announcing = asyncio.create_task(
-            supervised("announcements", partial(announce, open_log(folder), parts.pool.announce))
+            supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))
         )
         stack.callback(announcing.cancel)
         await _until_told(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
@@ -178,12 +180,12 @@ async def _until_told(parts: Running, drain_s: float, *beside: asyncio.Task[None
 
 
 async def announce(log: WeightLog, tell: Callable[[int, str], None]) -> None:
-    """Tell which digest each version has, for ever; while the store is away, nothing.
+    """Tell which digest each version has, for ever; while the store is away, as long as it takes, nothing.
 
     consumes: commit records; produces: announcements; waits for: the next version; woken by: its own polling; on
     shutdown: cancelled between two polls.
     """
-    known, away = -1, False
+    known = -1
     while True:
         try:
             newest = await asyncio.to_thread(log.latest, None if known < 0 else known)
@@ -192,13 +194,8 @@ async def announce(log: WeightLog, tell: Callable[[int, str], None]) -> None:
                 if record is not None:
                     tell(newest, record.digest)
                     known = newest
-            away = False
         except DamagedError:
             pass  # a record that cannot be read announces nothing; `etude weights` tells of it
-        except (InfrastructureError, OSError) as error:
-            if not away:
-                logger.warning("new weight versions are not announced while the store is away: %s", error)
-            away = True
         await asyncio.sleep(ANNOUNCE_S)
 
 

@@ -3,7 +3,8 @@
     main loop ──beat──▶ time of a file ──look──▶ silence ──too long──▶ killed, started again
 
 Owns both ends. A beat comes from the loop that does the work, never from a thread of its own, which would live on while
-that is stuck. What a process is told and what becomes of a silent one is :mod:`etude.run.supervision`'s.
+that is stuck; while a store is waited for, from each try to reach it. What a process is told and what becomes of a
+silent one is :mod:`etude.run.supervision`'s.
 """
 
 import asyncio

@@ -25,6 +25,7 @@ from etude.run.judging import check_judge
 from etude.run.lineage import Lineage, check_complete, phases_of
 from etude.run.locks import exclusive
 from etude.run.machine import describe_machine, source_commit
+from etude.run.outages import StoreOutages
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress import Progress
 from etude.run.supervision import FINITE, Child, stop_all
@@ -68,7 +69,9 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
 def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage = Lineage(folder)
-    if open_log(folder).latest() is None:
+    with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
+        is_fresh = open_log(folder, outages).latest() is None
+    if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
             _keep_alive([phase], folder, config, events, progress)

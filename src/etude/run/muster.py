@@ -18,25 +18,25 @@ from etude.run.folder import RunFolder
 from etude.run.liveness import Heartbeat
 from etude.run.numerics import decoded_state, training_model, unfilled_model
 from etude.run.states import to_tensors
-from etude.run.weight_log import open_log
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.schedule import RateSchedule
+from etude.weights.log import WeightLog
 from etude.weights.pull import pull
 
 
-def muster(folder: RunFolder, config: RunConfig, grid: Grid | None) -> Crew:
+def muster(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Crew:
     """The crew that trains the policy. Raises as :func:`policy_model` does."""
     context = None if grid is None else grid.context
-    model = policy_model(folder, config, grid)
+    model = policy_model(folder, config, grid, log)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
     return Crew(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
 
 
-def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None) -> Decoder:
+def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:
     """The model to be trained, sharded over the ranks: of version 0, or without weights where a checkpoint has them.
 
     Raises :class:`~etude.errors.ConfigError` where it cannot be divided.
@@ -45,7 +45,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None) -> Dec
     spec, numerics, device = load_spec(folder.model), config.numerics, config.trainer.device
     state: Mapping[str, Tensor] | None = None
     if not Checkpoints(folder.checkpoints).steps():
-        state = decoded_state(to_tensors(pull(open_log(folder), 0).state), numerics)
+        state = decoded_state(to_tensors(pull(log, 0).state), numerics)
     if grid is None:
         model = training_model(spec, numerics, device)
         if state is not None:

@@ -32,6 +32,7 @@ from etude.run.folder import RunFolder
 from etude.run.lineage import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
 from etude.run.liveness import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
+from etude.run.outages import StoreOutages
 from etude.run.publishing import WeightPublishing
 from etude.run.sources import open_reading, settings_of
 from etude.run.states import to_stored
@@ -75,18 +76,21 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     config, lineage = folder.config(), Lineage(folder)
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
-    if open_log(folder).latest() is not None:
-        check_complete(lineage, config)
-        return
-    pending = lineage.pending(config)
-    with EventLog(folder.events, phase) as events:
+    with (
+        EventLog(folder.events, phase) as events,
+        StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
+    ):
+        if open_log(folder, outages).latest() is not None:
+            check_complete(lineage, config)
+            return
+        pending = lineage.pending(config)
         if phase in pending:
             if pending[0] != phase:
                 way_out = f"run `etude {pending[0]} --run {folder.path}` first"
                 raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {way_out}")
             PhaseProcess(folder, phase, events).run()
         if not lineage.pending(config):
-            publish_start(folder, lineage.model(phases_of(config)[-1]), events)
+            publish_start(folder, lineage.model(phases_of(config)[-1]), events, outages)
 
 
 class PhaseProcess:
@@ -269,11 +273,11 @@ def make_start(target: Path, config: RunConfig) -> None:
     save_model(target, model, chat)
 
 
-def publish_start(folder: RunFolder, origin: Path, events: EventLog) -> None:
+def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: StoreOutages) -> None:
     """Make the last phase's model the run's, and publish it as weight version 0."""
     place(folder.model, lambda target: _copy(origin, target))
     config = folder.config()
-    with WeightPublishing(open_log(folder), config.name, events) as publishing:
+    with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
         publishing.start(published_state(read_model(folder.model), config.numerics), 0)
         publishing.land()
 

@@ -7,7 +7,8 @@ What is published and how is the publisher's; when the trainer may go on is deci
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from types import TracebackType
 from typing import Self, final
 
@@ -20,8 +21,8 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publication, Publisher
 from etude.weights.state import state_bytes
 
-DEADLINE_S = 600.0
-"""How long a version may take to become visible before the trainer gives up."""
+MEANWHILE_S = 1.0
+"""How often who waits for a version does what else has to be done."""
 
 
 @final
@@ -58,19 +59,24 @@ class WeightPublishing:
     def release(self) -> None:
         """Wait until the published tensors may change; that is usually long true."""
         if self._publication is not None:
-            self._blocked_s += self._publication.wait_read(DEADLINE_S)
+            self._blocked_s += self._publication.wait_read()
 
     @property
     def landed(self) -> bool:
         """Whether :meth:`land` would return at once."""
         return self._publication is None or self._publication.done
 
-    def land(self) -> int | None:
-        """Wait until the version under way is visible and return it; ``None`` when none is."""
+    def land(self, meanwhile: Callable[[], None] = lambda: None) -> int | None:
+        """Wait until the version under way is visible and return it; ``None`` when none is.
+
+        That takes as long as the store is away; ``meanwhile`` is called now and then.
+        """
         if self._publication is None:
             return None
         waiting_s = time.perf_counter()
-        record = self._publication.result(DEADLINE_S)
+        while not wait([self._publication.record], MEANWHILE_S).done:
+            meanwhile()
+        record = self._publication.result()
         self._blocked_s += time.perf_counter() - waiting_s
         ended_s = self._ended_s or time.perf_counter()  # who waits may be woken before the end was noted
         self._publication = None

@@ -39,6 +39,7 @@ from etude.run.numerics import (
     route_space,
     training_model,
 )
+from etude.run.outages import StoreOutages
 from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
 from etude.run.states import to_tensors
@@ -75,12 +76,14 @@ logger = logging.getLogger(__name__)
 class TrainerProcess:
     """Everything the loop needs, opened from a run folder."""
 
-    def __init__(self, folder: RunFolder, events: EventLog, ledger: Ledger, grid: Grid | None) -> None:
+    def __init__(
+        self, folder: RunFolder, events: EventLog, ledger: Ledger, grid: Grid | None, outages: StoreOutages
+    ) -> None:
         self._folder = folder
         self.config: RunConfig = folder.config()
         self._ledger = ledger
         self._events = events
-        self._log = open_log(folder)
+        self._log = open_log(folder, outages)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
@@ -98,7 +101,7 @@ class TrainerProcess:
         self._in_vain = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
-        self.crew = muster(folder, self.config, grid)
+        self.crew = muster(folder, self.config, grid, self._log)
         self._recover()
 
     def run(self) -> None:
@@ -197,7 +200,7 @@ class TrainerProcess:
 
     def _land(self) -> None:
         """Commit the step whose version was under way, once that is visible."""
-        version = self.publishing.land()
+        version = self.publishing.land(lambda: self.crew.idle(time.monotonic()))
         if version is not None:
             self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))
@@ -354,15 +357,21 @@ def run_trainer(folder: RunFolder) -> None:
         if grid is None or grid.rank == 0:
             lead(folder, grid)
         else:
-            muster(folder, config, grid).follow()
+            outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # rank 0 tells people of them
+            muster(folder, config, grid, open_log(folder, outages)).follow()
 
 
 def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
-    lease = leased(folder.ledger, folder.config().ledger, name=TRAINER, holder=holder(folder))
-    with EventLog(folder.events, "trainer") as events, lease as ledger:
-        process = TrainerProcess(folder, events, ledger, grid)
-        with process.publishing, process.crew:
+    config = folder.config()
+    lease = leased(folder.ledger, config.ledger, name=TRAINER, holder=holder(folder))
+    with (
+        EventLog(folder.events, "trainer") as events,
+        lease as ledger,
+        StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
+    ):
+        process = TrainerProcess(folder, events, ledger, grid, outages)
+        with process.publishing, process.crew, outages:  # first of all nobody waits any more
             process.run()
 
 

@@ -31,6 +31,7 @@ from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
 from etude.run.following import next_arrival
 from etude.run.numerics import largest_state, route_space
+from etude.run.outages import StoreOutages
 from etude.run.serving import listening, tell_person
 from etude.run.weight_log import open_log
 from etude.sandboxes.scratch import Scratch
@@ -52,14 +53,16 @@ a large one on a GPU. One that ends is noticed at once.
 
 async def serve_vllm(folder: RunFolder, config: RunConfig) -> None:
     """Serve until cancelled. Raises :class:`~etude.errors.EngineUnavailable` when the server ends."""
-    log, spec = open_log(folder), load_spec(folder.model)
+    spec = load_spec(folder.model)
     python = find_python(config.engine.vllm_python)
     with (
         closing(Scratch.open(None)) as scratch,
-        closing(Receiver(log, largest_state(spec))) as receiver,
         EventLog(folder.events, "engine") as events,
+        StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
+        closing(Receiver(log := open_log(folder, outages), largest_state(spec))) as receiver,
+        outages,  # first of all nobody waits any more
     ):
-        receiver.advance()
+        await asyncio.to_thread(receiver.advance)
         pulled = receiver.weights()
         memory = scratch.create(reader=None)
         writer = _Writer(folder.model / CONFIG_FILE, memory)

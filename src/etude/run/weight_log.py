@@ -3,19 +3,30 @@
 import os
 from contextlib import closing
 
-from etude.errors import RunFolderError
+from etude.errors import InfrastructureError, RunFolderError, UserError
 from etude.ledger.archive import Archive
 from etude.run.folder import LOG_ID, RunFolder
+from etude.run.outages import StoreOutages
 from etude.weights.log import WeightLog
-from etude.weights.store import ObjectStore
+from etude.weights.retrying import RetryingStore
+from etude.weights.store import Objects, ObjectStore
 
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records; every process of a run needs the same."""
 
 
-def open_log(folder: RunFolder) -> WeightLog:
-    """The weight versions of a run: of its own log, and none older than its ledger says there is."""
-    return open_store(folder.store, log_id=log_id_of(folder), at_least=_committed(folder))
+def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLog:
+    """The weight versions of a run: of its own log, and none older than its ledger says there is.
+
+    With ``outages``, of a process of the run, storage that is away is waited for, from the first call on; a person's
+    command is told at once.
+    """
+    store: Objects
+    if outages is None:
+        store = ObjectStore(folder.store, creates=False)
+    else:
+        store = RetryingStore(folder.store, lambda: _opened(folder.store), outages)
+    return WeightLog(store, key=_key(), log_id=log_id_of(folder), at_least=_committed(folder))
 
 
 def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0) -> WeightLog:
@@ -24,15 +35,26 @@ def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_
     ``log_id`` and ``at_least`` are what is known of the log from elsewhere. A folder that is missing is made if this
     ``creates``, else it raises :class:`~etude.errors.UserError`.
     """
-    key = os.environ.get(KEY_VARIABLE)
-    store = ObjectStore(url, creates=creates)
-    return WeightLog(store, key=key.encode() if key else None, log_id=log_id, at_least=at_least)
+    return WeightLog(ObjectStore(url, creates=creates), key=_key(), log_id=log_id, at_least=at_least)
 
 
 def log_id_of(folder: RunFolder) -> str | None:
     """The id of a run's log; ``None`` where nobody wrote it down."""
     file = folder.path / LOG_ID
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def _opened(url: str) -> Objects:
+    """A run's store, which was made with the run: where it cannot be opened it is away."""
+    try:
+        return ObjectStore(url, creates=False)
+    except UserError as error:
+        raise InfrastructureError(str(error)) from error
+
+
+def _key() -> bytes | None:
+    key = os.environ.get(KEY_VARIABLE)
+    return key.encode() if key else None
 
 
 def _committed(folder: RunFolder) -> int:

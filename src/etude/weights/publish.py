@@ -61,7 +61,7 @@ class PublishOptions:
     compact: bool = True
     """Whether merged links are written after commits, so that readers that fell behind catch up in few steps."""
     deadline_s: float = 600.0
-    """How long the store and the other ranks may take before a publication fails."""
+    """How long the other ranks may take before a publication fails; how long the store may is the store's own."""
 
 
 @final
@@ -183,7 +183,7 @@ class Publisher(Closing):
         encoding = DeltaEncoding(share, state, self._codec.current, self._encoders)
         try:
             packs = self._upload(encoding.frames(), publication)
-            built_on = self._answer(base_digest)
+            built_on = base_digest.result()
             if built_on is None:
                 packs = self._upload(full_frames(share, self._encoders), publication)
             contribution = SharePacks(
@@ -196,14 +196,6 @@ class Publisher(Closing):
             raise
         self._held = (version, share)
         return record
-
-    def _answer(self, question: Future[str | None]) -> str | None:
-        try:
-            return question.result(self._options.deadline_s)
-        except TimeoutError as error:
-            raise InfrastructureError(
-                f"{self._log.store.url} did not answer in {self._options.deadline_s} s"
-            ) from error
 
     def _digest_to_build_on(self, base: int, version: int) -> str | None:
         """The state digest of ``base``; ``None`` when readers could not take a change of it, or say that they cannot go
@@ -257,18 +249,15 @@ class Publisher(Closing):
         window = BoundedSemaphore(2 * self._options.uploads)
         uploads: list[Future[WeightPack]] = []
         for sequence, filled in enumerate(fill_packs(frames, self._options.pack_bytes)):
-            if keeps_window and not window.acquire(timeout=self._options.deadline_s):
-                raise InfrastructureError(f"no pack could be stored for {self._options.deadline_s} s")
+            if keeps_window:
+                window.acquire()
             announced = publication.version if is_ahead else None
             upload = self._uploaders.submit(self._store, filled, announced, sequence)
             if keeps_window:
                 upload.add_done_callback(lambda _: window.release())
             uploads.append(upload)
         publication.released.set()
-        try:
-            packs = tuple(upload.result(self._options.deadline_s) for upload in uploads)
-        except TimeoutError as error:
-            raise InfrastructureError(f"a pack could not be stored in {self._options.deadline_s} s") from error
+        packs = tuple(upload.result() for upload in uploads)
         self._codec.observe(sum(pack.size_bytes for pack in packs), time.perf_counter() - started_s)
         return packs
 

@@ -42,8 +42,6 @@ class ReceiveOptions:
     """Packs held in memory before their version is committed."""
     link: LinkSpeed = field(default_factory=lambda: LinkSpeed(bytes_per_s=1.25e9, apply_bytes_per_s=2e9))
     """What the way to the store is taken to be like until it has been measured."""
-    deadline_s: float = 600.0
-    """How long the packs of one link may take."""
     most_bytes: int = field(default_factory=lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     """The largest state; by default as large as this machine's memory, where it is to be held."""
 
@@ -101,7 +99,6 @@ class Receiver(Closing):
             chosen.link,
             connections=chosen.connections,
             cache_bytes=chosen.cache_bytes,
-            deadline_s=chosen.deadline_s,
         )
         self._appliers = ThreadPoolExecutor(chosen.appliers, "apply")
         self._replica: Replica | None = None

@@ -152,6 +152,7 @@ class ObjectStore:
         self.url = url
         self._store = _open(url, options, creates)
         self._folder = self._store.prefix if isinstance(self._store, LocalStore) else None
+        self._is_mount = self._folder is not None and os.path.ismount(self._folder)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Create an object; false, and nothing is changed, when ``key`` is already there.
@@ -256,6 +257,21 @@ class ObjectStore:
         if size_bytes is not None and stop > size_bytes:
             raise DamagedError(f"object {key!r} in {self.url} ends after {size_bytes} bytes, it should have {stop}")
 
+    def _require_folder(self) -> None:
+        """Raise :class:`~etude.errors.InfrastructureError` where the folder is gone: its objects are not missing, and
+        what is created must not begin another one in its place.
+        """
+        if self._folder is None:
+            return
+        try:
+            is_there = stat.S_ISDIR(self._folder.stat().st_mode)
+        except OSError as error:
+            raise InfrastructureError(f"object store {self.url}: cannot reach its folder: {error}") from error
+        if not is_there:
+            raise InfrastructureError(f"object store {self.url}: {self._folder} is no folder any more")
+        if self._is_mount and not os.path.ismount(self._folder):
+            raise InfrastructureError(f"object store {self.url}: {self._folder} is not mounted any more")
+
     def _require_file(self, key: str) -> None:
         """Raise :class:`~etude.errors.DamagedError` for what lies in a folder and would hold its reader up."""
         if self._folder is None:
@@ -283,6 +299,7 @@ class ObjectStore:
 
     @contextmanager
     def _blaming_storage(self, action: str, key: str) -> Iterator[None]:
+        self._require_folder()
         started_s = SystemClock().now()
         try:
             yield

@@ -17,6 +17,7 @@ from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.engine import follow
 from etude.run.following import ResidentModel, Serving, WeightFollower
 from etude.run.numerics import published_state, training_model
+from etude.run.outages import StoreOutages
 from etude.run.states import to_stored
 from etude.telemetry.log import EventLog
 from etude.weights.digest import state_digest
@@ -24,6 +25,7 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.records import commit_key, pack_key
+from etude.weights.retrying import RetryingStore
 from etude.weights.store import ObjectStore
 from patience import until
 
@@ -99,7 +101,7 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
 ) -> None:
     trained = Decoder(TINY)
     trained.initialise(0)
-    log = WeightLog(ObjectStore(str(tmp_path)))
+    log = WeightLog(RetryingStore(str(tmp_path), lambda: ObjectStore(str(tmp_path)), StoreOutages(str(tmp_path), 0.0)))
 
     async def play() -> None:
         follower = WeightFollower(log, serving(torch.float32, spare=spare))
@@ -112,7 +114,7 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
         place.unlink()
         place.symlink_to(place)  # cannot be read, and is not missing
         moving = asyncio.create_task(follower.update(engine))
-        await until(lambda: "served on" in caplog.text)
+        await until(lambda: "is away and waited for" in caplog.text)
         assert engine.weights.version == 0
         place.unlink()
         place.write_bytes(data)

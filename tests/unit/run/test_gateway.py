@@ -18,24 +18,26 @@ from cryptography.x509.oid import NameOID
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
+from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
 from etude.gateway.door import door
 from etude.gateway.keys import Key, Scope, digest_of
 from etude.gateway.recorder import Recorder
 from etude.gateway.standing import EngineEntry
+from etude.run.folder import RunFolder
 from etude.run.gateway import Alone, announce, entry_of, longest_context, run_alone, tls_context
 from etude.run.gateway_parts import Plan, running
 from etude.run.keys import add_key, revoke_key
+from etude.run.outages import StoreOutages
 from etude.run.serving import listening
+from etude.run.weight_log import open_log
 from etude.together import alongside
 from etude.tokens.chat import ChatTemplate
 from etude.types import TensorSpec
 from etude.weights.digest import state_digest
-from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.state import StoredTensor
-from etude.weights.store import ObjectStore
 from patience import PATIENCE_S, until
 
 SECRET = "a product's key"
@@ -180,8 +182,9 @@ def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, to
 
 
 def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    place, away, told = tmp_path / "store", tmp_path / "away", list[tuple[int, str]]()
-    log = WeightLog(ObjectStore(str(place)))
+    folder, away, told = RunFolder.create(tmp_path / "run", RunConfig()), tmp_path / "away", list[tuple[int, str]]()
+    place, outages = Path(folder.store), StoreOutages(folder.store, 0.0)
+    log = open_log(folder, outages)
     state = {"w": StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=(1,)), data=np.zeros(4, np.uint8))}
     with Publisher(log) as publisher:
         publisher.publish(state, version=0, step=0).result()
@@ -190,8 +193,8 @@ def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: p
 
     async def run() -> None:
         async with alongside(announce(log, lambda version, digest: told.append((version, digest)))):
-            await until(lambda: "not announced while the store is away" in caplog.text)
-            place.unlink()
+            await until(lambda: f"{place} is away and waited for" in caplog.text)
+            place.unlink()  # noqa: ASYNC240
             away.rename(place)
             await until(lambda: bool(told))
 

@@ -17,8 +17,9 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.folder import RunFolder
+from etude.run.folder import LOG_ID, RunFolder
 from etude.run.numerics import published_state
+from etude.run.outages import StoreOutages
 from etude.run.publishing import WeightPublishing
 from etude.run.trainer import MOST_IN_VAIN, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
 from etude.run.weight_log import open_log
@@ -150,7 +151,8 @@ def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
     loss = LossConfig(kind="grpo", old_policy="recomputed", kl_coef=0.1)
     asked = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
     shutil.copytree(run.model, asked.model)
-    shutil.copytree(run.store, asked.store)
+    shutil.copytree(run.store, asked.store, dirs_exist_ok=True)
+    shutil.copy(run.path / LOG_ID, asked.path)
     model, ids = Decoder(TINY), [1, 2, 3, 4]
     model.initialise(0, std=0.2)
     with torch.no_grad():
@@ -160,7 +162,7 @@ def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
         assert groups is not None
         batch = build_batch(1, groups)
         for folder, rows in ((asked, [expected, expected]), (run, [None, None])):
-            process = TrainerProcess(folder, events, ledger, None)
+            process = TrainerProcess(folder, events, ledger, None, StoreOutages(folder.store, 0.0))
             first = scored(batch, folder.config(), process._probe, process._reference)[0]
             for found, row in zip((first.old_logprobs, first.reference_logprobs), rows, strict=True):
                 if row is None:

@@ -1,0 +1,118 @@
+"""What a store that is waited for tries again, and that nothing is lost while it is away."""
+
+from pathlib import Path
+from typing import final
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from etude.errors import DamagedError, InfrastructureError
+from etude.weights.digest import state_digest
+from etude.weights.drift import drifting
+from etude.weights.faulty import Failure, FaultyStore
+from etude.weights.log import WeightLog
+from etude.weights.publish import Publisher
+from etude.weights.pull import pull
+from etude.weights.retrying import RetryingStore
+from etude.weights.store import Objects, ObjectStore, StoreOptions
+from smalldisk import fill, small_disk
+
+
+class Counted:
+    """Counts what it is told and waits for nothing."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.successes = 0
+
+    def failed(self, error: InfrastructureError, *, again: bool) -> None:
+        self.failures += 1
+
+    def succeeded(self) -> None:
+        self.successes += 1
+
+
+@final
+class Bucket(Counted):
+    """A server that speaks S3, which goes away and is back after so many failures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self.away.start()
+        host, self._port = self.away.get_host_and_port()
+        self.options = StoreOptions(
+            endpoint=f"http://{host}:{self._port}",
+            allow_http=True,
+            region="us-east-1",
+            access_key_id="id",
+            secret_access_key="secret",
+            retries=0,
+        )
+
+    def leave(self) -> None:
+        self.away.stop()
+
+    def failed(self, error: InfrastructureError, *, again: bool) -> None:
+        super().failed(error, again=again)
+        if self.failures == 3:
+            self.away = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+            self.away.start()
+
+
+def test_failures_are_tried_again_and_answers_are_not(tmp_path: Path) -> None:
+    faulty, told = FaultyStore(ObjectStore("memory://")), Counted()
+    store = RetryingStore(faulty.url, lambda: faulty, told)
+    assert store.get("a") is None
+    assert store.put_if_absent("a", b"1")
+    assert not store.put_if_absent("a", b"2")
+    assert store.get_ranges("b", [(0, 1)]) is None
+    with pytest.raises(DamagedError, match="ends after 1 bytes"):
+        store.get_ranges("a", [(0, 9)])
+    with pytest.raises(ValueError, match="must be non-empty"):
+        store.get_ranges("a", [(1, 1)])
+    assert (told.failures, told.successes) == (0, 0)
+    faulty.fail({0: Failure.REFUSED, 1: Failure.REFUSED, 3: Failure.REFUSED})
+    assert store.get("a") == b"1"
+    assert store.list("") == ["a"]
+    assert (told.failures, told.successes) == (3, 2)
+    faulty.fail({0: Failure.ANSWER_LOST})
+    assert not store.put_if_absent("c", b"3"), "it was there already, by this very call"
+    assert store.get("c") == b"3"
+
+
+def test_a_disk_that_is_full_is_left_to_who_makes_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        store = RetryingStore(str(disk), lambda: ObjectStore(str(disk)), Counted())
+        with pytest.raises(InfrastructureError, match="No space left on device"):
+            store.put_if_absent("a", bytes(4096))
+
+
+def test_a_bucket_that_goes_away_and_comes_back_has_every_version() -> None:
+    bucket = Bucket()
+    try:
+        url = "s3://bucket/run"
+
+        def opened() -> Objects:
+            return ObjectStore(url, bucket.options)
+
+        _make_bucket(bucket)
+        log = WeightLog(RetryingStore(url, opened, bucket))
+        with Publisher(log) as publisher:
+            publisher.publish(drifting(0), version=0, step=0).result()
+            bucket.leave()
+            record = publisher.publish(drifting(1), version=1, step=1).result()
+        assert bucket.failures >= 3
+        assert record.base == 0, "nothing has to be published anew"
+        assert pull(log).digest == record.digest == state_digest(drifting(1))
+    finally:
+        bucket.leave()
+
+
+def _make_bucket(bucket: Bucket) -> None:
+    import urllib.request
+
+    request = urllib.request.Request(f"{bucket.options.endpoint}/bucket", method="PUT")
+    with urllib.request.urlopen(request, timeout=30):
+        pass
