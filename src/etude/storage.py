@@ -55,7 +55,12 @@ def fullest(folders: Iterable[Path]) -> tuple[Path, int]:
     A path that is not there yet counts as the folder that it will be made in.
     """
     there = [_existing(folder) for folder in (*folders, Path(tempfile.gettempdir()))]
-    return min(((folder, shutil.disk_usage(folder).free) for folder in there), key=lambda pair: pair[1])
+    return min(((folder, free_bytes(folder)) for folder in there), key=lambda pair: pair[1])
+
+
+def free_bytes(path: Path) -> int:
+    """The room on the disk of a path, which need not be there yet."""
+    return shutil.disk_usage(_existing(path)).free
 
 
 def _existing(path: Path) -> Path:

@@ -21,7 +21,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
-from etude.run.folder import RunFolder
+from etude.run.folder import LOG_ID, RunFolder
 from etude.run.locks import exclusive
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
@@ -87,6 +87,7 @@ def fresh(start: RunFolder, place: Path, recipe: RunConfig) -> RunFolder:
     copy = RunFolder.create(place, recipe)
     shutil.copytree(start.model, copy.model)
     shutil.copytree(start.store, copy.store, dirs_exist_ok=True)
+    shutil.copy(start.path / LOG_ID, copy.path)
     return copy
 
 

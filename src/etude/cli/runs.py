@@ -157,10 +157,12 @@ def _run(options: argparse.Namespace) -> int:
             return 0
         from etude.run.local import default_out
         from etude.run.readiness import check_ready
+        from etude.run.room import check_room
 
-        for warning in check_ready(config):
+        out = options.out or default_out(config)
+        for warning in (*check_ready(config), *check_room(config, out)):
             print(f"warning: {warning}", file=sys.stderr)
-        folder = RunFolder.create(options.out or default_out(config), config)
+        folder = RunFolder.create(out, config)
     from etude.dashboard.terminal import final_table
     from etude.run.local import run_local
 

@@ -1,0 +1,83 @@
+"""Room on the disk of a new run: what the run will keep there, compared with what is free before it is made.
+
+Owns the estimate, the least that certainly comes: rollouts, payloads and logs are left out, since nobody knows them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.config.recipe import RunConfig
+from etude.dashboard import units
+from etude.errors import UserError
+from etude.models.checkpoint import load_spec, spec_from_config
+from etude.run.lineage import phases_of
+from etude.run.numerics import DTYPES, count_parameters
+from etude.storage import free_bytes
+from etude.trainer.checkpoint import KEEP
+from etude.weights.publish import PublishOptions
+
+STATE_BYTES = {"adamw": 12, "muon": 8}
+"""Of a parameter in a training checkpoint: it and its moments in float32 (Muon's matrices have one, all else two)."""
+MODEL_BYTES = 4
+"""Of a parameter in a phase's model."""
+ANCHOR_SHARE, DELTA_SHARE = 1 / 1.5, 1 / 135
+"""Of a state's bytes, what a whole version and a small step take in the weight store (docs/weights.md, *Measured*)."""
+AMPLE = 2
+"""Times the need: less free room than this is worth a warning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskNeed:
+    """Bytes that a run takes at the least."""
+
+    parameters: int
+    checkpoints: int
+    """Training states of reinforcement learning: those kept and the one being written."""
+    phases: int
+    """The last training state of each phase, and the models that they leave."""
+    weights: int
+    """The weight store: nothing is deleted from it during a run."""
+
+    @classmethod
+    def of(cls, config: RunConfig, parameters: int) -> "DiskNeed":
+        """What a recipe takes with a model of so many parameters. Pure."""
+        state, model = parameters * STATE_BYTES[config.optimiser.kind], parameters * MODEL_BYTES
+        trained = int(config.midtrain.tokens > 0) + int(bool(config.sft.file))
+        models = len(phases_of(config)) + 1 + int(not config.model.checkpoint)  # the run's own; a random start
+        published, versions = parameters * DTYPES[config.numerics.dtype].itemsize, config.trainer.steps
+        wholes = 1 + versions // PublishOptions().anchor_every
+        if config.numerics.experts != "plain":
+            published = parameters // 2  # experts of four bits, and hardly anything else
+        return cls(
+            parameters=parameters,
+            checkpoints=min(versions, KEEP + 1) * state,
+            phases=trained * state + models * model,
+            weights=int(published * (wholes * ANCHOR_SHARE + versions * DELTA_SHARE)),
+        )
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.checkpoints + self.phases + self.weights
+
+    def compare(self, free: int, place: Path) -> list[str]:
+        """A warning where ``free`` bytes are less than ample, or none. Raises :class:`~etude.errors.UserError` where
+        the run cannot fit.
+        """
+        figures = (
+            f"the disk of {place} has {units.size(free)} free, and this run with a model of {self.parameters:,} "
+            f"parameters takes at least {units.size(self.total)}: training checkpoints {units.size(self.checkpoints)}, "
+            f"phases and their models {units.size(self.phases)}, weight versions {units.size(self.weights)}"
+        )
+        if free < self.total:
+            raise UserError(f"{figures}; make room there, or choose another --out")
+        if free < AMPLE * self.total:
+            return [f"{figures}; rollouts and logs come on top"]
+        return []
+
+
+def check_room(config: RunConfig, place: Path) -> list[str]:
+    """What whoever starts a run at ``place`` should know of its disk. Raises as :meth:`DiskNeed.compare`."""
+    checkpoint = config.model.checkpoint
+    spec = load_spec(Path(checkpoint)) if checkpoint else spec_from_config(config.model, config.model.vocab_size)
+    return DiskNeed.of(config, count_parameters(spec)).compare(free_bytes(place), place)
