@@ -127,9 +127,9 @@ def test_an_unwritable_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_p
 def test_a_full_disk_is_a_failure_with_a_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
     (folder.path / "endpoints.json").symlink_to("/dev/full")
-    assert main(["run", "--resume", str(folder.path)]) == 1
+    assert main(["run", "--resume", str(folder.path)]) == 4
     said = capsys.readouterr().err
-    assert "No space left on device" in said
+    assert f"No space left on device; {folder.path} has " in said
     assert "make room" in said
     assert "Traceback" not in said
 

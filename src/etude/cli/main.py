@@ -65,8 +65,8 @@ def _tell(error: Exception, options: argparse.Namespace) -> int | None:
     """Say what a command ended with and return its exit status; ``None`` for a bug, whose traceback is wanted."""
     number = storage_errno(error)
     if number in FULL:
-        places = [Path(place) for place in (vars(options).get("run"), getattr(error, "filename", None)) if place]
-        folder, free_bytes = fullest([*places, Path()])
+        named = [*(vars(options).get(name) for name in ("run", "resume", "out")), getattr(error, "filename", None)]
+        folder, free_bytes = fullest([*(Path(place) for place in named if place), Path()])
         _print_if_there_is_room(f"etude: {error}; {folder} has {free_bytes:,} bytes free: {FIXES[number]}")
         return DISK_FULL
     if isinstance(error, EtudeError):
