@@ -237,7 +237,7 @@ class Campaign:
         per_run = self._options.extent.per_run
         folder = RunFolder.create(self._scratch / "run", recipe(1 + number, steps_of(per_run), ledger))
         shutil.copytree(start.model, folder.model)
-        shutil.copytree(start.store, folder.store)
+        shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
         return folder
 
 

@@ -50,7 +50,7 @@ def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
     shutil.rmtree(partial, ignore_errors=True)
     folder = RunFolder.create(partial, config)
     shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store)
+    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
     partial.rename(path)
     return RunFolder.open(path)
 
@@ -60,7 +60,7 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     config = recipe(contestant, options)
     folder = RunFolder.create(out, config)
     shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store)
+    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
     with CpuWatch() as watch:
         run_local(folder, resumed=False, out=sys.stderr)
     return course(contestant, options, folder, watch.taken)

@@ -214,7 +214,7 @@ def _published(options: LoopOptions, config: RunConfig, start: RunFolder, out: P
     """A run folder whose versions after 0 are the saved checkpoints, in order."""
     folder = RunFolder.create(out / "run", config)
     shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store)
+    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
     log = open_log(folder)
     with EventLog(folder.events, "trainer") as events, WeightPublishing(log, config.name, events) as publishing:
         for version, step in enumerate(options.marked, 1):
