@@ -38,11 +38,11 @@ DEADLINE_S = 600.0
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
-def config(silent_s: float = 900.0) -> RunConfig:
+def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
     return parse_config(
         {
             "name": "faults",
-            "silent_s": silent_s,
+            "heartbeat_timeout_s": heartbeat_timeout_s,
             "tasks": {"kinds": ["arith"]},
             "model": {
                 "hidden_size": 32,
@@ -198,7 +198,7 @@ def test_the_run_survives_the_death_of(process: str, number: signal.Signals, fol
 
 @pytest.mark.parametrize("process", ["gateway", "train"])
 def test_a_frozen_process_is_noticed_and_replaced(process: str, start: RunFolder, tmp_path: Path) -> None:
-    folder = fresh(start, tmp_path / "run", config(silent_s=8.0))
+    folder = fresh(start, tmp_path / "run", config(heartbeat_timeout_s=8.0))
     with running(folder) as run:
         wait_for_step(folder, 2)
         frozen = started(folder)[process]

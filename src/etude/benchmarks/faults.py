@@ -114,7 +114,7 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
         {
             "name": "faults",
             "seed": seed,
-            "silent_s": SILENT_S,
+            "heartbeat_timeout_s": SILENT_S,
             "tasks": {"kinds": ["arith"]},
             "model": {
                 "hidden_size": 32,

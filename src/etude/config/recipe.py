@@ -96,10 +96,10 @@ class RunConfig(Section):
     """Names the run folder."""
     seed: int = Field(default=0, ge=0)
     """Seeds weights, data order, tasks and sampling."""
-    silent_s: float = Field(default=900.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=900.0, gt=0)
     """How long a process may give no sign of life before it is killed and started again. A trainer gives one with every
-    micro-batch, the others with every turn of their event loop; writing a checkpoint, and publishing, which takes 600 s
-    at most, must fit in. Before the first sign an hour is allowed.
+    micro-batch, the others with every turn of their event loop, and whoever waits for the weight store with every try;
+    writing a checkpoint must fit in. Before the first sign an hour is allowed.
     """
     tasks: TaskConfig = TaskConfig()
     """What is practised."""

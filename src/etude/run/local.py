@@ -105,7 +105,10 @@ def _keep_alive(
     children: list[Child] = []
     memory_s = time.monotonic()
     try:
-        children.extend(Child(name, folder, events, progress.notice, silent_s=config.silent_s) for name in names)
+        children.extend(
+            Child(name, folder, events, progress.notice, heartbeat_timeout_s=config.heartbeat_timeout_s)
+            for name in names
+        )
         while {child.name for child in children if child.check()} < FINITE.intersection(names):
             progress.update()
             if time.monotonic() - memory_s >= MEMORY_S:

@@ -61,7 +61,10 @@ def serving_version(
         with EventLog(bench.events, "supervisor") as events:
             children: list[Child] = []
             try:
-                children.extend(Child(name, bench, events, silent_s=config.silent_s) for name in ("serve", "gateway"))
+                children.extend(
+                    Child(name, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
+                    for name in ("serve", "gateway")
+                )
                 yield ServedRun(folder=bench, children=tuple(children), version=pulled.version, digest=pulled.digest)
             finally:
                 stop_all(children)

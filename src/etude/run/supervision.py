@@ -43,7 +43,7 @@ are also wanted by others that made two-threaded training ten times slower, and 
 
 
 class Child:
-    """One process of the run, across its restarts; it may be silent for ``silent_s``."""
+    """One process of the run, across its restarts; killed when it gives no sign of life for ``heartbeat_timeout_s``."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Child:
         events: EventLog,
         notify: Callable[[str], None] = lambda _: None,
         *,
-        silent_s: float,
+        heartbeat_timeout_s: float,
     ) -> None:
         """``notify`` tells people, at once and also when nothing can be written, that the process is started again."""
         self.name = name
@@ -61,7 +61,7 @@ class Child:
         self._again_s: float | None = None
         self._folder = folder
         self._events = events
-        self._silent_s = silent_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._restarts = 0
         self._deaths: list[float] = []
         self._silences: list[float] = []
@@ -123,7 +123,8 @@ class Child:
         """Kill the process if it was silent for too long; it is found dead the next time."""
         now_s = time.monotonic()
         silent_s = self._silence.look(self._sign(), now_s)
-        if silent_s <= (self._silent_s if self._silence.begun else max(self._silent_s, START_S)):
+        timeout_s = self._heartbeat_timeout_s
+        if silent_s <= (timeout_s if self._silence.begun else max(timeout_s, START_S)):
             return
         self._kill()
         message = f"{self.name} gave no sign of life for {silent_s:.0f} s and was killed"
@@ -133,7 +134,7 @@ class Child:
         if len(self._silences) > MAX_SILENCES:
             raise InfrastructureError(
                 f"{message}, for the {len(self._silences)}th time in {window_s:.0f} s; see {self.log}, or allow it "
-                f"more with silent_s"
+                f"more with heartbeat_timeout_s"
             )
 
     def _sign(self) -> int:

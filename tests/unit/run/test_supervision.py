@@ -20,7 +20,7 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
         folder = RunFolder.create(disk / "run", RunConfig())
         with EventLog(folder.events, "supervisor", lossy=True) as events:
             filler = fill(disk)
-            child = Child("midtrain", folder, events, told.append, silent_s=900.0)
+            child = Child("midtrain", folder, events, told.append, heartbeat_timeout_s=900.0)
             try:
                 wait_until(lambda: child.check() or bool(told))
                 events.write(PhaseStarted(phase="rl"))
@@ -39,7 +39,7 @@ def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
     """Regression: nothing was said while a process died again and again."""
     folder, told = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
     with EventLog(folder.events, "supervisor") as events:
-        child = Child("gateway", folder, events, told.append, silent_s=900.0)
+        child = Child("gateway", folder, events, told.append, heartbeat_timeout_s=900.0)
         try:
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: child.check() or bool(told))
