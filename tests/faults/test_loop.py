@@ -4,7 +4,6 @@ All tests share one mid-trained start (a fixture of some twenty seconds) and run
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
-from etude.run.folder import LOG_ID, RunFolder
+from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
@@ -85,9 +84,7 @@ def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
 
 def fresh(start: RunFolder, place: Path, recipe: RunConfig) -> RunFolder:
     copy = RunFolder.create(place, recipe)
-    shutil.copytree(start.model, copy.model)
-    shutil.copytree(start.store, copy.store, dirs_exist_ok=True)
-    shutil.copy(start.path / LOG_ID, copy.path)
+    copy.start_from(start)
     return copy
 
 

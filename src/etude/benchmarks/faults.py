@@ -236,8 +236,7 @@ class Campaign:
         start = self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
         per_run = self._options.extent.per_run
         folder = RunFolder.create(self._scratch / "run", recipe(1 + number, steps_of(per_run), ledger))
-        shutil.copytree(start.model, folder.model)
-        shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
+        folder.start_from(start)
         return folder
 
 

@@ -49,8 +49,7 @@ def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     folder = RunFolder.create(partial, config)
-    shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
+    folder.start_from(start)
     partial.rename(path)
     return RunFolder.open(path)
 
@@ -59,8 +58,7 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     """Run all steps of a contestant from ``start``."""
     config = recipe(contestant, options)
     folder = RunFolder.create(out, config)
-    shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
+    folder.start_from(start)
     with CpuWatch() as watch:
         run_local(folder, resumed=False, out=sys.stderr)
     return course(contestant, options, folder, watch.taken)

@@ -11,7 +11,6 @@ other, so sandboxes are mostly idle here; grading is asked for the whole batch a
 import asyncio
 import contextlib
 import json
-import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,8 +212,7 @@ def _step(message: Mapping[str, Json]) -> _Step:
 def _published(options: LoopOptions, config: RunConfig, start: RunFolder, out: Path) -> RunFolder:
     """A run folder whose versions after 0 are the saved checkpoints, in order."""
     folder = RunFolder.create(out / "run", config)
-    shutil.copytree(start.model, folder.model)
-    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
+    folder.start_from(start)
     log = open_log(folder)
     with EventLog(folder.events, "trainer") as events, WeightPublishing(log, config.name, events) as publishing:
         for version, step in enumerate(options.marked, 1):

@@ -17,6 +17,7 @@ Owns names and the first checks; what is inside each file belongs to its own mod
 
 import os
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,12 @@ class RunFolder:
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
             ) from error
         return folder
+
+    def start_from(self, start: "RunFolder") -> None:
+        """Take over another run's model and weight versions, with the id of their log."""
+        shutil.copytree(start.model, self.model)
+        shutil.copytree(start.store, self.store, dirs_exist_ok=True)
+        shutil.copy(start.path / LOG_ID, self.path)
 
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
