@@ -20,7 +20,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, start_from
 from etude.run.locks import exclusive
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
@@ -84,7 +84,7 @@ def folder(start: RunFolder, tmp_path: Path) -> RunFolder:
 
 def fresh(start: RunFolder, place: Path, recipe: RunConfig) -> RunFolder:
     copy = RunFolder.create(place, recipe)
-    copy.start_from(start)
+    start_from(start, copy)
     return copy
 
 

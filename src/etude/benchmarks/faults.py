@@ -42,7 +42,7 @@ from etude.benchmarks.tables import results_page
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, start_from
 from etude.run.machine import source_commit
 from etude.run.supervision import THREADING
 from etude.types import Json
@@ -236,7 +236,7 @@ class Campaign:
         start = self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
         per_run = self._options.extent.per_run
         folder = RunFolder.create(self._scratch / "run", recipe(1 + number, steps_of(per_run), ledger))
-        folder.start_from(start)
+        start_from(start, folder)
         return folder
 
 

@@ -21,7 +21,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
 from etude.errors import InfrastructureError
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, start_from
 from etude.run.local import run_local
 from etude.run.supervision import THREADING
 from etude.telemetry.log import EventReader
@@ -49,7 +49,7 @@ def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
     partial = path.with_name(f".{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     folder = RunFolder.create(partial, config)
-    folder.start_from(start)
+    start_from(start, folder)
     partial.rename(path)
     return RunFolder.open(path)
 
@@ -58,7 +58,7 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     """Run all steps of a contestant from ``start``."""
     config = recipe(contestant, options)
     folder = RunFolder.create(out, config)
-    folder.start_from(start)
+    start_from(start, folder)
     with CpuWatch() as watch:
         run_local(folder, resumed=False, out=sys.stderr)
     return course(contestant, options, folder, watch.taken)

@@ -27,7 +27,7 @@ from etude.protocols import HarnessResult, Sandbox
 from etude.rewards.tests import SUBMITTED, HiddenTests
 from etude.run.export import export_run
 from etude.run.families import open_family
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, start_from
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
 from etude.sandboxes import tools
@@ -212,7 +212,7 @@ def _step(message: Mapping[str, Json]) -> _Step:
 def _published(options: LoopOptions, config: RunConfig, start: RunFolder, out: Path) -> RunFolder:
     """A run folder whose versions after 0 are the saved checkpoints, in order."""
     folder = RunFolder.create(out / "run", config)
-    folder.start_from(start)
+    start_from(start, folder)
     log = open_log(folder)
     with EventLog(folder.events, "trainer") as events, WeightPublishing(log, config.name, events) as publishing:
         for version, step in enumerate(options.marked, 1):

@@ -70,12 +70,6 @@ class RunFolder:
             ) from error
         return folder
 
-    def start_from(self, start: "RunFolder") -> None:
-        """Take over another run's model and weight versions, with the id of their log."""
-        shutil.copytree(start.model, self.model)
-        shutil.copytree(start.store, self.store, dirs_exist_ok=True)
-        shutil.copy(start.path / LOG_ID, self.path)
-
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
         """Open an existing run; whoever only reads needs no right to write.
@@ -158,3 +152,10 @@ def _write_secret(file: Path) -> None:
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
         opened.write(secrets.token_urlsafe(32) + "\n")
+
+
+def start_from(start: RunFolder, folder: RunFolder) -> None:
+    """Give a new run the model and the weight versions of another, with the id of their log."""
+    shutil.copytree(start.model, folder.model)
+    shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
+    shutil.copy(start.path / LOG_ID, folder.path)

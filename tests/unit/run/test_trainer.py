@@ -16,7 +16,7 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.outages import StoreOutages
 from etude.run.publishing import WeightPublishing
@@ -149,7 +149,7 @@ def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
     config = run.config()
     loss = LossConfig(kind="grpo", old_policy="recomputed", kl_coef=0.1)
     asked = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
-    asked.start_from(run)
+    start_from(run, asked)
     model, ids = Decoder(TINY), [1, 2, 3, 4]
     model.initialise(0, std=0.2)
     with torch.no_grad():
