@@ -30,7 +30,7 @@ install_torch = if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1
 VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
 # Other people's harnesses run in sandboxes of Linux namespaces.
 HARNESS := $(if $(filter Linux,$(shell uname -s)),.venv-harness/stamp)
-SOURCES := $(wildcard src tests tools examples)
+SOURCES := $(wildcard src bench tests tools examples)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,7 +49,7 @@ harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-s
 bench-setup: .venv/dev.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ## prepare the contestants of the benches
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
-	@$(BIN)/etude bench $(NAME) --json $(ARGS)
+	@$(BIN)/python -m bench $(NAME) --json $(ARGS)
 
 pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt again, after a version was changed
 	@for file in $(filter-out constraints-torch.txt,$(wildcard constraints*.txt)); do \
@@ -107,14 +107,14 @@ shape:
 	@.venv-harness/bin/pip $(QUIET) $(PINNED) -r constraints-harness.txt
 	@touch $@
 
-# LiteLLM's proxy is a contestant of `etude bench gateway`; its dependencies exclude ours.
+# LiteLLM's proxy is a contestant of `python -m bench gateway`; its dependencies exclude ours.
 .venv-litellm/stamp: constraints-litellm.txt | $(BIN)/python
 	@echo "installing LiteLLM's proxy, which bench measures beside étude's gateway"
 	@$(PYTHON) -m venv --clear .venv-litellm
 	@.venv-litellm/bin/pip $(QUIET) $(PINNED) -r constraints-litellm.txt
 	@touch $@
 
-# TRL and transformers' Trainer are contestants of `etude bench loop`, `trainer` and `losses`; verl is one of the last.
+# TRL and transformers' Trainer are contestants of `python -m bench loop`, `trainer` and `losses`; verl is one of the last.
 .venv-trl/stamp: constraints-trl.txt constraints-verl.txt constraints-torch.txt | $(BIN)/python
 	@echo "installing TRL, which bench measures beside étude's loop and trainer"
 	@$(PYTHON) -m venv --clear .venv-trl

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from bench.programs import PYTHON_PATH
+
 settings.register_profile(
     "ours",
     deadline=None,  # how long an example takes says more of the machine than of the code
@@ -23,6 +25,7 @@ def pytest_sessionstart() -> None:
     Shells do that to background jobs, and children would inherit it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["PYTHONPATH"] = PYTHON_PATH  # benches start programs of their own, which are not installed
 
 
 @pytest.fixture(scope="module")

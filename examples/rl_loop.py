@@ -20,26 +20,26 @@ from etude.config.recipe import RunConfig
 from etude.config.rollouts import HarnessConfig
 from etude.config.tasks import TaskConfig
 from etude.config.training import LossConfig, ModelConfig
-from etude.engines.native import NativeEngine, Weights
-from etude.environments.bugfix import BugfixFamily
-from etude.environments.corpus import practice_sources, tokenizer_texts
-from etude.environments.mixture import Cursor, Mixture, Side, Stream
-from etude.environments.texts import PlainText
-from etude.environments.transcripts import BugfixPractice
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.harnesses import tools
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.protocols import HarnessResult, SamplingParams, turn_of
-from etude.rewards.tests import HiddenTests
+from etude.rewards.graders.functions import HiddenTests
 from etude.run.phases import optimisation_of
-from etude.sandboxes import tools
-from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.tasks.bugfix import BugfixFamily
+from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Stream
+from etude.tasks.corpora.texts import PlainText
+from etude.tasks.corpora.transcripts import BugfixPractice
 from etude.tokens.chat import ChatTemplate
+from etude.trainer.batching.batch import build_batch
+from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.imitation import ImitationTrainer
 from etude.trainer.losses import LossTokens, Totals, policy_loss
 from etude.trainer.scores import sampled_logprobs, sampled_tokens
-from etude.trajectories.batch import build_batch
-from etude.trajectories.packing import Cost, pack
 from etude.types import Batch, Group, Rollout, RolloutStatus, Split, Task, Turn
 
 SEED = 0

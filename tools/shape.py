@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeAlias
 
-ROOTS = ("src/etude", "tests", "tools", "examples")
+ROOTS = ("src/etude", "bench", "tests", "tools", "examples")
 """What is inspected when no path is given; a root that does not exist yet is skipped."""
 
-FILE_LINES_TYPICAL = 400
+FILE_LINES_TYPICAL = 600
 """Beyond this a file is warned about."""
-FILE_LINES = 650
+FILE_LINES = 900
 """Beyond this it fails."""
-FUNCTION_LINES = 70
+FUNCTION_LINES = 100
 """From ``def`` to the last line, docstring included, decorators not."""
-CLASS_LINES = 250
+CLASS_LINES = 400
 """From ``class`` to the last line."""
-CLASS_METHODS = 15
+CLASS_METHODS = 20
 """Dunder methods are not counted: Python chooses them, not we."""
 PARAMETERS = 6
 """``self`` and ``cls`` are not counted. Fields of a dataclass are no parameters: they are always named."""
@@ -36,8 +36,8 @@ NESTING = 4
 """Blocks inside blocks, the way a reader sees indentation; ``elif`` is no deeper than its ``if``."""
 
 BROAD_EXCEPT_ALLOWED: dict[str, str] = {
-    "src/etude/gateway/app.py": "the last resort of a server: the caller gets an answer, the log gets the place",
-    "src/etude/together.py": "a background task that fails is named and started again, a bounded number of times",
+    "src/etude/gateway/http/app.py": "the last resort of a server: the caller gets an answer, the log gets the place",
+    "src/etude/aio.py": "a background task that fails is named and started again, a bounded number of times",
     "src/etude/tokens/chat.py": "tokenizers raises bare Exception for any fault in its file; we name it DamagedError",
 }
 """Files that may catch everything, and why. Cleaning up and raising again is allowed anywhere: it swallows nothing."""

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.types import (
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
@@ -23,7 +24,6 @@ from etude.types import (
     TokenIds,
     Turn,
 )
-from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 
 class Clock(Protocol):

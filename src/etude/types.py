@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.worlds import World
+from etude.sandbox_spec import World
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 TokenIds: TypeAlias = Sequence[int] | Ids

@@ -10,7 +10,7 @@ import pytest
 from etude.errors import RunFolderError, UserError
 from etude.ledger.archive import Archive, Order, Outcome, Search
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.ledger.places import open_database
+from etude.ledger.open import open_database
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Finish, Hint, Rollout, RolloutStatus, Split, Turn, TurnKind, Verdict
 from ledgers import NewPlace, rollout, task

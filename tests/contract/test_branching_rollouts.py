@@ -17,17 +17,17 @@ from etude.clock import SystemClock
 from etude.config.credit import CreditConfig
 from etude.config.rollouts import HarnessConfig, RolloutConfig
 from etude.engines.fake import FakeEngine
+from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Completion, HarnessResult, Reward, SamplingParams, Sandbox
 from etude.rollouts.branching import Branching
-from etude.rollouts.flight import Flight
+from etude.rollouts.runner import Flight
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig
-from etude.sandboxes import tools
-from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.log import EventLog
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.batch import build_batch
 from etude.types import Case, FunctionChecks, Group, Rollout, Split, Task, TokenIds, Turn
 from gateways import ADMIN_KEY, VOCAB_SIZE, Setting, gateway, template
 

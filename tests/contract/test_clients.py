@@ -28,13 +28,13 @@ import torch
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelConfig
-from etude.engines.http import http_engines
-from etude.engines.native import NativeEngine, Weights
-from etude.engines.server import engine_app
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.engines.http.client import http_engines
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.server import engine_app
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
@@ -45,7 +45,7 @@ from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import Message, Tool, ToolCall
-from etude.trajectories.build import build_trajectories
+from etude.trainer.batching.build import build_trajectories
 from etude.types import Ids, Rollout, RolloutStatus, TokenIds, Turn
 
 HARNESS = Path(os.environ.get("ETUDE_HARNESS_PYTHON", Path(__file__).parents[2] / ".venv-harness/bin/python"))

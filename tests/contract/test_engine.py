@@ -14,10 +14,10 @@ from aiohttp.test_utils import TestServer
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http import HttpEngine
-from etude.engines.native import NativeEngine, Weights
-from etude.engines.server import BUSY, engine_app
-from etude.engines.wire import encode_completion, encode_piece
+from etude.engines.http.client import HttpEngine
+from etude.engines.http.wire import encode_completion, encode_piece
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.server import BUSY, engine_app
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic

@@ -13,10 +13,10 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import HarnessConfig
 from etude.engines.fake import FakeEngine
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.bounds import Limits
@@ -24,12 +24,12 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, run_rollout
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
-from etude.run.worlds import TaskWorlds
-from etude.sandboxes.images import ImageStore
-from etude.sandboxes.ns import NamespaceSandboxes
+from etude.run.task_sandboxes import TaskWorlds
+from etude.sandbox_spec import WORKDIR, SandboxSpec
+from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.tokens.chat import ChatTemplate
 from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
-from etude.worlds import WORKDIR, SandboxSpec
 
 AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
 COMMAND = ("python3", "/harness/agent.py", "{prompt}", "{model}", "{temperature}")

@@ -14,8 +14,8 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
-from etude.sandboxes.gvisor import GvisorSandboxes
-from etude.worlds import Image, SandboxSpec
+from etude.sandbox_spec import Image, SandboxSpec
+from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from patience import until
 
 pytestmark = pytest.mark.skipif(shutil.which("runsc") is None or os.geteuid() != 0, reason="it needs runsc, and root")
@@ -114,8 +114,8 @@ def test_a_sentry_that_dies_is_an_error_of_the_sandbox(tmp_path: Path) -> None:
 LAUNCH = """
 import asyncio, sys
 from pathlib import Path
-from etude.sandboxes.gvisor import GvisorSandboxes
-from etude.worlds import Image, SandboxSpec
+from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandbox_spec import Image, SandboxSpec
 async def main():
     sandbox = await GvisorSandboxes(scratch=Path(sys.argv[1])).create({})
     print("up", flush=True)

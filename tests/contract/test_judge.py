@@ -16,24 +16,24 @@ from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.native import NativeEngine, Weights
+from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
-from etude.gateway.door import door
-from etude.gateway.keys import Scope
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Scope
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
-from etude.rewards.judging.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
-from etude.rewards.judging.judge import Bounds
-from etude.rewards.judging.pins import Manner
-from etude.rewards.judging.prompts import Exhibit
-from etude.rewards.judging.rules import rules_app
-from etude.rewards.judging.verdicts import Fault
-from etude.rewards.judging.votes import Judgement
-from etude.rewards.summary_rules import SUMMARY_RULES
+from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
+from etude.rewards.judge.fingerprint import Manner
+from etude.rewards.judge.judge import Bounds
+from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.rules import rules_app
+from etude.rewards.judge.summary_rules import SUMMARY_RULES
+from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.votes import Judgement
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate

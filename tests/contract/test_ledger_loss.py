@@ -14,7 +14,7 @@ from etude.config.recipe import LedgerConfig
 from etude.errors import DamagedError, InfrastructureError, RunFolderError
 from etude.ledger.database import Interrupted, LedgerUnavailable, Row, Value
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.ledger.places import open_database
+from etude.ledger.open import open_database
 from etude.ledger.postgres import PostgresDatabase
 from etude.ledger.schema import NEWEST
 from etude.ledger.sqlite import SqliteDatabase

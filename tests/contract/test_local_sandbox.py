@@ -15,10 +15,10 @@ import pytest
 import etude
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
+from etude.sandbox_spec import Capability
 from etude.sandboxes.folders import Folder
-from etude.sandboxes.local import LocalSandboxes
-from etude.sandboxes.ns_filter import AUDIT_ARCHITECTURES, CALL_NUMBERS, NO_CALL
-from etude.worlds import Capability
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.seccomp import AUDIT_ARCHITECTURES, CALL_NUMBERS, NO_CALL
 from patience import PATIENCE_S
 from providers import TIMEOUT_S, Stage, output, python
 from providers import stage as set_stage
@@ -291,7 +291,7 @@ code = ctypes.create_string_buffer(b''.join(struct.pack('<HBBI', *line) for line
     (0x06, 0, 0, 0x7FFF0000))))
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack('HP', 6, ctypes.addressof(code)), 0, 0) == 0
-from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
 async def main():
     provider = LocalSandboxes(1, Path(sys.argv[1]))
     print(*sorted(await provider.capabilities()))

@@ -23,15 +23,15 @@ import pytest
 import long_gateway
 from etude.config.reward import PartConfig, RewardConfig
 from etude.harnesses.completions import CompletionClient, Message
+from etude.harnesses.summaries import KeptState, ask_for_summary, open_again
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.turns import encode_turns
 from etude.protocols import Appraisal, HarnessResult, Reward
-from etude.rewards.hints import TOOL_RULES, HintFinder
+from etude.rewards.shaping.hints import TOOL_RULES, HintFinder
 from etude.rollouts.sessions import GatewaySessions
 from etude.run.appraisal import RolloutAppraiser
-from etude.run.wording import turn_reader
-from etude.sandboxes.summaries import KeptState, ask_for_summary, open_again
-from etude.trajectories.build import build_trajectories
+from etude.run.detokenize import turn_reader
+from etude.trainer.batching.build import build_trajectories
 from etude.types import Rollout, RolloutStatus, Trajectory, Turn, TurnKind
 from ledgers import task
 from long_gateway import ADMIN_KEY, LONGEST, WINDOW, WORDS, completion_of

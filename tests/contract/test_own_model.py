@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chat_formats import TEMPLATES, make_tokenizer
-from etude.cli.words import NOTHING_LEARNT
+from etude.cli.options import NOTHING_LEARNT
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
-from etude.engines.http import http_engines
-from etude.engines.native import NativeEngine, Weights
-from etude.engines.server import engine_app
-from etude.gateway.admission import PRIORITIES, Admission, AdmissionLimits, TrafficClass
-from etude.gateway.line import Line
-from etude.gateway.pool import EnginePool
-from etude.gateway.router import Router
-from etude.gateway.standing import EngineEntry, EngineState, HealthLimits
+from etude.engines.http.client import http_engines
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.server import engine_app
+from etude.gateway.routing.admission import PRIORITIES, Admission, AdmissionLimits, TrafficClass
+from etude.gateway.routing.admission_queue import Line
+from etude.gateway.routing.engine_health import EngineEntry, EngineState, HealthLimits
+from etude.gateway.routing.pool import EnginePool
+from etude.gateway.routing.router import Router
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY

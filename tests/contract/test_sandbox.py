@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult, Sandbox
-from etude.worlds import Capability, Image, SandboxSpec
+from etude.sandbox_spec import Capability, Image, SandboxSpec
 from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
 
 FOREVER = "import time\nprint('started', flush=True)\nwhile True: time.sleep(0.05)"

@@ -11,7 +11,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.protocols import Sandbox
-from etude.worlds import Capability
+from etude.sandbox_spec import Capability
 from providers import Stage, output, python
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from etude.errors import EtudeError, SandboxError
 from etude.protocols import Sandbox
-from etude.sandboxes.images import ImageStore
-from etude.worlds import Capability, Image, SandboxSpec
+from etude.sandbox_spec import Capability, Image, SandboxSpec
+from etude.sandboxes.images.store import ImageStore
 from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
 
 T = TypeVar("T")

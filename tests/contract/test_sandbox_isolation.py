@@ -12,7 +12,7 @@ import pytest
 
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import Sandbox
-from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from providers import SECRET, TIGHT, Stage, output, python
 
 # --- What is not claimed is refused -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from asyncio.subprocess import PIPE
 import pytest
 
 from etude.protocols import Sandbox
-from etude.worlds import Capability
+from etude.sandbox_spec import Capability
 from providers import TIGHT, TIMEOUT_S, Stage, output, python
 
 FORK_BOMB = """

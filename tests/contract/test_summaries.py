@@ -22,7 +22,7 @@ from etude.harnesses.coding import CodingHarness
 from etude.protocols import Completion, HarnessResult, SamplingParams
 from etude.rollouts.fake import FakeSandbox
 from etude.rollouts.sessions import GatewaySessions
-from etude.trajectories.build import build_trajectories
+from etude.trainer.batching.build import build_trajectories
 from etude.types import AnswerChecks, Rollout, RolloutStatus, Split, Task, TokenIds, Turn, TurnKind
 from gateways import ADMIN_KEY, MESSAGES, VOCAB_SIZE, Caller, Setting, gateway, template
 

@@ -22,11 +22,11 @@ import torch
 from aiohttp import ClientSession
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.engines.exchange import Exchange
-from etude.engines.scheduler import SwapMode
-from etude.engines.vllm import VllmEngine
-from etude.engines.vllm_answers import Offer
-from etude.engines.vllm_process import VllmProcess, VllmServer
+from etude.engines.http.exchange import Exchange
+from etude.engines.native.scheduler import SwapMode
+from etude.engines.vllm.answers import Offer
+from etude.engines.vllm.engine import VllmEngine
+from etude.engines.vllm.process import VllmProcess, VllmServer
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, Piece, SamplingParams
 from etude.types import Finish, Floats

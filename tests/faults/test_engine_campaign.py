@@ -28,10 +28,10 @@ import pytest
 import torch
 
 from etude.config.inference import EngineConfig
-from etude.engines.native import NativeEngine, Weights
-from etude.engines.pages import PAGE, Node
-from etude.engines.requests import Request
-from etude.engines.scheduler import MAX_REREADS
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.pages import PAGE, Node
+from etude.engines.native.requests import Request
+from etude.engines.native.scheduler import MAX_REREADS
 from etude.errors import EngineBusy
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic

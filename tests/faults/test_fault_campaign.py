@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.benchmarks.faults import FaultOptions, bench_faults, table
-from etude.benchmarks.faults_machine import missing
+from bench.faults.bench import FaultOptions, bench_faults, table
+from bench.faults.machine import missing
 
 FAULTS = 50
 LATE = 2

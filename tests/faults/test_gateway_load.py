@@ -29,12 +29,12 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.engines.http import http_engines
-from etude.gateway.conversations import Conversation
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of, new_secret
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.engines.http.client import http_engines
+from etude.gateway.capture.conversations import Conversation
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Key, Scope, digest_of, new_secret
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.ledger.turns import decode_turns
 from etude.run.gateway_parts import Plan, Running, running
 from etude.tokens.chat import ChatTemplate
@@ -60,7 +60,7 @@ import asyncio, socket, sys
 from aiohttp import web
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.server import engine_app
+from etude.engines.native.server import engine_app
 
 class Paced(FakeEngine):
     async def stream(self, prompt_ids, params, *, session):

@@ -271,7 +271,7 @@ def check_export(folder: RunFolder, out: Path) -> None:
 
     from etude.models.checkpoint import load_spec
     from etude.run.numerics import load_published, training_model
-    from etude.run.states import to_tensors
+    from etude.run.tensors import to_tensors
     from etude.weights.pull import pull
 
     exported = etude("weights", "export", folder.path, out)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from etude.weights.digest import state_digest
-from etude.weights.drift import alike, drifting
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver
 from etude.weights.retention import collect
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 from patience import wait_until
 
 KILLS = 12
@@ -30,8 +30,8 @@ from etude.weights.frames import Codec, parse
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver
-from etude.weights.drift import alike, drifting
-from etude.weights.share import Share
+from etude.weights.synthetic_updates import alike, drifting
+from etude.weights.shards import Share
 from etude.weights.store import ObjectStore
 
 def publish(log):

@@ -16,9 +16,7 @@ import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightVersion
-from etude.weights.clocked import ClockedStore
 from etude.weights.digest import state_digest
-from etude.weights.drift import alike, drifting
 from etude.weights.faulty import Failure, FaultyStore, random_failures
 from etude.weights.log import WeightLog
 from etude.weights.plan import edge_of, reachable
@@ -28,6 +26,8 @@ from etude.weights.records import Link, commit_key, layout_key, link_key, pack_k
 from etude.weights.retention import collect
 from etude.weights.state import State
 from etude.weights.store import ObjectEntry, Objects, ObjectStore, StoreOptions
+from etude.weights.synthetic_updates import alike, drifting
+from etude.weights.timed_store import ClockedStore
 
 OPTIONS = PublishOptions(
     codec="gaps", chunk_numbers=100, pack_bytes=400, encoders=2, uploads=2, anchor_every=3, deadline_s=20

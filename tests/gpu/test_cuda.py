@@ -11,14 +11,14 @@ import torch
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import LossConfig
-from etude.engines.native import NativeEngine, Weights
+from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.arithmetic import packed_rows
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams
-from etude.run.muster import optimisation_of
+from etude.run.trainer_setup import optimisation_of
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.losses import Totals
 from etude.trainer.policy import PolicyTrainer

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.native import NativeEngine, Weights
+from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.protocols import Completion, SamplingParams
 from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
+from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import MismatchProbe
 from etude.trainer.scores import sampled_logprobs, sampled_tokens
-from etude.trajectories.build import build_trajectories
 from etude.types import Floats, Rollout, RolloutStatus, Routes, Trajectory, Turn
 
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from etude.config.training import BASELINES, CorrectionKind, LossConfig, LossKind, corrections
+from etude.trainer.batching.advantage import group_advantages
 from etude.trainer.corrections import proximal_logprobs
 from etude.trainer.losses import LossTokens, Totals, policy_loss
-from etude.trajectories.advantage import group_advantages
 
 VOCABULARY, GROUPS, GROUP_SIZE, STALENESS = 4, 8, 8, 2
 STEPS, STEP_SIZE = 40, 0.2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.config.training import LossConfig
-from etude.engines.sampling import Drawn, Sampler
+from etude.engines.native.sampling import Drawn, Sampler
 from etude.models.arithmetic import Arithmetic, Kept
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from etude.rewards.queries import Verdict, check_ours, is_right, judge, migration_steps, unseen_step
-from etude.rewards.query_client import Step, answer
+from etude.rewards.graders.postgres_client import Step, answer
+from etude.rewards.graders.queries import Verdict, check_ours, is_right, judge, migration_steps, unseen_step
 from etude.types import QueryChecks
 
 NOBODY = 65534

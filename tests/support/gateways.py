@@ -12,21 +12,21 @@ from pathlib import Path
 import orjson
 from aiohttp import ClientSession
 
+from etude.aio import alongside
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http import http_engines
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Limits, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.sessions import SessionLimits
-from etude.gateway.standing import EngineEntry
+from etude.engines.http.client import http_engines
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.capture.sessions import SessionLimits
+from etude.gateway.http.keys import Key, Limits, Scope, digest_of
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.ledger.payloads import Payloads
 from etude.ledger.turns import decode_turns
 from etude.protocols import Engine
 from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import listening
-from etude.together import alongside
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
 from patience import PATIENCE_S, until

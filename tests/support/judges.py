@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.clock import VirtualClock
-from etude.rewards.judging.budget import Allowance, Prices, Purse, Spend
-from etude.rewards.judging.cache import VoteCache
-from etude.rewards.judging.drift import Alarm, IdentityWatch
-from etude.rewards.judging.endpoint import Answering, Call, Said
-from etude.rewards.judging.hold import Hold
-from etude.rewards.judging.judge import Bounds, Judge, Means
-from etude.rewards.judging.pins import Manner
-from etude.rewards.judging.rubrics import Rubric, parse_rubric
+from etude.rewards.judge.budget import Allowance, Prices, Purse, Spend
+from etude.rewards.judge.cache import VoteCache
+from etude.rewards.judge.drift import Alarm, IdentityWatch
+from etude.rewards.judge.endpoint import Answering, Call, Said
+from etude.rewards.judge.fingerprint import Manner
+from etude.rewards.judge.judge import Bounds, Judge, Means
+from etude.rewards.judge.pause import Hold
+from etude.rewards.judge.rubrics import Rubric, parse_rubric
 from etude.rollouts.breaker import Breaker
 
 STYLE = """

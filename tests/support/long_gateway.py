@@ -16,10 +16,10 @@ import numpy as np
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening

@@ -12,7 +12,7 @@ from aiohttp import web
 from etude.config.rollouts import HarnessConfig
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import HarnessResult, Sandbox, Session
-from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
 from etude.types import Case, FunctionChecks, Split, Task
 
 FILES = {"util.py": "def add(a, b):\n    return a - b"}

@@ -17,16 +17,16 @@ from etude.clock import SystemClock
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
-from etude.sandboxes.gvisor import GvisorSandboxes
-from etude.sandboxes.local import LocalSandboxes
-from etude.sandboxes.ns import NamespaceSandboxes
-from etude.sandboxes.pool import SandboxPool
-from etude.sandboxes.promises import LIMITS
+from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.capabilities import LIMITS
+from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.pool.provider import SandboxPool
 from etude.sandboxes.qemu.provider import QemuSandboxes
-from etude.sandboxes.remote import RemoteSandboxes
-from etude.sandboxes.remote_clients import Client, Permissions
-from etude.sandboxes.remote_server import SandboxServer
-from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.remote.principals import Client, Permissions
+from etude.sandboxes.remote.server import SandboxServer
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
-from etude.trajectories.credit import Credit, turn_credits
+from etude.trainer.batching.credit import Credit, turn_credits
 from etude.types import Branch, Finish, Floats, Rollout, RolloutStatus, Turn
 
 Moves: TypeAlias = tuple[int, ...]

@@ -12,7 +12,7 @@ HEAVY = ("torch", "transformers")
     "module",
     [
         *("etude.config.recipe", "etude.types", "etude.protocols"),
-        *("etude.cli.main", "etude.run.rollouts", "etude.run.weights"),
+        *("etude.cli.main", "etude.run.rollouts", "etude.cli.commands.weights"),
     ],
 )
 def test_a_light_module_loads_no_machinery(module: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from etude.config.loading import load_recipe, parse_config
 from etude.dashboard.report import figure
-from etude.run.decisions import resolve
+from etude.run.resolve import resolve
 from etude.types import Json
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -6,7 +6,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from etude.cli.words import Commands
+from etude.cli.options import Commands
 from etude.config.keys import Key, Table, find, tables
 from etude.errors import ConfigError
 

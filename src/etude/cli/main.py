@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from etude.cli import benches, environments, judging, keys, runs, serving, weights
-from etude.cli.words import DISK_FULL, FAILED, INTERRUPTED, USER_ERROR
+from etude.cli import judge, keys, runs, serving, tasks, weights
+from etude.cli.options import DISK_FULL, FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
 from etude.storage import FIXES, FULL, fullest, storage_errno
 
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(prog="etude", description="Train a coding model inside the product that uses it.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (runs, keys, serving, weights, environments, judging, benches):
+    for part in (runs, keys, serving, weights, tasks, judge):
         part.add_commands(commands)
     return parser
 

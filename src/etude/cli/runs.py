@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from etude.cli.words import NOTHING_LEARNT, SANDBOXES, USER_ERROR, Commands, numbers, own_name
+from etude.cli.options import NOTHING_LEARNT, SANDBOXES, USER_ERROR, Commands, numbers, own_name
 from etude.config.loading import default_recipe, dump_toml, load_recipe
 from etude.errors import ConfigError, InfrastructureError
 from etude.types import Json
@@ -130,10 +130,10 @@ def _add_doctor(commands: Commands) -> None:
 def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from etude.rewards.parts import describe
-    from etude.run.decisions import check_devices
+    from etude.rewards.shaping.parts import describe
     from etude.run.folder import RunFolder
     from etude.run.judging import check_judge
+    from etude.run.resolve import check_devices
 
     if options.resume is not None:
         ignored = [name for name in OF_NEW_RUNS if getattr(options, name) is not None]
@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
             print("".join(f"# {line}\n" for line in about_reward), end="")
             return 0
         from etude.run.local import default_out
-        from etude.run.readiness import check_ready
+        from etude.run.preflight import check_ready
         from etude.run.room import check_room
 
         out = options.out or default_out(config)
@@ -200,10 +200,10 @@ def run_process(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
+    from etude.cli.commands.eval import compare_runs, measure_run
     from etude.dashboard.evaluation import Measure, Prices
     from etude.run.evaluate import Wanted
     from etude.run.folder import RunFolder
-    from etude.run.measuring import compare_runs, measure_run
 
     folder = RunFolder.open(options.run)
     wanted = Wanted(version=options.version, tasks=options.tasks, passes=options.passes, greedy=not options.no_greedy)
@@ -222,9 +222,9 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from etude.cli.commands.show import Wish, parse_comparison, show
     from etude.ledger.archive import Order, Outcome, Search
     from etude.run.folder import RunFolder
-    from etude.run.showing import Wish, parse_comparison, show
 
     asked = [name for name in OF_LISTS if getattr(options, name) not in (None, False)]
     reads = options.group is not None or options.rollout is not None
@@ -268,20 +268,21 @@ def _doctor(options: argparse.Namespace) -> int:
         raise ConfigError(f"--{', --'.join(ignored)} would have no effect without --parity")
     from rich.console import Console
 
-    from etude.run import doctor
+    from etude.cli.commands import doctor
+    from etude.run import parity_gate
     from etude.run.folder import RunFolder
-    from etude.run.readiness import about_template
+    from etude.run.preflight import about_template
 
     console = Console()
     if not options.parity:
         doctor.show_machine(console)
         return 0
     if options.run is None:
-        parity = doctor.parity_of_model(options.model, default_recipe(options.set))
+        parity = parity_gate.parity_of_model(options.model, default_recipe(options.set))
     else:
         folder = RunFolder.open(options.run, writes=False)
-        parity = doctor.parity_of_run(folder, load_recipe(folder.config_file, options.set))
-    doctor.show_parity(parity, console)
+        parity = parity_gate.parity_of_run(folder, load_recipe(folder.config_file, options.set))
+    parity_gate.show_parity(parity, console)
     if options.model is None:
         return 0 if parity.passed else USER_ERROR
     reads_calls = doctor.show_calls(options.model, console)

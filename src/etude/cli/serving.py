@@ -5,8 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from etude.cli.options import Commands
 from etude.cli.runs import run_process
-from etude.cli.words import Commands
 from etude.errors import ConfigError
 
 
@@ -95,10 +95,10 @@ def _gateway(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from etude.run import keys
+    from etude.cli.commands import keys
 
     if options.action == "ls":
-        from etude.run.showing import console
+        from etude.cli.commands.show import console
 
         keys.show_keys(options.file, console())
     elif options.action == "revoke":
@@ -112,7 +112,7 @@ def _keys(options: argparse.Namespace) -> int:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from etude.run.chat import chat_with, chat_with_run
+    from etude.cli.commands.chat import chat_with, chat_with_run
     from etude.run.folder import RunFolder
 
     if (options.run is None) == (options.url is None):

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from etude.cli.benches import run_bench
-from etude.cli.words import Commands
+from bench.__main__ import run_bench
+from etude.cli.options import Commands
 
 
 def add_commands(commands: Commands) -> None:
@@ -26,7 +26,7 @@ def _add_weights(commands: Commands) -> None:
         ("diff", "compare two versions"),
         ("invert", "write a link that leads back, for rolling back"),
         ("relay", "copy a store into one that is nearer to its readers, and keep it up to date"),
-        ("bench", "measure codecs and publishing: etude bench weights"),
+        ("bench", "measure codecs and publishing: python -m bench weights"),
     ):
         parsers[action] = actions.add_parser(action, help=text)
         parsers[action].set_defaults(command=_weights, action=action)
@@ -63,15 +63,15 @@ def _add_weights(commands: Commands) -> None:
 
 
 def _weights(options: argparse.Namespace) -> int:
-    from etude.run import showing, weights
+    from etude.cli.commands import show, weights
     from etude.run.folder import RunFolder
     from etude.run.weight_log import open_store
 
-    console = showing.console()
+    console = show.console()
     if options.action == "bench":
         return run_bench(argparse.Namespace(name="weights", json=options.json, size_gb=2.0))
     if options.action == "export":
-        from etude.run.export import export_run
+        from etude.cli.commands.export import export_run
 
         version = export_run(RunFolder.open(Path(options.store), writes=False), options.out, options.version)
         print(f"weight version {version} → {options.out}")

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from etude.config.section import Section
 
 CreditKind: TypeAlias = Literal["rollout", "discounted", "shaped", "shared_prefix"]
-"""How a reward is shared out over turns; :mod:`etude.trajectories.credit` has the equations."""
+"""How a reward is shared out over turns; :mod:`etude.trainer.batching.credit` has the equations."""
 BranchAt: TypeAlias = Literal["random", "error"]
 """When rollouts branch: after a call to the sandbox that was drawn beforehand, or after the first that failed."""
 CREDIT_KEYS: dict[CreditKind, frozenset[str]] = {

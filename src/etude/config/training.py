@@ -63,7 +63,7 @@ MaskKind: TypeAlias = Literal["none", "ratio", "geometric", "off_policy"]
 
 
 Baseline: TypeAlias = Literal["mean", "mean_std", "leave_one_out"]
-"""What a reward is compared with; :mod:`etude.trajectories.advantage` has their equations."""
+"""What a reward is compared with; :mod:`etude.trainer.batching.advantage` has their equations."""
 BASELINES: dict[LossKind, Baseline] = {
     "policy_gradient": "mean",
     "rloo": "leave_one_out",
@@ -259,7 +259,8 @@ OF_EFFORT = ("thinking_token", "call_token", "output_token", "final_token", "cal
 
 
 class EffortConfig(Section):
-    """``[effort]``: what a rollout's effort x costs it, weight · C(x); :mod:`etude.rewards.effort` has the equation.
+    """``[effort]``: what a rollout's effort x costs it, weight · C(x); :mod:`etude.rewards.shaping.effort` has the
+    equation.
 
     x is the sum of what was spent, each kind times its own factor.
     """

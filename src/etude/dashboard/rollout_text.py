@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.padding import Padding
 from rich.text import Text
 
-from etude.dashboard.reading import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
+from etude.dashboard.rollout_reading import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
 from etude.dashboard.units import MISSING, count, decimal, percent, small
 from etude.ledger.archive import Census, Found, Outcome

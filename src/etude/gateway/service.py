@@ -13,14 +13,14 @@ from contextlib import aclosing
 from typing import final
 
 from etude.clock import unix_s
-from etude.gateway.access import Visit
-from etude.gateway.admission import PRIORITIES
-from etude.gateway.calls import Answer, Call, Events, Refusal, Reply
-from etude.gateway.conversations import Conversation, Prompt
-from etude.gateway.jobs import Caller, Job
-from etude.gateway.replies import Parts, Replies
-from etude.gateway.serials import Serials
-from etude.gateway.tapes import SessionFull
+from etude.gateway.api.calls import Answer, Call, Events, Refusal, Reply
+from etude.gateway.capture.conversations import Conversation, Prompt
+from etude.gateway.capture.generation_request import Caller, Job
+from etude.gateway.capture.replies import Parts, Replies
+from etude.gateway.capture.token_buffer import SessionFull
+from etude.gateway.http.request_ids import Serials
+from etude.gateway.http.request_log import Visit
+from etude.gateway.routing.admission import PRIORITIES
 from etude.protocols import Piece, SamplingParams
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, UnreadKwargs
 
@@ -37,13 +37,13 @@ class Service:
         self._serials = Serials()
 
     def count(self, call: Call, conversation: Conversation) -> int:
-        """How many tokens the prompt of a call has. Raises :class:`~etude.gateway.calls.Refusal`."""
+        """How many tokens the prompt of a call has. Raises :class:`~etude.gateway.api.calls.Refusal`."""
         return len(_prompt(conversation, call).token_ids)
 
     async def answer(self, call: Call, caller: Caller, visit: Visit) -> Answer:
         """The recorded answer; what it took is noted in ``visit``.
 
-        Raises :class:`~etude.gateway.calls.Refusal` and what conversation, line, pool and recorder raise.
+        Raises :class:`~etude.gateway.api.calls.Refusal` and what conversation, line, pool and recorder raise.
         """
         answer = _known(call, caller)
         if answer is None:
@@ -123,7 +123,7 @@ def _known(call: Call, caller: Caller) -> Answer | None:
     """The answer that this request had before; ``None`` for a new one.
 
     It is the same request by its id, by the order of calls in a forked session, or by its caller's word. Raises
-    :class:`~etude.gateway.calls.Refusal` where the caller of a forked session asks something else.
+    :class:`~etude.gateway.api.calls.Refusal` where the caller of a forked session asks something else.
     """
     if caller.request_id and (known := caller.conversation.answered(caller.request_id, call)) is not None:
         return known

@@ -3,8 +3,8 @@
     prompt ──▶ model ──call──▶ sandbox ──observation──▶ model ──▶ … ──▶ submit
                  ╰─ full context ─▶ model ──summary──▶ a new context from task, to-do list and summary
 
-Owns what is asked of the model and what tools do in a sandbox. The words are those of :mod:`etude.sandboxes.tools` and
-:mod:`etude.sandboxes.summaries`, when a context starts anew is the decision of :mod:`etude.harnesses.contexts`, the way
+Owns what is asked of the model and what tools do in a sandbox. The words are those of :mod:`etude.harnesses.tools` and
+:mod:`etude.harnesses.summaries`, when a context starts anew is the decision of :mod:`etude.harnesses.contexts`, the way
 to the model is :mod:`etude.harnesses.completions`. Does not grade.
 """
 
@@ -14,13 +14,13 @@ import aiohttp
 
 from etude.config.rollouts import HarnessConfig
 from etude.errors import AgentFault, OutOfTime
+from etude.harnesses import tools
 from etude.harnesses.completions import CompletionClient, Message, Reply
 from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
+from etude.harnesses.summaries import KeptState, open_again, read_summary
 from etude.protocols import HarnessResult, Sandbox, Session
-from etude.sandboxes import tools
-from etude.sandboxes.calls import call_function, same_value
 from etude.sandboxes.folders import is_whole
-from etude.sandboxes.summaries import KeptState, open_again, read_summary
+from etude.sandboxes.function_calls import call_function, same_value
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks, TurnKind
 
 OBSERVATION_CHARACTERS = 20_000

@@ -7,7 +7,7 @@
      └─ "grow", or no restart left ──▶ STOP
 
 Owns the decision what to ask for next (:class:`Window`), what is in one context (:class:`Context`), the to-do list that
-outlives contexts and the measure of what summaries keep. The texts are :mod:`etude.sandboxes.summaries`', the calls
+outlives contexts and the measure of what summaries keep. The texts are :mod:`etude.harnesses.summaries`', the calls
 :mod:`etude.harnesses.coding`'s. Knows no tokenizer: how full a context is says the gateway, with every reply.
 """
 
@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import final
 
 from etude.config.rollouts import HarnessConfig
+from etude.harnesses import tools
 from etude.harnesses.completions import Message
-from etude.sandboxes import tools
-from etude.sandboxes.summaries import ask_for_summary, open_truncated
+from etude.harnesses.summaries import ask_for_summary, open_truncated
 
 
 class Step(StrEnum):

@@ -2,7 +2,7 @@
 
 Owns the questions of people, who read while the run goes on. The database is opened to read only, without a lease or a
 lock: a reader waits for nobody and stops nobody. Does not own what a rollout is worth to the trainer
-(:mod:`etude.run.reading`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
+(:mod:`etude.cli.commands.rollout_view`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
 
 **Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
 follows an index backwards and stops at its limit; any other order, and every count, reads the rows of the purpose once.
@@ -22,7 +22,7 @@ from etude.errors import UserError
 from etude.ledger import rows
 from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
-from etude.ledger.places import open_database
+from etude.ledger.open import open_database
 from etude.ledger.records import decode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
@@ -149,7 +149,7 @@ class Archive(Door):
 
     @classmethod
     def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
-        """Look into the ledger at a path or URL (:mod:`etude.ledger.places`), without changing anything there.
+        """Look into the ledger at a path or URL (:mod:`etude.ledger.open`), without changing anything there.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
         older étude's, which a process that writes brings forward.

@@ -6,7 +6,7 @@ by all processes of a run; each call is one short transaction (well under a mill
 calls are synchronous. A call is kept once or not at all, whatever happens to the connection.
 
 Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what is made of them
-(:mod:`etude.trajectories`). What is done in each transaction is in :mod:`etude.ledger.changes`.
+(:mod:`etude.trainer.batching`). What is done in each transaction is in :mod:`etude.ledger.changes`.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +24,7 @@ from etude.ledger.changes import ANYBODY, NotAdmitted
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leasing import Leases
-from etude.ledger.places import open_database
+from etude.ledger.open import open_database
 from etude.ledger.records import encode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
@@ -97,7 +97,7 @@ class Ledger(Door):
 
     @classmethod
     def open(cls, place: Path | str, config: LedgerConfig | None = None, clock: Clock | None = None) -> Self:
-        """Open the ledger at a path or URL (:mod:`etude.ledger.places`), making it when there is none.
+        """Open the ledger at a path or URL (:mod:`etude.ledger.open`), making it when there is none.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
         """

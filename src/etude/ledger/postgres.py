@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
-from etude.ledger.places import public
+from etude.ledger.open import public
 from etude.ledger.schema import check_newest, upgrade
 
 try:

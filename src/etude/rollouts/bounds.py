@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from etude.config.rollouts import RolloutConfig
 from etude.errors import InfrastructureError, OutOfTime
 from etude.protocols import ExecResult, Sandbox
-from etude.worlds import Image, SandboxStats
+from etude.sandbox_spec import Image, SandboxStats
 
 GRACE_S = 30.0
 """How much later than a command's own limit its sandbox may say so: providers have a grace of their own, a third."""

@@ -12,7 +12,7 @@ trunk where the trunk came that far, and all of it where it did not. To play oth
 prefer long ones (docs/credit.md). The copies cost nothing.
 
 Owns which slots are held back, and for whom, and when a trunk is to fork. Does not run anything
-(:mod:`etude.rollouts.flight`) nor know how a rollout is continued by another (:mod:`etude.rollouts.replays`).
+(:mod:`etude.rollouts.runner`) nor know how a rollout is continued by another (:mod:`etude.rollouts.replays`).
 """
 
 from collections.abc import Iterable

@@ -21,7 +21,7 @@ from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import TaskFamily
 from etude.rollouts.admission import Admission
-from etude.rollouts.flight import Flight
+from etude.rollouts.runner import Flight
 from etude.rollouts.worker import Rig
 from etude.telemetry.log import EventLog
 from etude.types import Split, Task

@@ -15,8 +15,8 @@ from etude.clock import VirtualClock
 from etude.errors import SandboxError, SessionLost, Unsupported
 from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.worker import Rig
+from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.types import Task, Turn
-from etude.worlds import Capability, Image, SandboxSpec, SandboxStats
 
 T = TypeVar("T")
 

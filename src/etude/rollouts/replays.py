@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 from etude.errors import InfrastructureError, Unsupported
 from etude.protocols import ExecResult, Sandbox
 from etude.rollouts.bounds import AgentTime
-from etude.worlds import Image, SandboxStats
+from etude.sandbox_spec import Image, SandboxStats
 
 T = TypeVar("T")
 

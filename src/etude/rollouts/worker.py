@@ -5,7 +5,7 @@
 
 Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
 rollouts. Does not own how long each part may take (:mod:`etude.rollouts.bounds`), retries, or what the record is for
-(:mod:`etude.rollouts.flight`).
+(:mod:`etude.rollouts.runner`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence

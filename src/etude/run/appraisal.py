@@ -20,19 +20,28 @@ from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
+from etude.harnesses.actions import THOUGHTS
 from etude.ledger.ledger import Facts
 from etude.protocols import Appraisal, Clock, HarnessResult, Reward
-from etude.rewards.behaviour import measure, observe
-from etude.rewards.effort import effort_of
-from etude.rewards.hints import HintFinder
-from etude.rewards.parts import GRADER, Combined, MakeUp, check_behaviours, combine, differences, digest_of, to_json
-from etude.rewards.slips import slip_rewards
+from etude.rewards.shaping.behaviour import measure, observe
+from etude.rewards.shaping.effort import effort_of
+from etude.rewards.shaping.hints import HintFinder
+from etude.rewards.shaping.malformed_calls import slip_rewards
+from etude.rewards.shaping.parts import (
+    GRADER,
+    Combined,
+    MakeUp,
+    check_behaviours,
+    combine,
+    differences,
+    digest_of,
+    to_json,
+)
 from etude.rewards.transcript import SpokenTurn, attributed
 from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
+from etude.run.detokenize import TurnReader, turn_reader
 from etude.run.hints import open_hints
 from etude.run.judging import OpenJudge
-from etude.run.wording import TurnReader, turn_reader
-from etude.sandboxes.actions import THOUGHTS
 from etude.tokens.messages import ChatFormat
 from etude.types import AnswerChecks, Task, Turn, TurnKind
 
@@ -70,8 +79,8 @@ class RolloutAppraiser:
     async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
         """The reward that the recipe's parts add up to, and hints.
 
-        Raises like :func:`~etude.rewards.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a part has
-        waited for a judge in vain.
+        Raises like :func:`~etude.rewards.shaping.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a
+        part has waited for a judge in vain.
         """
         spoken = await asyncio.to_thread(self.read, turns)  # millions of tokens take seconds: others go on meanwhile
         done = _Finished(task=task, result=result, reward=reward, turns=turns, spoken=spoken)

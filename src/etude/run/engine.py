@@ -11,14 +11,14 @@ from contextlib import closing
 import torch
 
 from etude.config.recipe import RunConfig
-from etude.engines.native import NativeEngine
-from etude.engines.server import engine_app
+from etude.engines.native.engine import NativeEngine
+from etude.engines.native.server import engine_app
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
-from etude.run.following import Serving, WeightFollower
 from etude.run.outages import StoreOutages
 from etude.run.serving import listening, run_until_signal, tell_person
 from etude.run.vllm import serve_vllm
+from etude.run.weight_follower import Serving, WeightFollower
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, WeightsSwapped
 from etude.telemetry.log import EventLog
@@ -31,7 +31,7 @@ async def follow(follower: WeightFollower, engine: NativeEngine, events: EventLo
     """Swap every new version into ``engine``, for ever.
 
     consumes: commit records; produces: swaps; waits for: the version after the one served; woken by:
-    :func:`~etude.run.following.next_arrival`; on shutdown: cancelled between two polls.
+    :func:`~etude.run.weight_follower.next_arrival`; on shutdown: cancelled between two polls.
     """
     while True:
         stage_s, pause_s = await follower.update(engine)

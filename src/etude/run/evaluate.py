@@ -16,19 +16,19 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
+from etude.aio import alongside, together
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive, Outcome
 from etude.ledger.ledger import Ledger
-from etude.rewards.parts import GRADER, grade_of
+from etude.rewards.shaping.parts import GRADER, grade_of
 from etude.rewards.transcript import continued
 from etude.run.folder import RunFolder
 from etude.run.rollouts import TEMPERATURES, RolloutParts, open_parts
-from etude.run.scratch import ServedRun, serving_version
+from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
-from etude.together import alongside, together
 from etude.types import Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2

@@ -4,24 +4,24 @@ import logging
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.environments.bugfix import BugfixFamily
-from etude.environments.corpus import Practice
-from etude.environments.harbor.family import HarborTasks
-from etude.environments.impossible import WithImpossible
-from etude.environments.lookup import LookupFamily
-from etude.environments.lookup_practice import LookupPractice
-from etude.environments.migrations import MigrationFamily
-from etude.environments.nextedit import NextEditFamily
-from etude.environments.nextedit_practice import NextEditPractice
-from etude.environments.repositories.brief import BriefTasks, RepairPractice
-from etude.environments.repositories.folder import RepositoryTasks
-from etude.environments.shell_transcripts import SHELL, ShellTasks
-from etude.environments.summaries import SummariesFamily, SummariesPractice
-from etude.environments.transcripts import TOOLS, BugfixPractice
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
-from etude.run.worlds import image_store
-from etude.sandboxes.images import ImageStore
+from etude.run.task_sandboxes import image_store
+from etude.sandboxes.images.store import ImageStore
+from etude.tasks.bugfix import BugfixFamily
+from etude.tasks.corpora.corpus import Practice
+from etude.tasks.corpora.lookup import LookupPractice
+from etude.tasks.corpora.nextedit import NextEditPractice
+from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
+from etude.tasks.corpora.transcripts import TOOLS, BugfixPractice
+from etude.tasks.harbor.family import HarborTasks
+from etude.tasks.impossible import WithImpossible
+from etude.tasks.lookup import LookupFamily
+from etude.tasks.migrations.family import MigrationFamily
+from etude.tasks.nextedit import NextEditFamily
+from etude.tasks.repositories.family import BriefTasks, RepairPractice
+from etude.tasks.repositories.folder import RepositoryTasks
+from etude.tasks.summaries import SummariesFamily, SummariesPractice
 from etude.types import Split
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from pathlib import Path
 from etude.config.loading import dump_toml, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
-from etude.ledger.places import place_of_run
-from etude.run.decisions import resolve
+from etude.ledger.open import place_of_run
 from etude.run.endpoints import Endpoints
+from etude.run.resolve import resolve
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
@@ -46,7 +46,7 @@ class RunFolder:
         resolved here and now.
 
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
-        :func:`~etude.run.decisions.resolve` does.
+        :func:`~etude.run.resolve.resolve` does.
         """
         folder = cls(path)
         if folder.config_file.exists():

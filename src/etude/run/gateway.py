@@ -18,17 +18,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from etude.aio import supervised
 from etude.clock import SystemClock, date_utc
 from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
-from etude.engines.http import http_engines
+from etude.engines.http.client import http_engines
 from etude.errors import ConfigError, DamagedError
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of, new_key_id, new_secret
-from etude.gateway.recorder import Recorder
-from etude.gateway.sessions import SessionLimits
-from etude.gateway.standing import EngineEntry, HealthLimits, is_engine_url
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.capture.sessions import SessionLimits
+from etude.gateway.http.keys import Key, Scope, digest_of, new_key_id, new_secret
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry, HealthLimits, is_engine_url
 from etude.ledger.payloads import Payloads
 from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
@@ -38,7 +39,6 @@ from etude.run.outages import StoreOutages
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
-from etude.together import supervised
 from etude.tokens.jinja import load_format
 from etude.types import RouteSpace
 from etude.weights.log import WeightLog

@@ -17,27 +17,27 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
+from etude.aio import Work, supervised
 from etude.clock import unix_s
 from etude.config.inference import GatewayConfig
 from etude.errors import DamagedError, UserError
-from etude.gateway.access import AccessLog
-from etude.gateway.admission import Admission, AdmissionLimits
-from etude.gateway.app import Gateway
-from etude.gateway.control import Facilities
-from etude.gateway.identity import Identity
-from etude.gateway.keyfile import KeyFile
-from etude.gateway.keys import Key, Keyring
-from etude.gateway.line import Line
-from etude.gateway.load import Load
-from etude.gateway.pool import EnginePool, PoolLimits
-from etude.gateway.recorder import Recorder
-from etude.gateway.replies import Parts
-from etude.gateway.router import DEFAULT_HEALTH, Router
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.capture.replies import Parts
+from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
+from etude.gateway.http.admin_api import Facilities
+from etude.gateway.http.app import Gateway
+from etude.gateway.http.keyfile import KeyFile
+from etude.gateway.http.keys import Key, Keyring
+from etude.gateway.http.principal import Identity
+from etude.gateway.http.request_log import AccessLog
+from etude.gateway.routing.admission import Admission, AdmissionLimits
+from etude.gateway.routing.admission_queue import Line
+from etude.gateway.routing.engine_health import EngineEntry, HealthLimits
+from etude.gateway.routing.load import Load
+from etude.gateway.routing.pool import EnginePool, PoolLimits
+from etude.gateway.routing.router import DEFAULT_HEALTH, Router
 from etude.gateway.service import Service
-from etude.gateway.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
-from etude.gateway.standing import EngineEntry, HealthLimits
 from etude.protocols import Clock, Engine
-from etude.together import Work, supervised
 from etude.tokens.messages import ChatFormat
 
 KEYS_S = 1.0

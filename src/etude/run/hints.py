@@ -1,12 +1,12 @@
 """Hints of a run: who finds them, and whether its model can be given any.
 
-Wiring only: rules are :mod:`etude.rewards.hints`', the place of a hint :mod:`etude.tokens.reminders`'. What the trainer
-makes of them is :mod:`etude.run.lessons`'.
+Wiring only: rules are :mod:`etude.rewards.shaping.hints`', the place of a hint :mod:`etude.tokens.reminders`'. What the
+trainer makes of them is :mod:`etude.run.distillation`'.
 """
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.hints import TOOL_RULES, Adviser, HintFinder, Rule
+from etude.rewards.shaping.hints import TOOL_RULES, Adviser, HintFinder, Rule
 from etude.tokens.messages import ChatFormat
 from etude.tokens.reminders import Reminders
 

@@ -3,7 +3,7 @@
     [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
 
 Owns wiring and where things lie: votes that were given and what was spent, in the run folder; calibrations, beside the
-rubrics. Decisions are :mod:`etude.rewards.judging`'s.
+rubrics. Decisions are :mod:`etude.rewards.judge`'s.
 """
 
 import contextlib
@@ -15,38 +15,31 @@ from pathlib import Path
 
 import aiohttp
 
+from etude.aio import together
 from etude.clock import SystemClock, date_utc
 from etude.config.judge import RULES, JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.judging.budget import Allowance, Prices, Purse
-from etude.rewards.judging.cache import VoteCache
-from etude.rewards.judging.calibration import (
-    Calibration,
-    Item,
-    agreement_of,
-    bias_of,
-    distrust,
-    parse_calibration,
-)
-from etude.rewards.judging.drift import Alarm, IdentityWatch
-from etude.rewards.judging.endpoint import Address, Answering, Call, Endpoint, Said
-from etude.rewards.judging.hints import HintJudge
-from etude.rewards.judging.hold import Hold
-from etude.rewards.judging.judge import Bounds, Judge, Means, needed_for
-from etude.rewards.judging.parts import BESIDE, DriftCheck, JudgedParts
-from etude.rewards.judging.pins import Manner, pin_of
-from etude.rewards.judging.prompts import Exhibit
-from etude.rewards.judging.rubrics import Rubric, parse_rubric
-from etude.rewards.judging.rules import MODEL, Rule, rules_app
-from etude.rewards.judging.spending import SpendFile
-from etude.rewards.judging.votes import Judgement
-from etude.rewards.summary_rules import SUMMARY_RULES, SUMMARY_RULES_VERSION
+from etude.rewards.judge.budget import Allowance, Prices, Purse
+from etude.rewards.judge.cache import VoteCache
+from etude.rewards.judge.calibration import Calibration, Item, agreement_of, bias_of, distrust, parse_calibration
+from etude.rewards.judge.drift import Alarm, IdentityWatch
+from etude.rewards.judge.endpoint import Address, Answering, Call, Endpoint, Said
+from etude.rewards.judge.fingerprint import Manner, pin_of
+from etude.rewards.judge.hints import HintJudge
+from etude.rewards.judge.judge import Bounds, Judge, Means, needed_for
+from etude.rewards.judge.parts import BESIDE, DriftCheck, JudgedParts
+from etude.rewards.judge.pause import Hold
+from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.rubrics import Rubric, parse_rubric
+from etude.rewards.judge.rules import MODEL, Rule, rules_app
+from etude.rewards.judge.spending import SpendFile
+from etude.rewards.judge.summary_rules import SUMMARY_RULES, SUMMARY_RULES_VERSION
+from etude.rewards.judge.votes import Judgement
 from etude.rollouts.breaker import Breaker
 from etude.run.endpoints import HOST
 from etude.run.serving import listening
 from etude.telemetry.events import JudgeAlarm
-from etude.together import together
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +89,7 @@ class OpenJudge:
 @dataclass(slots=True)
 class Attentive:
     """An endpoint, and the last thing it said that it is; implements
-    :class:`~etude.rewards.judging.endpoint.Answering`.
+    :class:`~etude.rewards.judge.endpoint.Answering`.
     """
 
     endpoint: Answering

@@ -26,7 +26,7 @@ from etude.models.lowprecision import (
     quantization_config,
 )
 from etude.models.spec import ModelSpec
-from etude.run.decisions import is_invariant
+from etude.run.resolve import is_invariant
 from etude.types import Json, RouteSpace
 from etude.weights.pull import ReceiveOptions
 

@@ -9,7 +9,8 @@ Layer by layer: the same sequences go through the trainer's forward pass and thr
 three ways of reading; what attention and feed-forward of each layer gave is compared position by position. The first
 row that differs is where to look.
 
-Owns what is run and how it is compared. Which models, and what people get to see, is :mod:`etude.run.doctor`'s.
+Owns what is run and how it is compared. Which models, and what people get to see, is
+:mod:`etude.cli.commands.doctor`'s.
 
 Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse layers, k experts per token.
 """
@@ -26,25 +27,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from etude.aio import alongside
 from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.cache import PagedCache
-from etude.engines.native import NativeEngine, Weights
-from etude.engines.pages import PAGE
-from etude.engines.requests import Request, Work
+from etude.engines.native.cache import PagedCache
+from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.pages import PAGE
+from etude.engines.native.requests import Request, Work
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
 from etude.protocols import Engine, SamplingParams, turn_of
-from etude.run.decisions import is_invariant, resolve_replay
 from etude.run.numerics import (
     decoded_state,
     load_published,
     serving_model,
     training_model,
 )
-from etude.together import alongside
+from etude.run.resolve import is_invariant, resolve_replay
+from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import Mismatch, MismatchProbe, Rung, rung
-from etude.trajectories.build import build_trajectories
 from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
 
 PROMPTS = (19, 33, 48, 70, 101, 12)

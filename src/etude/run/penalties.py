@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from etude.config.recipe import RunConfig
-from etude.rewards.effort import effort_penalty
+from etude.rewards.shaping.effort import effort_penalty
+from etude.trainer.batching.build import build_trajectories
+from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.reference import Reference
-from etude.trajectories.build import build_trajectories
-from etude.trajectories.packing import Cost, pack
 from etude.types import Group, Rollout, Trajectory
 
 
@@ -28,8 +28,8 @@ class Penalties:
         self._reference = reference
 
     def of(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Rollout → weight · C(effort) + β · k1, for :func:`~etude.trajectories.batch.build_batch`; empty if both are
-        off. Payloads of turns must have been fetched.
+        """Rollout → weight · C(effort) + β · k1, for :func:`~etude.trainer.batching.batch.build_batch`; empty if both
+        are off. Payloads of turns must have been fetched.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_quarantined]
         penalties: defaultdict[str, float] = defaultdict(float)

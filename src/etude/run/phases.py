@@ -19,14 +19,11 @@ from torch import Tensor
 
 from etude.config.imitation import ImitationConfig
 from etude.config.recipe import RunConfig
-from etude.environments.corpus import tokenizer_texts
-from etude.environments.mixture import Cursor, Taken
 from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
-from etude.run.decisions import resolve_device
 from etude.run.families import open_practice
 from etude.run.folder import RunFolder
 from etude.run.lineage import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
@@ -34,20 +31,23 @@ from etude.run.liveness import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
 from etude.run.outages import StoreOutages
 from etude.run.publishing import WeightPublishing
+from etude.run.resolve import resolve_device
 from etude.run.sources import open_reading, settings_of
-from etude.run.states import to_stored
+from etude.run.tensors import to_stored
 from etude.run.weight_log import open_log
+from etude.tasks.corpora.corpus import tokenizer_texts
+from etude.tasks.corpora.mixture import Cursor, Taken
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
+from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.imitation import ImitationTrainer, Loss
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.optimisers import build_optimiser
 from etude.trainer.schedule import BatchSchedule, RateSchedule
-from etude.trajectories.packing import Cost, pack
 from etude.types import Document, Json
 from etude.weights.digest import state_digest
 

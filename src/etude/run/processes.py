@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from etude.run.decisions import Role, check_devices
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
+from etude.run.resolve import Role, check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
@@ -67,7 +67,7 @@ def _run(name: str, folder: RunFolder, seat: int) -> None:
 
             run_phase(folder, name)
         case "parity":
-            from etude.run.doctor import gate
+            from etude.run.parity_gate import gate
 
             gate(folder)
         case "serve":

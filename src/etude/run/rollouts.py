@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from etude.aio import alongside, together
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.dashboard.estimates import Estimate, mean_of
@@ -26,31 +27,30 @@ from etude.ledger.archive import Archive, Outcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
-from etude.rewards.answers import AnswerGrader
-from etude.rewards.kinds import GraderByKind
-from etude.rewards.parts import grade_of, make_up, mean_parts
-from etude.rewards.tests import HiddenTests
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.functions import HiddenTests
+from etude.rewards.graders.kinds import GraderByKind
+from etude.rewards.shaping.parts import grade_of, make_up, mean_parts
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import Rig, Worlds
 from etude.run.appraisal import hold_reward, open_appraiser
+from etude.run.cheat_monitor import CheatWatch, policy_of
+from etude.run.detokenize import decoder
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
 from etude.run.judging import Memory, open_judge, pins_of
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
-from etude.run.watching import CheatWatch, policy_of
-from etude.run.wording import decoder
-from etude.run.worlds import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
-from etude.sandboxes.local import LocalSandboxes
-from etude.sandboxes.ns_base import environment_mounts
+from etude.run.task_sandboxes import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
+from etude.sandbox_spec import WORKDIR, Capability, SandboxSpec
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.base_system import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
-from etude.together import alongside, together
 from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
-from etude.worlds import WORKDIR, Capability, SandboxSpec
 
 POLL_S = 0.05
 """How often the gateway is asked which weights are served."""

@@ -14,11 +14,11 @@ from types import FrameType
 import uvloop
 from aiohttp import web
 
+from etude.aio import alongside
 from etude.errors import PortInUseError
 from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
 from etude.run.liveness import Heartbeat
-from etude.together import alongside
 
 PR_SET_PDEATHSIG = 1
 """``prctl`` option: the kernel sends us a signal when our parent dies."""

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from etude.config.imitation import PRACTICE_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
-from etude.environments.conversations import Conversations
-from etude.environments.corpus import practice_sources
-from etude.environments.mixture import Mixture, Side, Source, Stream, heldout_documents
-from etude.environments.texts import PlainText, TextFiles
 from etude.run.families import open_practice
 from etude.run.lineage import Phase
+from etude.tasks.corpora.conversations import Conversations
+from etude.tasks.corpora.corpus import practice_sources
+from etude.tasks.corpora.mixture import Mixture, Side, Source, Stream, heldout_documents
+from etude.tasks.corpora.texts import PlainText, TextFiles
 from etude.tokens.messages import ChatFormat
 from etude.types import Document, Split
 

@@ -27,12 +27,11 @@ from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
-from etude.rewards.parts import mean_parts
+from etude.rewards.shaping.parts import mean_parts
+from etude.run.distillation import CoursePlan
 from etude.run.folder import RunFolder
-from etude.run.lessons import CoursePlan
 from etude.run.liveness import Heartbeat
 from etude.run.locks import holder
-from etude.run.muster import muster
 from etude.run.numerics import (
     decoded_state,
     published_state,
@@ -42,20 +41,21 @@ from etude.run.numerics import (
 from etude.run.outages import StoreOutages
 from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
-from etude.run.states import to_tensors
+from etude.run.tensors import to_tensors
+from etude.run.trainer_setup import muster
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
+from etude.trainer.batching.batch import build_batch
+from etude.trainer.batching.build import build_trajectories
+from etude.trainer.batching.packing import Cost, MicroBatch, pack
+from etude.trainer.batching.shuffling import shuffle_rewards
 from etude.trainer.distillation import NO_COURSE, Course
 from etude.trainer.losses import Totals
 from etude.trainer.mismatch import NOTHING_COMPARED, POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import StepStats, sample_share
 from etude.trainer.reference import Reference
-from etude.trajectories.batch import build_batch
-from etude.trajectories.build import build_trajectories
-from etude.trajectories.packing import Cost, MicroBatch, pack
-from etude.trajectories.shuffling import shuffle_rewards
 from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 

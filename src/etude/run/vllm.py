@@ -17,22 +17,22 @@ from pathlib import Path
 import aiohttp
 
 from etude.config.recipe import RunConfig
-from etude.engines.exchange import Exchange
-from etude.engines.inplace import RELOAD_SHARE
-from etude.engines.scheduler import SwapMode
-from etude.engines.server import engine_app
-from etude.engines.vllm import Source, VllmEngine
-from etude.engines.vllm_answers import Offer
-from etude.engines.vllm_process import VllmProcess, VllmServer, find_python
+from etude.engines.http.exchange import Exchange
+from etude.engines.native.scheduler import SwapMode
+from etude.engines.native.server import engine_app
+from etude.engines.vllm.answers import Offer
+from etude.engines.vllm.engine import Source, VllmEngine
+from etude.engines.vllm.process import VllmProcess, VllmServer, find_python
+from etude.engines.weights.inplace import RELOAD_SHARE
 from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE, load_spec
 from etude.models.spec import ModelSpec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
-from etude.run.following import next_arrival
 from etude.run.numerics import largest_state, route_space
 from etude.run.outages import StoreOutages
 from etude.run.serving import listening, tell_person
+from etude.run.weight_follower import next_arrival
 from etude.run.weight_log import open_log
 from etude.sandboxes.scratch import Scratch
 from etude.telemetry.events import WeightsSwapped

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from etude.errors import Unsupported
 from etude.protocols import Sandbox
-from etude.worlds import Capability, SandboxSpec
+from etude.sandbox_spec import Capability, SandboxSpec
 
 PROGRAM = "firecracker"
 BOOT_ARGUMENTS = "console=ttyS0 reboot=k panic=-1 pci=off quiet cgroup_no_v1=all psi=0"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
+from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandboxes.capabilities import unsupported
 from etude.sandboxes.endings import close_all
 from etude.sandboxes.folders import Folder, tree_bytes
-from etude.sandboxes.promises import unsupported
-from etude.worlds import Image, SandboxSpec, SandboxStats
 
 ARGUMENT_LIMIT_BYTES = 120 << 10
 """Of a whole command line; Linux takes 128 KiB of one argument."""

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from etude.errors import SandboxError
-from etude.sandboxes.archives import (
+from etude.sandboxes.images.archives import (
     MTIME_END_S,
     PERMISSIONS,
     Budget,

@@ -9,7 +9,7 @@ They promise nothing for after a power cut, so nothing waits for a disk. What is
 do what in it is for its agent to find out: role ``app`` owns database ``app``, and nobody asks for a password.
 
 Owns the templates and the servers' configuration. Which services a task has is said by its
-:class:`~etude.worlds.World`, how a database is judged by :mod:`etude.rewards.queries`.
+:class:`~etude.sandbox_spec.World`, how a database is judged by :mod:`etude.rewards.graders.queries`.
 
 States of a template: preparing ──▶ ready ──fork──▶ ready ──evicted, failed or provider closed──▶ closed.
 Waits for servers with a deadline.
@@ -25,12 +25,12 @@ from typing import Literal, TypeAlias
 
 import orjson
 
+from etude.aio import together
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
+from etude.sandbox_spec import Capability, Image, SandboxSpec, Service, ServiceKind, World
+from etude.sandboxes.capabilities import check_claim
 from etude.sandboxes.endings import close_all
-from etude.sandboxes.promises import check_claim
-from etude.together import together
-from etude.worlds import Capability, Image, SandboxSpec, Service, ServiceKind, World
 
 HOME = "/home/agent/.services"
 """Where servers keep their files, inside: a place of the agent's that is not its working folder."""
@@ -138,7 +138,7 @@ class Server:
     create: str
     """Run once, on the empty state."""
     setup: str
-    """Reads what a task has in :attr:`~etude.worlds.Service.setup`; fails at its first mistake."""
+    """Reads what a task has in :attr:`~etude.sandbox_spec.Service.setup`; fails at its first mistake."""
     stop: str
     """Returns when everything is on the disk and the server is gone."""
     variables: Mapping[str, str]

@@ -3,8 +3,8 @@
 A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
 own: whoever passes one has cheated, whether a detector saw it or not, so their rate also tells what detectors miss.
 
-Owns the counts and the arithmetic. Does not own what is suspicious (:mod:`etude.rewards.cheating`) or how figures are
-shown (:mod:`etude.dashboard`).
+Owns the counts and the arithmetic. Does not own what is suspicious (:mod:`etude.rewards.monitor`) or how
+figures are shown (:mod:`etude.dashboard`).
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a conversation is made of, whatever wire it came over and whatever model it is for.
 
-Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.dialects`'
+Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.api`'
 business, how in tokens is a :class:`ChatFormat`'s.
 """
 

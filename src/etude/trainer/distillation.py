@@ -31,8 +31,8 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
 The logits of ``full`` are made of a few tokens at a time and once more in the backward pass, so memory is bounded by
 :data:`CHUNK_LOGITS`, however long the turns are.
 
-Owns the lessons of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.hints`) nor where it stands
-(:mod:`etude.tokens.reminders`).
+Owns the lessons of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.shaping.hints`) nor where it
+stands (:mod:`etude.tokens.reminders`).
 
 Shape legend: N hinted tokens of a piece, n those of a chunk, H hidden, V vocabulary.
 """

@@ -2,8 +2,8 @@
 
     L = −Σ_t a_t · (w_t · ℓ(r_t, A_t) − κ · k_t + η · H_t)
 
-ℓ is what a kind of loss makes of a token: of its advantage A (:mod:`etude.trajectories.advantage`) and, in the clipped
-kinds, of its ratio r = π_θ / π_anchor. w is a constant of the gradient and belongs to who sampled the token
+ℓ is what a kind of loss makes of a token: of its advantage A (:mod:`etude.trainer.batching.advantage`) and, in the
+clipped kinds, of its ratio r = π_θ / π_anchor. w is a constant of the gradient and belongs to who sampled the token
 (:mod:`etude.trainer.corrections`). a is how tokens are averaged; k estimates a divergence and H is the entropy of what
 the token was drawn from, both as verl and TRL add them: neither weighted nor clipped nor masked. There is one optimiser
 step per batch, so the papers' "old" policy is the one that sampled. The anchor is what that policy's engine said, μ; or
@@ -14,7 +14,7 @@ however many ranks, add up to the batch's. Masked tokens stay in it, for the sam
 must not make the others count more.
 
 Owns what is done with log-probabilities, not how they come about: of which distribution they are is
-:mod:`etude.trainer.kept`'s.
+:mod:`etude.trainer.sampling_mask`'s.
 
 Shape legend: N loss tokens of a micro-batch, S its trajectories.
 """

@@ -20,8 +20,8 @@ from torch import Tensor
 from etude.models.arithmetic import Kept
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
-from etude.trainer.kept import chosen_kept, entropies, gather_kept
 from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.sampling_mask import chosen_kept, entropies, gather_kept
 from etude.types import Floats, Ids, Mask, Trajectory
 
 

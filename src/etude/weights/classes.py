@@ -23,8 +23,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from etude.compiled import borrowing, inlined
 from etude.errors import DamagedError
+from etude.jit import borrowing, inlined
 from etude.weights.classwalk import (
     CLASSES,
     FAR,

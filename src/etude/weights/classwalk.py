@@ -15,7 +15,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
-from etude.compiled import borrowing, inlined, vector
+from etude.jit import borrowing, inlined, vector
 from etude.weights.elements import Element
 from etude.weights.kernels import Positions, Steps, fold_of, readonly, step_between
 from etude.weights.state import Numbers

@@ -10,7 +10,7 @@ from typing import final
 
 from etude.weights.chunks import Chunk
 from etude.weights.frames import Codec
-from etude.weights.share import Move, Share
+from etude.weights.shards import Move, Share
 from etude.weights.state import State
 
 WINDOW = 64

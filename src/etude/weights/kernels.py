@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import inlined, kernel
+from etude.jit import inlined, kernel
 from etude.weights.elements import Element
 from etude.weights.state import Bytes1d, Numbers
 from etude.weights.vectors import LANES, popcount, trailing_zeros, unequal

@@ -17,6 +17,7 @@ from typing import final
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.plan import Edge, edge_of, reachable
+from etude.weights.record_files import RecordShelf, put_content
 from etude.weights.records import (
     Announcement,
     Lease,
@@ -31,7 +32,6 @@ from etude.weights.records import (
     record_key,
     staged_folder,
 )
-from etude.weights.shelf import RecordShelf, put_content
 from etude.weights.store import Objects
 
 _LAYOUTS_KEPT = 1024

@@ -22,18 +22,18 @@ from etude import clock
 from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError, InfrastructureError
 from etude.types import WeightPack, WeightVersion
-from etude.weights.choice import CodecChoice, CodecWish
 from etude.weights.chunks import CHUNK_NUMBERS, Layout
+from etude.weights.codec_choice import CodecChoice, CodecWish
 from etude.weights.compact import Compactor
 from etude.weights.encoding import DeltaEncoding, full_frames
+from etude.weights.full_requests import is_pleaded
 from etude.weights.log import WeightLog
 from etude.weights.packs import PACK_BYTES, FilledPack, fill_packs
 from etude.weights.plan import ladder, needs_anchor
-from etude.weights.pleas import is_pleaded
 from etude.weights.pull import pull_share
 from etude.weights.ranks import Rank, Ranks, SharePacks
 from etude.weights.records import Link, commit_key
-from etude.weights.share import Share
+from etude.weights.shards import Share
 from etude.weights.state import State
 
 ANCHOR = "-anchor"

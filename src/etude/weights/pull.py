@@ -22,12 +22,12 @@ from etude.errors import DamagedError, UserError
 from etude.types import WeightVersion
 from etude.weights.chunks import Layout
 from etude.weights.fetch import Fetcher
+from etude.weights.full_requests import plead
 from etude.weights.log import WeightLog, newest
 from etude.weights.plan import Edge, LinkSpeed, Plan, plan
-from etude.weights.pleas import plead
 from etude.weights.replica import ChangedNumbers, Changes, PulledWeights, Replica
-from etude.weights.share import Share
-from etude.weights.want import EVERYTHING, Want
+from etude.weights.shards import Share
+from etude.weights.subscription import EVERYTHING, Want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import inlined
+from etude.jit import inlined
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 """[n] decisions from the front, plain bits from the back."""

@@ -21,8 +21,8 @@ from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog, newest
 from etude.weights.plan import Edge, LinkSpeed, plan
+from etude.weights.record_files import create
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
-from etude.weights.shelf import create
 
 LOOK_S = 5.0
 """How often the origin is looked at as a whole; in between only the version that should come next is asked for."""

@@ -16,7 +16,7 @@ from etude.weights.log import WeightLog
 from etude.weights.packs import fill_packs
 from etude.weights.pull import Receiver
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, layout_key, pack_key
-from etude.weights.share import Share
+from etude.weights.shards import Share
 from etude.weights.verify import packs_fault
 
 

@@ -16,9 +16,9 @@ from etude.weights.chunks import Chunk, Indices, Layout, Positions, assemble
 from etude.weights.digest import layout_digest
 from etude.weights.frames import parse
 from etude.weights.packs import read_pack
-from etude.weights.share import Share, Touched
+from etude.weights.shards import Share, Touched
 from etude.weights.state import Numbers, StoredTensor
-from etude.weights.want import Want
+from etude.weights.subscription import Want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

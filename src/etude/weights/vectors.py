@@ -10,7 +10,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from etude.compiled import vector
+from etude.jit import vector
 
 LANES = 64
 """Elements per mask."""

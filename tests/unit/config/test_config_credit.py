@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from etude.config.credit import CREDIT_KEYS, NEEDED, CreditConfig, CreditKind
 from etude.config.recipe import RunConfig
-from etude.trajectories.credit import CREDITS, SHARES
+from etude.trainer.batching.credit import CREDITS, SHARES
 
 SOUND: dict[CreditKind, dict[str, Any]] = {
     "rollout": {},

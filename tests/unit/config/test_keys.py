@@ -53,7 +53,7 @@ def test_a_key_says_what_it_takes_and_what_it_is_by_default(path: str, takes: st
 
 
 def test_docstrings_are_told_without_the_marks_of_their_source() -> None:
-    assert "`etude.rewards.effort` has the equation" in next(table.meaning for table in find("effort"))
+    assert "`etude.rewards.shaping.effort` has the equation" in next(table.meaning for table in find("effort"))
     assert not any("``" in key.meaning or ":class:" in key.meaning for table in tables() for key in table.keys)
 
 

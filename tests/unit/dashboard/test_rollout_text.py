@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.reading import (
+from etude.dashboard.rollout_reading import (
     ReadComparison,
     ReadHint,
     ReadPart,

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.errors import CaptureError, EngineUnavailable, SessionLost, VersionPending
-from etude.gateway.access import Visit
-from etude.gateway.admission import Admission, AdmissionLimits, TrafficClass
-from etude.gateway.calls import Answer, Call, Ending, Refusal, Sampling
-from etude.gateway.conversations import Conversation
-from etude.gateway.dialects.chat import parse
-from etude.gateway.jobs import Caller
-from etude.gateway.line import Line
-from etude.gateway.pool import EnginePool, PoolLimits
-from etude.gateway.recorder import Recorder
-from etude.gateway.replies import Parts
-from etude.gateway.router import Router
+from etude.gateway.api.calls import Answer, Call, Ending, Refusal, Sampling
+from etude.gateway.api.chat import parse
+from etude.gateway.capture.conversations import Conversation
+from etude.gateway.capture.generation_request import Caller
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.capture.replies import Parts
+from etude.gateway.http.request_log import Visit
+from etude.gateway.routing.admission import Admission, AdmissionLimits, TrafficClass
+from etude.gateway.routing.admission_queue import Line
+from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.routing.pool import EnginePool, PoolLimits
+from etude.gateway.routing.router import Router
 from etude.gateway.service import Service
-from etude.gateway.standing import EngineEntry
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, Piece, SamplingParams
 from etude.tokens.chat import ChatTemplate

@@ -9,11 +9,11 @@ import pytest
 
 from etude.config.rollouts import HarnessConfig
 from etude.errors import EngineUnavailable, OutOfTime, SandboxError, SessionLost
+from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness, observe
 from etude.protocols import ExecResult, Session
 from etude.rollouts.fake import FakeSandbox
-from etude.sandboxes import tools
-from etude.sandboxes.local import LocalSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
 from etude.types import TestChecks
 from playhouse import FILES, HANG_UP, NO_ROOM, TASK, Answer, Playhouse, refuses, says
 

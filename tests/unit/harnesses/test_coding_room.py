@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from etude.config.rollouts import HarnessConfig
 from etude.harnesses.coding import CodingHarness
+from etude.harnesses.tools import CUT, NO_FILE, number_lines
 from etude.protocols import HarnessResult, Session
 from etude.rollouts.fake import FakeSandbox
-from etude.sandboxes.tools import CUT, NO_FILE, number_lines
 from playhouse import TASK
 
 TRIGGER, TURN, SUMMARY, PAGE = 120, 12, 40, 60

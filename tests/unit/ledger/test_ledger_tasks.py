@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.tasks import decode_task, encode_task
+from etude.sandbox_spec import SandboxLimits, Service, ServiceKind, World
 from etude.types import (
     Case,
     FunctionChecks,
@@ -20,7 +21,6 @@ from etude.types import (
     Task,
     TestChecks,
 )
-from etude.worlds import SandboxLimits, Service, ServiceKind, World
 
 JSON: st.SearchStrategy[Json] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -15,10 +15,10 @@ from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import HarnessResult, Reward, Sandbox, Session
 from etude.rollouts.branching import Branching
 from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
-from etude.rollouts.flight import Flight
+from etude.rollouts.runner import Flight
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.batch import build_batch
 from etude.types import Branch, Finish, Group, Rollout, RolloutStatus, Task, Turn
 from ledgers import task
 

@@ -23,7 +23,7 @@ from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.schedule import backoff_s
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.batch import build_batch
 from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
 from records import CHECKS
 

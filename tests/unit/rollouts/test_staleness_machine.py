@@ -24,7 +24,7 @@ from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
 from etude.rollouts.admission import Admission
 from etude.rollouts.schedule import Place, place_of
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.batch import build_batch
 from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
 from records import CHECKS
 

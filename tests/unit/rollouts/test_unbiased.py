@@ -28,8 +28,8 @@ from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
-from etude.trajectories.advantage import group_advantages, group_weight
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.advantage import group_advantages, group_weight
+from etude.trainer.batching.batch import build_batch
 from etude.types import Finish, Group, Rollout, Split, Task, Turn
 from records import CHECKS, TASK, make_rollout
 

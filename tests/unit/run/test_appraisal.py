@@ -16,7 +16,7 @@ from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
 from etude.protocols import Appraisal, HarnessResult, Reward
-from etude.rewards.parts import make_up
+from etude.rewards.shaping.parts import make_up
 from etude.rewards.transcript import SpokenTurn, read_turns
 from etude.rollouts.breaker import MAX_PAUSE_S
 from etude.run.appraisal import RolloutAppraiser, hold_reward, open_appraiser

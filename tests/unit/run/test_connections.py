@@ -12,8 +12,8 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.server import engine_app
-from etude.gateway.door import Reply, Visitor, door
+from etude.engines.native.server import engine_app
+from etude.gateway.http.server import Reply, Visitor, door
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening
 from patience import PATIENCE_S

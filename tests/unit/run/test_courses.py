@@ -10,8 +10,8 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.models.spec import TINY
+from etude.run.distillation import CoursePlan, lesson_of
 from etude.run.hints import reminders_of
-from etude.run.lessons import CoursePlan, lesson_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat
 from etude.tokens.messages import Message

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from etude.config.loading import parse_config
-from etude.environments.harbor.folder import read_task
-from etude.environments.harbor.images import image_name
-from etude.environments.harbor.settings import TaskFolderError
-from etude.environments.repositories.folder import PackageFolder
 from etude.errors import ConfigError
 from etude.run.families import open_family
-from etude.run.worlds import image_store
+from etude.run.task_sandboxes import image_store
+from etude.tasks.harbor.folder import read_task
+from etude.tasks.harbor.images import image_name
+from etude.tasks.harbor.settings import TaskFolderError
+from etude.tasks.repositories.folder import PackageFolder
 from etude.types import Split, Task, TestChecks
 from harbor_folders import write_folder
 

@@ -7,9 +7,9 @@ import pytest
 
 from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import ConfigError, RunFolderError
-from etude.run.decisions import resolve
 from etude.run.folder import RunFolder
 from etude.run.locks import exclusive
+from etude.run.resolve import resolve
 
 
 def test_it_remembers_its_recipe_and_keeps_its_secrets(tmp_path: Path) -> None:

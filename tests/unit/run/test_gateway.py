@@ -16,23 +16,23 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from etude.aio import alongside
+from etude.cli.commands.keys import add_key, revoke_key
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
-from etude.gateway.door import door
-from etude.gateway.keys import Key, Scope, digest_of
-from etude.gateway.recorder import Recorder
-from etude.gateway.standing import EngineEntry
+from etude.gateway.capture.recorder import Recorder
+from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.server import door
+from etude.gateway.routing.engine_health import EngineEntry
 from etude.run.folder import RunFolder
 from etude.run.gateway import Alone, announce, entry_of, longest_context, run_alone, tls_context
 from etude.run.gateway_parts import Plan, running
-from etude.run.keys import add_key, revoke_key
 from etude.run.outages import StoreOutages
 from etude.run.serving import listening
 from etude.run.weight_log import open_log
-from etude.together import alongside
 from etude.tokens.chat import ChatTemplate
 from etude.types import TensorSpec
 from etude.weights.digest import state_digest

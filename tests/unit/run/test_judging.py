@@ -9,16 +9,16 @@ import aiohttp
 import orjson
 import pytest
 
+from etude.cli.commands.judge import Check, calibrate_beside, check
 from etude.cli.main import main
 from etude.config.loading import default_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, DamagedError, JudgeLost, JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judging.budget import Spend
-from etude.rewards.judging.calibration import parse_calibration
-from etude.rewards.judging.spending import SpendFile
-from etude.run.judgements import Check, calibrate_beside, check
+from etude.rewards.judge.budget import Spend
+from etude.rewards.judge.calibration import parse_calibration
+from etude.rewards.judge.spending import SpendFile
 from etude.run.judging import Memory, check_judge, open_judge, pins_of, rubrics_of
 from etude.telemetry.events import JudgeAlarm
 from etude.types import AnswerChecks, Split, Task

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from etude.aio import alongside
 from etude.run.liveness import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
-from etude.together import alongside
 from patience import until
 
 

@@ -9,10 +9,10 @@ from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.rewards.effort import effort_penalty
+from etude.rewards.shaping.effort import effort_penalty
 from etude.run.penalties import Penalties
+from etude.trainer.batching.build import build_trajectories
 from etude.trainer.reference import Reference
-from etude.trajectories.build import build_trajectories
 from etude.types import (
     Disposition,
     Group,

@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
-from etude.environments.conversations import Conversations
-from etude.environments.mixture import Cursor, Side, Taken
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.lineage import Lineage
 from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
 from etude.run.weight_log import open_log
+from etude.tasks.corpora.conversations import Conversations
+from etude.tasks.corpora.mixture import Cursor, Side, Taken
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, Outage, PhaseEnded
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import ChatTemplate

@@ -22,8 +22,8 @@ from etude.run.rollouts import (
     lost_all,
     write_harness,
 )
+from etude.sandbox_spec import Capability
 from etude.types import AnswerChecks, Group, Split, Task
-from etude.worlds import Capability
 from ledgers import rollout, task
 
 

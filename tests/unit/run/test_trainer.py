@@ -24,7 +24,7 @@ from etude.run.trainer import MOST_IN_VAIN, TrainerProcess, fetch_payloads, payl
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog, EventReader
-from etude.trajectories.batch import build_batch
+from etude.trainer.batching.batch import build_batch
 from etude.types import (
     Disposition,
     Finish,
@@ -36,7 +36,7 @@ from etude.types import (
     Turn,
     Verdict,
 )
-from etude.weights.pleas import plead
+from etude.weights.full_requests import plead
 from etude.weights.records import commit_key, pack_key
 from etude.weights.retention import collect
 from records import TASK, make_rollout

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.commands import weights
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, FencedError
 from etude.ledger.ledger import Ledger
-from etude.run import weights
 from etude.run.folder import RunFolder
 from etude.run.weight_log import open_log, open_store
-from etude.weights.drift import drifting
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.records import commit_key
+from etude.weights.synthetic_updates import drifting
 
 
 def publish(log: WeightLog, *versions: int) -> None:

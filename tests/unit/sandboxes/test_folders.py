@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandboxes.archives import Entry, EntryKind, read_archive, write_archive
 from etude.sandboxes.folders import MAX_DEPTH, READ_LIMIT_BYTES, Folder, is_whole, tree_bytes
+from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
 
 
 def folder(path: Path, *, inside: str | None = "/", workdir: str = "/work") -> Folder:

@@ -11,11 +11,11 @@ import pytest
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
-from etude.sandboxes.local import LocalSandboxes
-from etude.sandboxes.ns import NamespaceSandboxes
-from etude.sandboxes.ns_sandbox import NamespaceSandbox
+from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec, Service, ServiceKind, World
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.ns.sandbox import NamespaceSandbox
 from etude.sandboxes.services import DATABASE, OWNER, ServicedSandboxes, template_digest, variables, world_spec
-from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec, Service, ServiceKind, World
 
 ROWS = Service(kind=ServiceKind.POSTGRES, setup="CREATE TABLE t (i integer); INSERT INTO t VALUES (1), (2), (3);")
 KEYS = Service(kind=ServiceKind.REDIS, setup="SET greeting hello\nRPUSH queue a b c\n")

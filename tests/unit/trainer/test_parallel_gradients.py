@@ -8,7 +8,7 @@ from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.decisions import resolve
+from etude.run.resolve import resolve
 from etude.trainer.parallel import clip_gradients, joined, whole_model
 
 

@@ -6,9 +6,8 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.types import TensorSpec
-from etude.weights.choice import CodecWish
+from etude.weights.codec_choice import CodecWish
 from etude.weights.compact import Compactor
-from etude.weights.drift import alike, drifting
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
@@ -16,6 +15,7 @@ from etude.weights.ranks import Rank
 from etude.weights.records import pack_key
 from etude.weights.state import State, StoredTensor
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, encoders=2, uploads=2, anchor_every=0, compact=False)
 

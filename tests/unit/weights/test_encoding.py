@@ -14,7 +14,7 @@ from etude.weights.chunks import Layout
 from etude.weights.digest import content_digest
 from etude.weights.encoding import WINDOW, DeltaEncoding, full_frames
 from etude.weights.frames import Codec, parse
-from etude.weights.share import Share
+from etude.weights.shards import Share
 from etude.weights.state import State, StoredTensor, snapshot
 
 Parameters = ParamSpec("Parameters")

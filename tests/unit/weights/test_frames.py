@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.compiled import kernel
 from etude.errors import DamagedError
+from etude.jit import kernel
 from etude.weights import kernels
 from etude.weights.digest import Digest
 from etude.weights.elements import ELEMENTS, Element

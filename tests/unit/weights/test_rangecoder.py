@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.compiled import borrowing
+from etude.jit import borrowing
 from etude.weights.rangecoder import (
     LIKELY_BITS,
     SEEN_BITS,

@@ -12,7 +12,6 @@ from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightVersion
 from etude.weights.chunks import Layout, Part
 from etude.weights.digest import state_digest
-from etude.weights.drift import alike, drifting
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull, pull_share
@@ -20,6 +19,7 @@ from etude.weights.ranks import Rank
 from etude.weights.records import pack_key
 from etude.weights.state import Region, State
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=256, pack_bytes=1500, encoders=2, uploads=2, deadline_s=60)
 

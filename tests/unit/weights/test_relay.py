@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
-from etude.weights.drift import alike, drifting
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -14,6 +13,7 @@ from etude.weights.pull import Receiver, pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.relay import Relay
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, pack_bytes=1000, encoders=2, uploads=2, anchor_every=0)
 KEY = b"the key that signs records"

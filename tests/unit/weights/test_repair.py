@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from etude.weights.choice import CodecWish
-from etude.weights.drift import alike, drifting
+from etude.weights.codec_choice import CodecWish
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
@@ -14,6 +13,7 @@ from etude.weights.records import commit_key, layout_key, link_key, pack_key
 from etude.weights.relay import Relay
 from etude.weights.repair import Repair, repair
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 from etude.weights.verify import verify
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, pack_bytes=1000, encoders=2, uploads=2, anchor_every=3)

@@ -17,9 +17,9 @@ from etude.weights.digest import state_digest
 from etude.weights.frames import Codec
 from etude.weights.packs import fill_packs
 from etude.weights.replica import ChangedNumbers, Changes, Replica
-from etude.weights.share import Share
+from etude.weights.shards import Share
 from etude.weights.state import Region, State, StoredTensor, snapshot
-from etude.weights.want import EVERYTHING, Want
+from etude.weights.subscription import EVERYTHING, Want
 
 MATRIX = TensorSpec(name="m", dtype="BF16", shape=(20, 30))
 VECTOR = TensorSpec(name="v", dtype="F32", shape=(50,))

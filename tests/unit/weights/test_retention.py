@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
-from etude.weights.clocked import ClockedStore
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.plan import LinkSpeed, edge_of, plan, reachable
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
 from etude.weights.retention import CollectReport, collect, retained
+from etude.weights.timed_store import ClockedStore
 from patience import wait_until
 
 

@@ -8,13 +8,13 @@ from moto.server import ThreadedMotoServer
 
 from etude.errors import DamagedError, InfrastructureError
 from etude.weights.digest import state_digest
-from etude.weights.drift import drifting
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.retrying import RetryingStore
 from etude.weights.store import Objects, ObjectStore, StoreOptions
+from etude.weights.synthetic_updates import drifting
 from smalldisk import fill, small_disk
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from etude.types import WeightVersion
-from etude.weights.drift import drifting
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.records import commit_key, layout_key, link_key, pack_key
 from etude.weights.store import ObjectStore
+from etude.weights.synthetic_updates import drifting
 from etude.weights.verify import verify
 
 PLAIN = PublishOptions(

@@ -9,11 +9,10 @@ import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import TensorSpec, WeightVersion
-from etude.weights.choice import CodecWish
 from etude.weights.chunks import Layout, Part
+from etude.weights.codec_choice import CodecWish
 from etude.weights.compact import Compactor
 from etude.weights.digest import state_digest
-from etude.weights.drift import alike, drifting
 from etude.weights.elements import ELEMENTS
 from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
@@ -23,6 +22,7 @@ from etude.weights.records import commit_key, pack_key
 from etude.weights.repair import repair
 from etude.weights.state import Region, State, StoredTensor, snapshot
 from etude.weights.store import Objects, ObjectStore
+from etude.weights.synthetic_updates import alike, drifting
 
 SMALL = PublishOptions(codec="gaps", chunk_numbers=256, pack_bytes=1500, encoders=2, uploads=2, deadline_s=60)
 PLAIN = replace(SMALL, anchor_every=0, compact=False)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba import types
 
-from etude.compiled import inlined, vector
+from etude.jit import inlined, vector
 
 LANES = 16
 """Partial sums of a dot product."""

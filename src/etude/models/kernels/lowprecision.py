@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import borrowing, inlined
+from etude.jit import borrowing, inlined
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 

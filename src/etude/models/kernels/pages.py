@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import borrowing, inlined
+from etude.jit import borrowing, inlined
 from etude.models.kernels.lanes import LANES, ONE, Matrix, exponential, fma, number, weighted
 from etude.models.kernels.products import ZERO, Array, Floats, below, beside
 from etude.models.kernels.rows import Wholes, largest, summed

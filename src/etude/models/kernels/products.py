@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import borrowing, inlined
+from etude.jit import borrowing, inlined
 from etude.models.kernels.lanes import LANES, Matrix, dots, fma, number
 
 Array: TypeAlias = npt.NDArray[Any]

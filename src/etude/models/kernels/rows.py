@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.compiled import borrowing, inlined
+from etude.jit import borrowing, inlined
 from etude.models.kernels.lanes import LANES, ONE, exponential, fma, lane_max, lane_sum, number
 from etude.models.kernels.products import ZERO, Array, Floats, tiles
 

@@ -8,10 +8,10 @@ question and the note.
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.sandboxes.images import ImageStore
-from etude.sandboxes.qemu.furnishing import shape_of
+from etude.sandbox_spec import SandboxLimits
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.templates import Templates
-from etude.worlds import SandboxLimits
+from etude.sandboxes.qemu.vm_spec import shape_of
 
 PROBE_TIMEOUT_S = 20.0
 """For a boot that takes one or two."""

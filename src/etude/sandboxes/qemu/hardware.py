@@ -13,7 +13,7 @@ from pathlib import Path
 
 import orjson
 
-from etude.sandboxes.guest.agent import PORT_NAME
+from etude.sandboxes.qemu.guest.agent import PORT_NAME
 
 LAYER_DISKS = 10
 """Places for layers and mounts."""

@@ -1,6 +1,6 @@
 """The host's end of an agent's language: questions with deadlines, answers, and tunnels to allowed places.
 
-    ask ──request──▶ port ──▶ agent ──answer──▶ whoever asked          tunnels: etude.sandboxes.qemu.outlets
+    ask ──request──▶ port ──▶ agent ──answer──▶ whoever asked          tunnels: etude.sandboxes.qemu.port_forwarder
 
 Owns the socket. Reads until the machine hangs up or says what cannot be understood; then everybody who waits gets a
 :class:`~etude.errors.SandboxError`, and so does who asks later. Any number may ask at a time.
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.errors import AgentFault, SandboxError
-from etude.sandboxes.guest.agent import TUNNEL_WORDS
-from etude.sandboxes.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, Inbox, Message, Outbox
-from etude.sandboxes.qemu.outlets import Outlets
+from etude.sandboxes.qemu.guest.agent import TUNNEL_WORDS
+from etude.sandboxes.qemu.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, Inbox, Message, Outbox
+from etude.sandboxes.qemu.port_forwarder import Outlets
 
 CHUNK_BYTES = 256 << 10
 LARGE_BYTES = 1 << 20

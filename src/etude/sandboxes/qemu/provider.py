@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Literal
 
 from etude.errors import ConfigError, SandboxError
-from etude.sandboxes.debian import open_base
+from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.capabilities import check_spec
 from etude.sandboxes.endings import all_or_none, close_all
-from etude.sandboxes.images import ImageStore
-from etude.sandboxes.layers import remove_tree
-from etude.sandboxes.promises import check_spec
+from etude.sandboxes.images.debian import open_base
+from etude.sandboxes.images.layers import remove_tree
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.acceleration import find_accelerator
 from etude.sandboxes.qemu.disks import missing_tools
-from etude.sandboxes.qemu.furnishing import furnishing_of, shape_of
 from etude.sandboxes.qemu.machine import Frozen, Machine
+from etude.sandboxes.qemu.overlay_upper import unpack_upper
 from etude.sandboxes.qemu.sandbox import QemuSandbox, identity_of
 from etude.sandboxes.qemu.templates import Templates
-from etude.sandboxes.qemu.uppers import unpack_upper
+from etude.sandboxes.qemu.vm_spec import furnishing_of, shape_of
 from etude.sandboxes.scratch import Scratch
-from etude.worlds import Capability, Image, SandboxLimits, SandboxSpec
 
 PROGRAM = "qemu-system-x86_64"
 CLAIMS = frozenset(Capability)

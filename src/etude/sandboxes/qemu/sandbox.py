@@ -1,6 +1,6 @@
 """One virtual machine as a sandbox; implements :class:`~etude.protocols.Sandbox`.
 
-Owns the machine and its time to live. What happens inside is the agent's (:mod:`etude.sandboxes.guest.agent`).
+Owns the machine and its time to live. What happens inside is the agent's (:mod:`etude.sandboxes.qemu.guest.agent`).
 """
 
 import asyncio
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
-from etude.sandboxes.archives import EXPORT_LIMIT_BYTES, read_archive
-from etude.sandboxes.guest.frames import Message
+from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, read_archive
+from etude.sandboxes.qemu.guest.frames import Message
 from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
-from etude.worlds import Image, SandboxSpec, SandboxStats
 
 if TYPE_CHECKING:
     from etude.sandboxes.qemu.provider import QemuSandboxes

@@ -20,14 +20,14 @@ from typing import Any
 import orjson
 
 from etude.errors import SandboxError
-from etude.sandboxes.debian import Base
-from etude.sandboxes.images import ImageStore, settle
-from etude.sandboxes.initramfs import agent_archive
-from etude.sandboxes.layers import remove_tree
+from etude.sandboxes.images.debian import Base
+from etude.sandboxes.images.layers import remove_tree
+from etude.sandboxes.images.store import ImageStore, settle
 from etude.sandboxes.qemu.disks import make_empty, make_writable
-from etude.sandboxes.qemu.furnishing import Furnishing
 from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, Wires, command_line
+from etude.sandboxes.qemu.initramfs import agent_archive
 from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
+from etude.sandboxes.qemu.vm_spec import Furnishing
 
 BOOT_TIMEOUT_S = 180.0
 """Software emulation on a busy machine; on an idle one it takes eight seconds."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from etude.errors import SandboxError
-from etude.sandboxes.guest.frames import Inbox, Message, Outbox
-from etude.sandboxes.guest.tunnels import WINDOW_BYTES
+from etude.sandboxes.qemu.guest.frames import Inbox, Message, Outbox
+from etude.sandboxes.qemu.guest.tunnels import WINDOW_BYTES
 from etude.sandboxes.qemu.link import Link
-from etude.sandboxes.qemu.outlets import Outlets
+from etude.sandboxes.qemu.port_forwarder import Outlets
 from patience import PATIENCE_S
 
 Scenario = Callable[[Link, "Peer"], Awaitable[None]]

@@ -14,7 +14,7 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox
-from etude.sandboxes.images import ImageStore
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from patience import wait_until
 

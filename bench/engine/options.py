@@ -1,0 +1,62 @@
+"""What `bench engine` measures: everybody on every model, or a few things in a few seconds."""
+
+from dataclasses import dataclass, field
+
+from bench.engine.contestants import CONTESTANTS, LENGTH, RUNNING
+from bench.engine.models import MODELS, QUICK_MODEL, BenchModel
+from bench.engine.swaps import SwapPlan
+from bench.engine.worker import available_cores
+from etude.errors import UserError
+
+NATIVE = ("native-fast", "native-invariant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What is measured."""
+
+    contestants: tuple[str, ...] = tuple(CONTESTANTS)
+    models: tuple[BenchModel, ...] = MODELS
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    batches: tuple[int, ...] = (1, 16, 64)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """0 is greedy."""
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    threads: int = 1
+    """Of each contestant, on a core each."""
+    rounds: int = 3
+    least_s: float = 0.5
+    """Seconds of work of each round at least."""
+    swaps: SwapPlan = field(default_factory=SwapPlan)
+
+    def __post_init__(self) -> None:
+        if unknown := sorted(set(self.contestants) - set(CONTESTANTS)):
+            raise UserError(f"bench engine: no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+        if min(self.threads, self.rounds, self.prompt_tokens) < 1 or self.threads > len(available_cores()):
+            raise UserError(f"bench engine: {self.rounds} rounds with {self.threads} threads cannot be measured here")
+        if max(self.batches) > RUNNING or self.prompt_tokens + self.new_tokens > LENGTH:
+            raise UserError(f"bench engine: at most {RUNNING} sequences of {LENGTH} tokens")
+
+
+def engine_options(
+    contestants: tuple[str, ...] | None = None, *, quick: bool = False, threads: int = 1
+) -> EngineOptions:
+    """The options of a call; ``None`` stands for all contestants, or ours alone where it shall be ``quick``.
+
+    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` as the options do.
+    """
+    if not quick:
+        return EngineOptions(contestants=contestants or tuple(CONTESTANTS), threads=threads)
+    return EngineOptions(
+        contestants=contestants or NATIVE,
+        models=(QUICK_MODEL,),
+        dtypes=("float32",),
+        batches=(1, 16),
+        temperatures=(1.0,),
+        new_tokens=8,
+        threads=threads,
+        rounds=1,
+        least_s=0.0,
+        swaps=SwapPlan(shares=(0.01,), repeats=1),
+    )

@@ -1,0 +1,295 @@
+"""What must hold of a run whatever went wrong in it, and what does not: the judge of a fault campaign.
+
+    books at one moment, books later ──▶ compare ──▶ what is gone
+    everything a run that is over left ──▶ audit ──▶ what is wrong
+
+Pure: who reads is :mod:`bench.faults.evidence`. It judges by what lies on disk and what the events say, by
+rules of its own; the code that it judges is not asked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from etude.types import Finish, RolloutStatus
+
+STATES: Mapping[str, int] = MappingProxyType({"open": 0, "ready": 1, "claimed": 2, "consumed": 3, "dropped": 4})
+"""State of a group → how far it is on its way; no group goes back."""
+ENDS = frozenset({"submit", "turns", "length", "context"})
+"""How an agent's session ends by the model's own doing."""
+
+
+class Wrong(StrEnum):
+    """The goals of a campaign: how often each of these was found, which must be never."""
+
+    LOST = "lost"
+    """A graded rollout or a committed step that is gone, or an admitted prompt that is neither trained, dropped for a
+    reason nor open.
+    """
+    DOUBLE_TRAINED = "double_trained"
+    """A group or a task that more than one step was trained on."""
+    INFRA_SCORED_ZERO = "infra_scored_zero"
+    """A rollout that failed by infrastructure and has a reward."""
+    UNBOUNDED_WAITS = "unbounded_waits"
+    """A run that neither went on nor ended with a named error in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that must not be."""
+
+    wrong: Wrong
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFact:
+    """A group for training, as the ledger has it."""
+
+    index: int
+    task_id: str
+    size: int
+    state: str
+    step: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFact:
+    """An ended rollout for training, as the ledger has it."""
+
+    rollout_id: str
+    group_index: int
+    slot: int
+    attempt: int
+    status: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """The ledger at one moment."""
+
+    groups: Mapping[int, GroupFact] = field(default_factory=dict)
+    rollouts: Mapping[str, RolloutFact] = field(default_factory=dict)
+    steps_done: frozenset[int] = frozenset()
+
+    @property
+    def graded(self) -> int:
+        """Graded rollouts: how far the run has got."""
+        return sum(rollout.status == RolloutStatus.GRADED for rollout in self.rollouts.values())
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Something that changes whenever the run gets on."""
+        return len(self.rollouts), len(self.steps_done), sum(STATES.get(g.state, 0) for g in self.groups.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a graded rollout's session ended, and the turns that are kept of it."""
+
+    rollout_id: str
+    reason: str
+    turns: int
+    last_finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What events say of an ended rollout."""
+
+    rollout_id: str
+    status: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step's event says of the batch that it was computed on; a step redone says it twice."""
+
+    step: int
+    batch: tuple[float, ...]
+    """Mean reward, tokens, staleness: equal for equal batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the run was to do."""
+
+    steps: int
+    groups_per_step: int
+    max_turns: int
+    max_attempts: int
+    """Of a slot, before it may be given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The weight versions of a run that is over."""
+
+    versions: tuple[int, ...]
+    faults: tuple[str, ...]
+    """Of versions and links that cannot be had."""
+    published: str
+    """Digest of the newest version."""
+    lineage: str
+    """Digest of what the newest checkpoint would publish."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Everything that a run that is over left behind."""
+
+    terms: Terms
+    books: Books
+    drawn: tuple[str, ...]
+    """Task ids that the dataset's cursor has passed."""
+    endings: tuple[Ending, ...]
+    told: tuple[Told, ...]
+    computed: tuple[Computed, ...]
+    weights: Weights
+
+
+def compare(before: Books, after: Books) -> list[Finding]:
+    """What was there and is gone, or went where nothing may go."""
+    found = [
+        Finding(Wrong.LOST, f"step {step} was committed and is not") for step in before.steps_done - after.steps_done
+    ]
+    for rollout_id, rollout in before.rollouts.items():
+        if after.rollouts.get(rollout_id) != rollout:
+            found.append(Finding(Wrong.LOST, f"{rollout} became {after.rollouts.get(rollout_id)}"))
+    for index, group in before.groups.items():
+        found += _group_changes(group, after.groups.get(index))
+    return found
+
+
+def _group_changes(before: GroupFact, after: GroupFact | None) -> Iterator[Finding]:
+    if after is None or after.task_id != before.task_id or STATES.get(after.state, -1) < STATES.get(before.state, -1):
+        yield Finding(Wrong.LOST, f"{before} became {after}")
+    elif before.step is not None and after.step != before.step:
+        yield Finding(Wrong.DOUBLE_TRAINED, f"group {before.index} was step {before.step}'s and became {after.step}'s")
+    elif before.state == "consumed" and after.state != "consumed":
+        yield Finding(Wrong.LOST, f"group {before.index} was consumed and is {after.state}")
+
+
+def audit(evidence: Evidence) -> list[Finding]:
+    """What is wrong with a run that reached its end."""
+    return [
+        *_steps(evidence.books, evidence.terms),
+        *_prompts(evidence.books, evidence.drawn),
+        *_slots(evidence.books, evidence.terms),
+        *_rewards(evidence),
+        *_redone(evidence.computed),
+        *_weights(evidence.weights, evidence.terms),
+    ]
+
+
+def _steps(books: Books, terms: Terms) -> Iterator[Finding]:
+    """Every step is committed once, on groups of its own."""
+    wanted = set(range(1, terms.steps + 1))
+    if books.steps_done != wanted:
+        odd = sorted(books.steps_done ^ wanted)
+        yield Finding(Wrong.LOST, f"steps {odd} of {terms.steps} are committed and should not be, or the reverse")
+    sizes = Counter(group.step for group in books.groups.values() if group.state == "consumed")
+    for step in sorted(wanted):
+        if sizes[step] < terms.groups_per_step:
+            yield Finding(Wrong.LOST, f"step {step} was trained on {sizes[step]} groups of {terms.groups_per_step}")
+        if sizes[step] > terms.groups_per_step:
+            yield Finding(Wrong.DOUBLE_TRAINED, f"step {step} has {sizes[step]} groups of {terms.groups_per_step}")
+
+
+def _prompts(books: Books, drawn: Sequence[str]) -> Iterator[Finding]:
+    """Every prompt that was drawn is admitted, once, and every admitted one has come somewhere."""
+    for index in sorted(set(range(len(books.groups))) - set(books.groups)):
+        yield Finding(Wrong.LOST, f"group {index} was admitted and is gone")
+    admitted = Counter(group.task_id for group in books.groups.values())
+    for task_id, times in admitted.items():
+        if times > 1:
+            yield Finding(Wrong.DOUBLE_TRAINED, f"task {task_id} was admitted {times} times")
+    for task_id in sorted(set(drawn) - set(admitted)):
+        yield Finding(Wrong.LOST, f"task {task_id} was drawn and never admitted")
+    for group in books.groups.values():
+        if group.state not in STATES or group.state == "claimed":
+            yield Finding(Wrong.LOST, f"group {group.index} is {group.state!r} at the end of the run")
+        if group.state == "dropped" and not group.reason:
+            yield Finding(Wrong.LOST, f"group {group.index} was dropped without a reason")
+
+
+def _slots(books: Books, terms: Terms) -> Iterator[Finding]:
+    """A consumed group has one graded rollout in each slot, but for the lesser half, tried as often as may be."""
+    filled = Counter(
+        (rollout.group_index, rollout.slot)
+        for rollout in books.rollouts.values()
+        if rollout.status == RolloutStatus.GRADED
+    )
+    for (index, slot), times in filled.items():
+        if times > 1:
+            yield Finding(Wrong.DOUBLE_TRAINED, f"slot {slot} of group {index} has {times} graded rollouts")
+    tried = Counter((rollout.group_index, rollout.slot) for rollout in books.rollouts.values())
+    for group in books.groups.values():
+        if group.state != "consumed":
+            continue
+        empty = [slot for slot in range(group.size) if not filled[group.index, slot]]
+        for slot in empty:
+            if (times := tried[group.index, slot]) < terms.max_attempts:
+                yield Finding(Wrong.LOST, f"slot {slot} of consumed group {group.index} was tried {times} times only")
+        if 2 * len(empty) > group.size:
+            yield Finding(Wrong.LOST, f"group {group.index} was trained on without its slots {empty} of {group.size}")
+
+
+def _rewards(evidence: Evidence) -> Iterator[Finding]:
+    """A reward has a session that the model itself ended; nothing else has one."""
+    books = evidence.books.rollouts
+    for rollout in books.values():
+        if (rollout.reward is not None) != (rollout.status == RolloutStatus.GRADED):
+            yield Finding(Wrong.INFRA_SCORED_ZERO, f"rollout {rollout.rollout_id}: {rollout.status}, {rollout.reward}")
+    for ending in evidence.endings:
+        if (fault := _unfinished(ending, evidence.terms)) is not None:
+            yield Finding(Wrong.INFRA_SCORED_ZERO, f"rollout {ending.rollout_id} has a reward, but {fault}")
+    for told in evidence.told:
+        kept = books.get(told.rollout_id)
+        if kept is None:
+            yield Finding(Wrong.LOST, f"rollout {told.rollout_id} ended {told.status} and is gone")
+        elif (kept.status, kept.reward) != (told.status, told.reward):
+            yield Finding(
+                Wrong.INFRA_SCORED_ZERO if kept.status == RolloutStatus.GRADED else Wrong.LOST,
+                f"rollout {told.rollout_id} ended {told.status}, {told.reward}; kept is {kept.status}, {kept.reward}",
+            )
+
+
+def _unfinished(ending: Ending, terms: Terms) -> str | None:
+    """Why a session cannot have ended as it says; ``None`` when it can."""
+    if ending.reason not in ENDS:
+        return f"it ended with {ending.reason!r}, which is not the model's doing"
+    if not ending.turns:
+        return "it has no turn"
+    if ending.reason == "turns" and ending.turns < terms.max_turns:
+        return f"it ran out of turns after {ending.turns} of {terms.max_turns}"
+    if (ending.reason == "length") != (ending.last_finish is Finish.LENGTH) and ending.reason != "context":
+        return f"it ended with {ending.reason!r} and its last turn with {ending.last_finish}"
+    return None
+
+
+def _redone(computed: Sequence[Computed]) -> Iterator[Finding]:
+    """A step that was redone was redone on the same batch."""
+    batches: dict[int, tuple[float, ...]] = {}
+    for done in computed:
+        if batches.setdefault(done.step, done.batch) != done.batch:
+            yield Finding(
+                Wrong.DOUBLE_TRAINED, f"step {done.step} was computed on {batches[done.step]}, then {done.batch}"
+            )
+
+
+def _weights(weights: Weights, terms: Terms) -> Iterator[Finding]:
+    """Every step's weights can be had, and the last ones are those that were trained."""
+    if missing := sorted(set(range(terms.steps + 1)) ^ set(weights.versions)):
+        yield Finding(Wrong.LOST, f"weight versions {missing} are missing, or there and should not be")
+    for fault in weights.faults:
+        yield Finding(Wrong.LOST, f"weights: {fault}")
+    if weights.published != weights.lineage:
+        yield Finding(
+            Wrong.LOST, f"published weights {weights.published[:12]}, the checkpoint's are {weights.lineage[:12]}"
+        )

@@ -1,0 +1,318 @@
+"""`bench faults`: a thousand things that go wrong, and whether anything is lost, doubled or wrongly scored.
+
+    seed ──▶ plan ──▶ one tiny mid-trained start ──copied──▶ run under fire ──▶ audit ──▶ rows and goals
+                                                     └─────────── next ◀──────────┘
+
+Short runs of real processes, each wronged some 25 times at points of its progress, each resumed until it is done, each
+judged by what it left. Every run's verdict is written down when it is over, so that a campaign that was stopped goes on
+where it was. Goals: ``lost``, ``double_trained``, ``infra_scored_zero`` and ``unbounded_waits`` are 0.
+
+Every other run keeps its ledger in a PostgreSQL of the campaign's own, where that is installed.
+
+Not among the faults: bytes changed inside the committed frames of SQLite's log. Its checksums end the log there, as
+after a loss of power, and no reader can tell that there was more.
+"""
+
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from bench.faults.audit import Finding, Wrong, audit
+from bench.faults.chaos_run import Siege
+from bench.faults.database import Database, programs
+from bench.faults.evidence import read_evidence
+from bench.faults.injector import Site
+from bench.faults.ledger_snapshot import Shelf, Verdict
+from bench.faults.link import Link
+from bench.faults.machine import Machine, compile_preload, missing
+from bench.faults.schedule import Extent, Kind, Sortie, plan
+from bench.report import Goal, envelope
+from bench.tables import results_page
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
+from etude.errors import DamagedError, InfrastructureError, UserError
+from etude.run.folder import RunFolder, start_from
+from etude.run.machine import source_commit
+from etude.run.supervision import THREADING
+from etude.types import Json
+
+GROUPS, GROUP_SIZE = 2, 4
+"""Per step: small batches, so that many steps and many claims are under way while things go wrong."""
+ROLLOUTS_PER_FAULT = 4
+"""A run grades this many for each of its faults: enough to get on between two of them."""
+FAULTS = 1000
+QUICK_FAULTS = 50
+"""Of a quick campaign: every kind at least once."""
+PER_RUN = 25
+"""Faults of one run: the start of its processes is paid for by many."""
+MIDTRAIN_TOKENS = 60_000
+"""For a model that knows the words of the tools, and hardly more."""
+SILENT_S = 10.0
+"""Longest silence of its processes: much more than a step takes, and less than a process is frozen for."""
+START_S = 600.0
+"""How long either part of it may take; some seconds where nobody else is at work."""
+MEMORY = Path("/dev/shm")
+LINKS = ("engine", "gateway")
+"""Processes behind a link, by their names among the endpoints."""
+GOALS = tuple(Goal(wrong.value, "at most", 0.0) for wrong in Wrong)
+_COLUMNS = ("case", "injected", "runs", "recovered", "went_on", "restarted", "resumed", "median_s", "longest_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultOptions:
+    """How large a campaign is, and where it is kept."""
+
+    faults: int = FAULTS
+    seed: int = 0
+    out: Path | None = None
+    """Keeps the verdicts of runs, and the runs in which something was wrong; ``None`` keeps nothing."""
+
+    def __post_init__(self) -> None:
+        if self.faults < 1 or self.seed < 0:
+            raise UserError(
+                f"bench faults: {self.faults} faults, seed {self.seed}: expected one or more, and 0 or more"
+            )
+
+    @property
+    def extent(self) -> Extent:
+        """The size of the plan."""
+        per_run = min(PER_RUN, self.faults)
+        rollouts = steps_of(per_run) * GROUPS * GROUP_SIZE
+        return Extent(faults=self.faults, per_run=per_run, rollouts=rollouts, server=programs() is not None)
+
+
+def fault_options(
+    faults: int | None = None, *, seed: int = 0, out: Path | None = None, quick: bool = False
+) -> FaultOptions:
+    """The options of a call; a campaign is kept in ``runs`` unless ``out`` says where. Raises like the options."""
+    chosen = faults if faults is not None else QUICK_FAULTS if quick else FAULTS
+    return FaultOptions(faults=chosen, seed=seed, out=out or Path("runs") / f"bench-faults-s{seed}-{chosen}")
+
+
+def steps_of(faults: int) -> int:
+    """Optimiser steps of a run with that many faults."""
+    return max(3, -(-faults * ROLLOUTS_PER_FAULT // (GROUPS * GROUP_SIZE)))
+
+
+def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
+    """The smallest run that has everything that can be lost, with deadlines that a campaign can wait for.
+
+    ``ledger`` is the URL of its ledger's server; empty: it is a file.
+    """
+    return parse_config(
+        {
+            "name": "faults",
+            "seed": seed,
+            "heartbeat_timeout_s": SILENT_S,
+            "tasks": {"kinds": ["arith"]},
+            "model": {
+                "hidden_size": 32,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 2,
+                "head_dim": 16,
+                "experts": 4,
+                "expert_size": 32,
+            },
+            "midtrain": {"tokens": MIDTRAIN_TOKENS, "batch_tokens": 1000, "warmup_steps": 5, "stdlib_share": 0.0},
+            "rollouts": {
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "max_staleness": 1,
+                "concurrency": 16,
+                "max_attempts": 8,
+                "timeout_s": 8.0,
+            },
+            "harness": {"max_turns": 4, "turn_timeout_s": 6.0},
+            "gateway": {"engine_timeout_s": 5.0},
+            "trainer": {"steps": steps},
+            "effort": {"weight": 0.1, "call_token": 1.0, "final_token": 1.0},  # something to learn before any success
+            "ledger": {"url": ledger},
+            "eval": {"enabled": False},
+        },
+        source="bench faults",
+    )
+
+
+def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
+    """Run the campaign, or what is left of it, and return the bench object; progress is told on stderr.
+
+    Raises :class:`~etude.errors.UserError` where faults cannot be made to happen, or ``out`` holds another campaign.
+    """
+    chosen = options or FaultOptions()
+    if (reason := missing()) is not None:
+        raise UserError(f"bench faults: {reason}")
+    began_s = time.monotonic()
+    sorties = plan(chosen.seed, chosen.extent)
+    with tempfile.TemporaryDirectory(prefix="etude-faults-", dir=_memory()) as scratch:
+        verdicts = []
+        with Campaign(Path(scratch), chosen) as campaign:
+            for sortie in sorties:
+                verdicts.append(campaign.verdict(sortie))
+                sys.stderr.write(progress_line(verdicts, len(sorties)))
+    return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen))
+
+
+def table(result: dict[str, Json]) -> str:
+    """Kinds of fault and how they were got over, then the errors that runs ended with, findings and goals."""
+    endings, findings = result["endings"], result["findings"]
+    assert isinstance(endings, dict) and isinstance(findings, list)
+    told = [f"endings: {times} × {text}" for text, times in endings.items()]
+    told += [f"findings: {finding}" for finding in findings]
+    played = f"{result['injected']} of {result['planned']} faults"
+    return results_page(result, _COLUMNS, f"seed {result['seed']}", played, notes=told)
+
+
+class Campaign:
+    """Has runs go through their faults, from one start that all share; entered for as long as it has a server."""
+
+    def __init__(self, scratch: Path, options: FaultOptions) -> None:
+        """Raises :class:`~etude.errors.UserError` when ``options.out`` holds another campaign."""
+        self._scratch = scratch
+        self._options = options
+        described: dict[str, Json] = {"faults": options.faults, "seed": options.seed, "commit": source_commit()}
+        self._shelf = Shelf(options.out or scratch / "verdicts", described)
+        self._library: Path | None = None
+        self._model: RunFolder | None = None
+        self._database: Database | None = None
+        self._servers = ExitStack()
+        scratch.chmod(0o711)  # the server has a user of its own
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.close()
+
+    def verdict(self, sortie: Sortie) -> Verdict:
+        """What a run comes to: read from the shelf, or found out now."""
+        if (known := self._shelf.find(sortie.number)) is not None:
+            return known
+        database = self._served() if sortie.served else None
+        folder = self._fresh(sortie.number, "" if database is None else database.url)
+        log = self._scratch / "supervisor.log"
+        log.write_bytes(b"")
+        with ExitStack() as stack:
+            links = {name: stack.enter_context(Link()) for name in LINKS}
+            machine = Machine(folder.path, self._scratch / "page", self._preload())
+            stack.callback(machine.close)
+            siege = Siege(sortie, folder, log, Site(machine=machine, links=links, database=database))
+            chronicle = siege.run()
+        if chronicle.finished:
+            try:
+                chronicle.findings += audit(read_evidence(folder, siege.books))
+            except (DamagedError, InfrastructureError) as error:
+                chronicle.findings.append(Finding(Wrong.LOST, f"what the run left cannot be read: {error}"))
+        verdict = Verdict.of(sortie.number, len(sortie.faults), chronicle)
+        self._shelf.put(verdict, folder, [log])
+        shutil.rmtree(folder.path)
+        return verdict
+
+    def _preload(self) -> Path:
+        self._library = self._library or compile_preload(self._scratch)
+        return self._library
+
+    def _served(self) -> Database:
+        """The server, started when it is first needed."""
+        if self._database is None:
+            found = programs()
+            assert found is not None, "no ledger is on a server where there is none"
+            self._database = self._servers.enter_context(Database(found, self._scratch / "postgres"))
+        return self._database
+
+    def _fresh(self, number: int, ledger: str) -> RunFolder:
+        """A run that has mid-training behind it; every one has a seed, and so tasks, of its own."""
+        start = self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
+        per_run = self._options.extent.per_run
+        folder = RunFolder.create(self._scratch / "run", recipe(1 + number, steps_of(per_run), ledger))
+        start_from(start, folder)
+        return folder
+
+
+def midtrained(path: Path, seed: int) -> RunFolder:
+    """The start that all runs of a campaign share. Raises :class:`~etude.errors.InfrastructureError`."""
+    folder = RunFolder.create(path, recipe(seed, 1))
+    environment = {**THREADING, **os.environ}
+    for process in ("midtrain", "parity"):  # the second one compiles what runs under fire shall find compiled
+        command = [sys.executable, "-m", "etude", process, "--run", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=environment)
+        if done.returncode:
+            raise InfrastructureError(f"bench faults: {process} ended with {done.returncode}: {done.stderr[-500:]}")
+    return folder
+
+
+# ── what came of it ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(verdicts: Sequence[Verdict], options: FaultOptions) -> dict[str, Json]:
+    """The figures of the bench object."""
+    findings = [(verdict.run, found) for verdict in verdicts for found in verdict.findings]
+    counts = Counter(found.wrong for _, found in findings)
+    unfinished = [f"run {verdict.run} did not end" for verdict in verdicts if not verdict.finished]
+    return {
+        "seed": options.seed,
+        "planned": sum(verdict.planned for verdict in verdicts),
+        "injected": sum(len(verdict.faults) for verdict in verdicts),
+        "left_out": [kind.value for kind in Kind if kind not in options.extent.kinds],
+        "runs": len(verdicts),
+        "resumes": sum(verdict.resumes for verdict in verdicts),
+        "run_seconds": round(sum(verdict.seconds for verdict in verdicts), 1),
+        "results": list(rows_of(verdicts)),
+        "endings": dict(Counter(_stripped(ending) for verdict in verdicts for ending in verdict.endings).most_common()),
+        "findings": [*(f"run {run}: {found.wrong}: {found.what}" for run, found in findings), *unfinished],
+        "goals": {goal.name: goal.judge(float(counts[Wrong(goal.name)])) for goal in GOALS},
+    }
+
+
+def rows_of(verdicts: Sequence[Verdict]) -> Iterator[dict[str, Json]]:
+    """One row for each kind of fault that came."""
+    for kind in Kind:
+        got = [fault for verdict in verdicts for fault in verdict.faults if fault.kind == kind]
+        if not got:
+            continue
+        seconds = [fault.seconds for fault in got if fault.seconds is not None]
+        how = Counter(fault.how for fault in got)
+        yield {
+            "contestant": "etude",
+            "case": kind.value,
+            "injected": len(got),
+            "runs": sum(any(fault.kind == kind for fault in verdict.faults) for verdict in verdicts),
+            "recovered": len(got) - how[""],
+            "went_on": how["went on"],
+            "restarted": how["restarted"],
+            "resumed": how["resumed"],
+            "median_s": round(statistics.median(seconds), 2) if seconds else None,
+            "longest_s": round(max(seconds), 2) if seconds else None,
+        }
+
+
+def progress_line(verdicts: Sequence[Verdict], runs: int) -> str:
+    """What is told after each run."""
+    last = verdicts[-1]
+    faults = sum(len(verdict.faults) for verdict in verdicts)
+    findings = sum(len(verdict.findings) for verdict in verdicts)
+    return (
+        f"run {len(verdicts)} of {runs}: {len(last.faults)} faults in {last.seconds:.0f} s, {last.resumes} resumes; "
+        f"so far {faults} faults, {findings} findings\n"
+    )
+
+
+def _stripped(ending: str) -> str:
+    """An error without what differs each time: digests, numbers, paths."""
+    return re.sub(r"/\S+/|\b[0-9a-f]{12,}\b|\d+(\.\d+)?", "…", ending)[:120]
+
+
+def _memory() -> Path | None:
+    """Where runs lie: in memory, if there is such a place; nothing here is about loss of power."""
+    return MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None

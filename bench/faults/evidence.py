@@ -1,0 +1,162 @@
+"""Reading what a run under fire has in its books, and what it left when it is over.
+
+Owns how the facts are found: the ledger's tables are read as they lie on disk, beside the ledger's own code, and
+without disturbing it. What the facts mean is :mod:`bench.faults.audit`'s.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+from bench.faults.audit import Books, Computed, Ending, Evidence, GroupFact, RolloutFact, Terms, Told, Weights
+from bench.faults.database import locked, query, split
+from etude.config.recipe import RunConfig
+from etude.errors import InfrastructureError
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.models.checkpoint import load_spec
+from etude.run.families import open_family
+from etude.run.folder import RunFolder
+from etude.run.numerics import published_state, training_model
+from etude.run.tensors import to_stored
+from etude.run.trainer_setup import optimisation_of
+from etude.run.weight_log import open_log
+from etude.telemetry.events import RolloutClosed, StepDone
+from etude.telemetry.log import EventReader, Logged
+from etude.trainer.checkpoint import Checkpoints
+from etude.types import Split
+from etude.weights.digest import state_digest
+from etude.weights.verify import verify
+
+BUSY_S = 5.0
+"""How long a reading waits where a reader has to."""
+QUESTIONS = (
+    "SELECT group_index, task_id, size, state, step, reason FROM groups WHERE purpose = 'train'",
+    "SELECT rollout_id, group_index, slot, attempt, status, reward FROM rollouts WHERE purpose = 'train'",
+    "SELECT step FROM steps WHERE state = 'done'",
+)
+
+
+def read_books(folder: RunFolder) -> Books | None:
+    """The ledger right now; ``None`` while nobody can read it."""
+    place = split(folder.ledger)
+    answers = query(place, QUESTIONS) if place is not None else _read_file(folder.ledger)
+    if answers is None:
+        return None
+    groups, rollouts, steps = answers
+    return Books(
+        groups={
+            index: GroupFact(index=index, task_id=task_id, size=size, state=state, step=step, reason=reason)
+            for index, task_id, size, state, step, reason in groups
+        },
+        rollouts={
+            rollout_id: RolloutFact(
+                rollout_id=rollout_id, group_index=index, slot=slot, attempt=attempt, status=status, reward=reward
+            )
+            for rollout_id, index, slot, attempt, status, reward in rollouts
+        },
+        steps_done=frozenset(step for (step,) in steps),
+    )
+
+
+def read_evidence(folder: RunFolder, books: Books) -> Evidence:
+    """Everything that a run that is over left. Raises :class:`~etude.errors.DamagedError` for what cannot be read."""
+    config = folder.config()
+    events = EventReader(folder.events).new()
+    return Evidence(
+        terms=Terms(
+            steps=config.trainer.steps,
+            groups_per_step=config.rollouts.groups_per_step,
+            max_turns=config.harness.max_turns,
+            max_attempts=config.rollouts.max_attempts,
+        ),
+        books=books,
+        drawn=_drawn(folder, config),
+        endings=tuple(_endings(folder)),
+        told=tuple(_told(events)),
+        computed=tuple(_computed(events)),
+        weights=read_weights(folder),
+    )
+
+
+def read_weights(folder: RunFolder) -> Weights:
+    """What the weight log has, verified, and what the newest checkpoint would publish."""
+    log = open_log(folder)
+    versions = tuple(log.versions())
+    newest = log.read(versions[-1]) if versions else None
+    return Weights(
+        versions=versions,
+        faults=tuple(f"{check.name}: {check.fault}" for check in verify(log) if check.fault is not None),
+        published="" if newest is None else newest.digest,
+        lineage=lineage_digest(folder),
+    )
+
+
+def lineage_digest(folder: RunFolder) -> str:
+    """What the newest checkpoint would publish. Raises :class:`~etude.errors.DamagedError` if there is none."""
+    config = folder.config()
+    spec = load_spec(folder.model)
+    model = training_model(spec, config.numerics, "cpu")
+    optimisation = optimisation_of(model, config)
+    checkpoints = Checkpoints(folder.checkpoints)
+    optimisation.restore(checkpoints.load(max(checkpoints.steps(), default=0)))
+    return state_digest(to_stored(published_state(model, config.numerics)))
+
+
+@contextmanager
+def locked_ledger(folder: RunFolder) -> Iterator[None]:
+    """Hold the ledger's lock. Raises :class:`~etude.errors.InfrastructureError` if it cannot be had."""
+    place = split(folder.ledger)
+    if place is not None:
+        with locked(place):
+            yield
+        return
+    with closing(sqlite3.connect(folder.ledger, timeout=BUSY_S, isolation_level=None)) as db:
+        try:
+            db.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            raise InfrastructureError(f"the ledger {folder.ledger} cannot be locked: {error}") from error
+        yield
+
+
+def _read_file(file: str) -> list[list[tuple[Any, ...]]] | None:
+    try:
+        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=BUSY_S)) as db:
+            db.execute("BEGIN")  # one moment
+            return [db.execute(question).fetchall() for question in QUESTIONS]
+    except sqlite3.OperationalError:
+        return None
+
+
+def _drawn(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
+    family = open_family(config)
+    with Ledger.open(folder.ledger) as ledger:
+        drawn = ledger.progress().drawn
+    return tuple(family.task(Split.TRAIN, index).task_id for index in range(drawn))
+
+
+def _endings(folder: RunFolder) -> Iterator[Ending]:
+    with Ledger.open(folder.ledger) as ledger:
+        for group in ledger.groups(TRAIN):
+            for rollout in group.rollouts:
+                yield Ending(
+                    rollout_id=rollout.rollout_id,
+                    reason=rollout.reason,
+                    turns=len(rollout.turns),
+                    last_finish=rollout.turns[-1].finish if rollout.turns else None,
+                )
+
+
+def _told(events: list[Logged]) -> Iterator[Told]:
+    for logged in events:
+        if isinstance(logged.event, RolloutClosed) and logged.event.purpose == TRAIN:
+            event = logged.event
+            yield Told(rollout_id=event.rollout_id, status=event.status, reward=event.reward)
+
+
+def _computed(events: list[Logged]) -> Iterator[Computed]:
+    for logged in events:
+        if isinstance(logged.event, StepDone):
+            step = logged.event
+            batch = (step.reward_mean, step.loss_tokens, step.staleness_sum, step.staleness_tokens)
+            yield Computed(step.step, batch)

@@ -1,0 +1,235 @@
+"""What each kind of fault does to a run: signals, links, locks, the machine, bytes on disk.
+
+A fault is a context: what is wrong is wrong while it is open. Entering it raises :class:`NoVictim` while there is
+nobody for it. When faults come and go is decided by :mod:`bench.faults.chaos_run`.
+"""
+
+import math
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar, final
+
+from bench.faults.database import Database
+from bench.faults.evidence import locked_ledger
+from bench.faults.link import Link, Weather
+from bench.faults.machine import Machine
+from bench.faults.schedule import Fault, Kind
+from bench.faults.supervisor import Supervisor
+from bench.usage import descendants
+from etude.run.folder import RunFolder
+
+SUPERVISOR, ROLLOUTS = "run", "rollouts"
+"""Commands of processes."""
+SIGNALS: Mapping[Kind, tuple[str, signal.Signals]] = MappingProxyType(
+    {
+        Kind.KILL_ENGINE: ("serve", signal.SIGKILL),
+        Kind.KILL_GATEWAY: ("gateway", signal.SIGKILL),
+        Kind.KILL_ROLLOUTS: (ROLLOUTS, signal.SIGKILL),
+        Kind.KILL_TRAINER: ("train", signal.SIGKILL),
+        Kind.HANG_SUPERVISOR: (SUPERVISOR, signal.SIGSTOP),
+        Kind.HANG_ENGINE: ("serve", signal.SIGSTOP),
+        Kind.HANG_GATEWAY: ("gateway", signal.SIGSTOP),
+        Kind.HANG_ROLLOUTS: (ROLLOUTS, signal.SIGSTOP),
+        Kind.HANG_TRAINER: ("train", signal.SIGSTOP),
+    }
+)
+"""Kind → the command of the process it happens to, and the signal."""
+PROCESSES = ("serve", "gateway", ROLLOUTS, "train")
+"""Commands of the processes that a supervisor looks after."""
+SANDBOX_SIGNALS: Mapping[Kind, signal.Signals] = MappingProxyType(
+    {Kind.KILL_SANDBOX: signal.SIGKILL, Kind.HANG_SANDBOX: signal.SIGSTOP}
+)
+WEATHERS: Mapping[Kind, tuple[str, Weather]] = MappingProxyType(
+    {
+        Kind.GATEWAY_5XX: ("gateway", Weather.REFUSING),
+        Kind.GATEWAY_RESET: ("gateway", Weather.BREAKING),
+        Kind.GATEWAY_STALL: ("gateway", Weather.STALLING),
+        Kind.ENGINE_5XX: ("engine", Weather.REFUSING),
+        Kind.ENGINE_RESET: ("engine", Weather.BREAKING),
+        Kind.ENGINE_STALL: ("engine", Weather.STALLING),
+    }
+)
+"""Kind → the link it happens to, named after the process behind it, and how that is."""
+SANDBOX = b"etude.sandboxes"
+"""Stands in the command line of a sandbox's worker and of what it forks commands from."""
+ROOM_BYTES = 20_000
+"""Most bytes that still fit on a disk that is about to be full."""
+SLOW_S = (0.02, 0.2)
+"""How long each access to slow storage takes."""
+JUMP_S = (1.0, 2 * 86_400.0)
+"""How far clocks jump, forward or back."""
+STORED = ("commits", "packs", "layouts", "links")
+"""Folders of the weight store with objects that count."""
+GARBAGE_BYTES = 500
+"""What a machine that lost power leaves behind a log's last whole frame."""
+
+Choice = TypeVar("Choice")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Everything around the processes of one run that can go wrong."""
+
+    machine: Machine
+    links: Mapping[str, Link]
+    """By the process behind each."""
+    database: Database | None
+    """The server of its ledger; ``None`` where that is a file."""
+
+
+class NoVictim(Exception):
+    """There is nothing that the fault could happen to, at the moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file that was changed behind everyone's back, and how it was before."""
+
+    path: Path
+    sound: bytes
+    damaged: bytes
+
+    def undo(self) -> None:
+        """Put the sound bytes back, unless somebody else has; what was appended meanwhile stays."""
+        with suppress(FileNotFoundError):
+            found = self.path.read_bytes()
+            if found.startswith(self.damaged) and found != self.sound:
+                self.path.write_bytes(self.sound + found[len(self.damaged) :])
+
+    def is_named(self, message: str) -> bool:
+        """Whether an error tells which file it is."""
+        return self.path.name[:12] in message or self.path.parent.name in message
+
+
+@final
+class Injector:
+    """Lets faults happen to one run."""
+
+    def __init__(self, folder: RunFolder, site: Site, supervisor: Supervisor) -> None:
+        self._folder = folder
+        self._site = site
+        self._supervisor = supervisor
+
+    def begin(self, fault: Fault) -> AbstractContextManager[None]:
+        """A fault of a run that is up; what happens to files of one that is down is :meth:`damage`."""
+        kind, pick = fault.kind, fault.pick
+        if kind in SIGNALS:
+            command, number = SIGNALS[kind]
+            return self._signalled(lambda: self._pid(command), number)
+        if kind in SANDBOX_SIGNALS:
+            return self._signalled(lambda: _picked(self._sandbox_pids(), pick), SANDBOX_SIGNALS[kind])
+        if kind in WEATHERS:
+            link, weather = WEATHERS[kind]
+            return self._site.links[link].disturbed(weather, pick)
+        match kind:
+            case Kind.FREEZE:
+                return self._signalled(lambda: self._pid(_picked(PROCESSES, pick)), signal.SIGSTOP)
+            case Kind.STORE_ERROR:
+                return self._site.machine.ill_store()
+            case Kind.STORE_SLOW:
+                return self._site.machine.slow_store(SLOW_S[0] + pick * (SLOW_S[1] - SLOW_S[0]))
+            case Kind.DISK_FULL:
+                return self._site.machine.full_disk(int(pick * ROOM_BYTES))
+            case Kind.CLOCK_JUMP:
+                return self._site.machine.jumped_clock(jump_s(pick))
+            case Kind.LEDGER_LOCK:
+                return locked_ledger(self._folder)
+            case Kind.LEDGER_CUT:
+                return self._server().cut()
+            case Kind.LEDGER_DOWN:
+                return self._server().down()
+        raise AssertionError(f"{kind} does not happen to a run that is up")
+
+    def damage(self, fault: Fault) -> Damage:
+        """Change a file of a run that is down. Raises :class:`NoVictim`."""
+        draw = random.Random(fault.pick)
+        path = _picked(damageable(self._folder, fault.kind), fault.pick)
+        sound = path.read_bytes()
+        if fault.kind is Kind.DAMAGE_SIDECAR and path.name.endswith("-wal"):
+            damaged = sound + draw.randbytes(GARBAGE_BYTES)
+        elif draw.random() < 0.5:
+            place = draw.randrange(len(sound))
+            damaged = sound[:place] + bytes([sound[place] ^ 1 << draw.randrange(8)]) + sound[place + 1 :]
+        else:
+            damaged = sound[: draw.randrange(1, len(sound))]
+        path.write_bytes(damaged)
+        return Damage(path, sound, damaged)
+
+    @contextmanager
+    def _signalled(self, victim: Callable[[], int], number: signal.Signals) -> Iterator[None]:
+        """Send a signal; who was stopped goes on afterwards, if it still lives."""
+        pid = victim()
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            raise NoVictim from None
+        yield
+        if number is signal.SIGSTOP:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def _server(self) -> Database:
+        assert self._site.database is not None, "planned for a run whose ledger is in a file"
+        return self._site.database
+
+    def _pid(self, command: str) -> int:
+        """The process of the run that runs ``command``."""
+        if command == SUPERVISOR:
+            return self._supervisor.pid
+        words = [b"-m", b"etude", command.encode()]
+        found = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
+        return _picked(found, 0.0)
+
+    def _sandbox_pids(self) -> list[int]:
+        return [pid for pid in descendants(self._pid(ROLLOUTS)) if any(SANDBOX in word for word in command_line(pid))]
+
+
+def damageable(folder: RunFolder, kind: Kind) -> list[Path]:
+    """The files that this could happen to, were the run down now, in an order that a seed can rely on."""
+    match kind:
+        case Kind.DAMAGE_CHECKPOINT:
+            newest = max(folder.checkpoints.glob("step-*"), default=folder.checkpoints)
+            found = list(newest.rglob("*"))
+        case Kind.DAMAGE_EVENTS:
+            found = list(folder.events.glob("*.jsonl"))
+        case Kind.DAMAGE_SIDECAR:
+            found = list(folder.path.glob("ledger.db-*"))
+        case _:
+            store = Path(folder.store)
+            found = [path for name in STORED for path in (store / name).rglob("*")]
+    return sorted(path for path in found if _size_bytes(path) > 1)
+
+
+def jump_s(pick: float) -> float:
+    """How far the clock jumps: seconds to days, each as likely as the other, forward or back."""
+    back, far = (pick < 0.5), (pick * 2) % 1.0
+    seconds = JUMP_S[0] * math.exp(far * math.log(JUMP_S[1] / JUMP_S[0]))
+    return -seconds if back else seconds
+
+
+def command_line(pid: int) -> list[bytes]:
+    """The words that a process was started with; none if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a file; 0 if it is none, or gone."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except FileNotFoundError:
+        return 0
+
+
+def _picked(victims: Sequence[Choice], pick: float) -> Choice:
+    if not victims:
+        raise NoVictim
+    return victims[int(pick * len(victims))]

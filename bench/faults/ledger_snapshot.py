@@ -1,0 +1,127 @@
+"""The verdicts of a campaign's runs on disk, so that one that was stopped goes on where it was.
+
+campaign.json     what the campaign is: another one does not go on here
+run-0003.json     the verdict of a run that is over
+run-0003/         the run itself, where something was wrong in it
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from bench.faults.audit import Finding, Wrong
+from bench.faults.chaos_run import Chronicle
+from etude.errors import DamagedError, UserError
+from etude.run.folder import RunFolder
+from etude.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Got:
+    """How one fault was got over."""
+
+    kind: str
+    how: str
+    """Empty where it was not."""
+    seconds: float | None
+    """From its end to the next thing that the run did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What one run came to."""
+
+    run: int
+    planned: int
+    finished: bool
+    resumes: int
+    seconds: float
+    faults: tuple[Got, ...]
+    findings: tuple[Finding, ...]
+    endings: tuple[str, ...]
+    """The errors with which it ended before it was done, and was resumed."""
+
+    @classmethod
+    def of(cls, run: int, planned: int, chronicle: Chronicle) -> Self:
+        """The verdict on a siege that is over."""
+        return cls(
+            run=run,
+            planned=planned,
+            finished=chronicle.finished,
+            resumes=chronicle.resumes,
+            seconds=chronicle.seconds,
+            faults=tuple(
+                Got(
+                    kind=tale.fault.kind,
+                    how=tale.how,
+                    seconds=None
+                    if tale.recovered_s is None or tale.healed_s is None
+                    else tale.recovered_s - tale.healed_s,
+                )
+                for tale in chronicle.tales
+            ),
+            findings=tuple(chronicle.findings),
+            endings=tuple(chronicle.endings),
+        )
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self:
+        """What :meth:`dump` gave. Raises ``ValueError`` for anything else."""
+        fields: dict[str, Any] = orjson.loads(data)
+        try:
+            fields["faults"] = tuple(Got(**got) for got in fields["faults"])
+            fields["findings"] = tuple(Finding(Wrong(found["wrong"]), found["what"]) for found in fields["findings"])
+            fields["endings"] = tuple(fields["endings"])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"no verdict: {error}") from error
+
+    def dump(self) -> bytes:
+        """As JSON."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2) + b"\n"
+
+
+class Shelf:
+    """Verdicts in a folder."""
+
+    def __init__(self, folder: Path, campaign: Mapping[str, Json]) -> None:
+        """Raises :class:`~etude.errors.UserError` when the folder holds another campaign than ``campaign``."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        file, described = folder / "campaign.json", orjson.dumps(dict(campaign), option=orjson.OPT_SORT_KEYS) + b"\n"
+        if file.exists() and file.read_bytes() != described:
+            raise UserError(
+                f"{folder} holds another campaign, {file.read_text(encoding='utf-8').strip()}: choose another --out"
+            )
+        _write(file, described)
+
+    def find(self, run: int) -> Verdict | None:
+        """The verdict on a run, if it is over. Raises :class:`~etude.errors.DamagedError`."""
+        file = self._folder / f"run-{run:04d}.json"
+        if not file.exists():
+            return None
+        try:
+            return Verdict.parse(file.read_bytes())
+        except ValueError as error:
+            raise DamagedError(f"{file} cannot be read: {error}; remove it to repeat that run") from error
+
+    def put(self, verdict: Verdict, folder: RunFolder, logs: Sequence[Path]) -> None:
+        """Keep a verdict, and the run, too, where something was wrong in it."""
+        if verdict.findings:
+            place = self._folder / f"run-{verdict.run:04d}"
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(folder.path, place)
+            for log in logs:
+                shutil.copy(log, place / "logs")
+        _write(self._folder / f"run-{verdict.run:04d}.json", verdict.dump())
+
+
+def _write(file: Path, data: bytes) -> None:
+    """A whole file or none."""
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.replace(file)

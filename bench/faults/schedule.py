@@ -1,0 +1,251 @@
+"""What goes wrong in a fault campaign, and when: drawn from a seed, before anything runs.
+
+    seed, faults ──▶ kinds by their shares ──▶ dealt to runs ──▶ each at a point of its run's progress
+
+A fault is due at a number of graded rollouts, not at a time: a slow machine sees the same campaign as a fast one. Pure;
+what a fault does to the processes is :mod:`bench.faults.injector`'.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class Kind(StrEnum):
+    """What can happen to a run."""
+
+    KILL_SUPERVISOR = "kill-supervisor"
+    """``kill -9`` of ``etude run``; somebody resumes it."""
+    KILL_ENGINE = "kill-engine"
+    KILL_GATEWAY = "kill-gateway"
+    KILL_ROLLOUTS = "kill-rollouts"
+    KILL_TRAINER = "kill-trainer"
+    HANG_SUPERVISOR = "hang-supervisor"
+    """``SIGSTOP``, and ``SIGCONT`` after a while."""
+    HANG_ENGINE = "hang-engine"
+    HANG_GATEWAY = "hang-gateway"
+    HANG_ROLLOUTS = "hang-rollouts"
+    HANG_TRAINER = "hang-trainer"
+    FREEZE = "freeze"
+    """``SIGSTOP`` of one of the four, for longer than any may be silent: the supervisor has to find and replace it."""
+    KILL_SANDBOX = "kill-sandbox"
+    """``kill -9`` of a sandbox's worker or of what it forks commands from."""
+    HANG_SANDBOX = "hang-sandbox"
+    """``SIGSTOP`` of one of them, for longer than any rollout may take: a deadline has to find it."""
+    GATEWAY_5XX = "gateway-5xx"
+    """The gateway answers 500, 502, 503 or 504 to whatever rollouts ask."""
+    GATEWAY_RESET = "gateway-reset"
+    """Connections to the gateway break, in the middle of an answer, too."""
+    GATEWAY_STALL = "gateway-stall"
+    """Nothing comes through, in either direction."""
+    ENGINE_5XX = "engine-5xx"
+    ENGINE_RESET = "engine-reset"
+    ENGINE_STALL = "engine-stall"
+    STORE_ERROR = "store-error"
+    """Every access to the weight store fails with an I/O error."""
+    STORE_SLOW = "store-slow"
+    """Every access to the weight store takes long."""
+    LEDGER_LOCK = "ledger-lock"
+    """Somebody else holds the ledger's lock: no process of the run reaches it."""
+    LEDGER_CUT = "ledger-cut"
+    """Every connection to the ledger's server is lost."""
+    LEDGER_DOWN = "ledger-down"
+    """The ledger's server crashes, and is back after a while."""
+    DISK_FULL = "disk-full"
+    """No byte can be written to the run folder; the last write before comes up short."""
+    CLOCK_JUMP = "clock-jump"
+    """The time of day is another one, for all processes at once."""
+    DAMAGE_CHECKPOINT = "damage-checkpoint"
+    """A bit of the newest checkpoint flips, or its end is missing, while the run is down."""
+    DAMAGE_EVENTS = "damage-events"
+    """Likewise, in a log of events."""
+    DAMAGE_SIDECAR = "damage-sidecar"
+    """Likewise, in the files that SQLite keeps beside the ledger."""
+    DAMAGE_STORE = "damage-store"
+    """Likewise, in an object of the weight store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How often a kind happens and for how long."""
+
+    share: float
+    """Relative to the others."""
+    hold_s: tuple[float, float] = (0.0, 0.0)
+    """The shortest and the longest time that it lasts; zero: it is over at once."""
+
+
+MANNERS: Mapping[Kind, Manner] = MappingProxyType(
+    {
+        Kind.KILL_SUPERVISOR: Manner(3),
+        Kind.KILL_ENGINE: Manner(6),
+        Kind.KILL_GATEWAY: Manner(8),
+        Kind.KILL_ROLLOUTS: Manner(7),
+        Kind.KILL_TRAINER: Manner(7),
+        Kind.HANG_SUPERVISOR: Manner(2, (0.2, 2.0)),
+        Kind.HANG_ENGINE: Manner(4, (0.2, 2.0)),
+        Kind.HANG_GATEWAY: Manner(4, (0.2, 2.0)),
+        Kind.HANG_ROLLOUTS: Manner(4, (0.2, 2.0)),
+        Kind.HANG_TRAINER: Manner(4, (0.2, 2.0)),
+        Kind.FREEZE: Manner(2, (30.0, 30.0)),
+        Kind.KILL_SANDBOX: Manner(7),
+        Kind.HANG_SANDBOX: Manner(3, (10.0, 12.0)),
+        Kind.GATEWAY_5XX: Manner(7, (0.1, 1.0)),
+        Kind.GATEWAY_RESET: Manner(5, (0.0, 0.5)),
+        Kind.GATEWAY_STALL: Manner(3, (0.2, 1.5)),
+        Kind.ENGINE_5XX: Manner(5, (0.1, 1.0)),
+        Kind.ENGINE_RESET: Manner(4, (0.0, 0.5)),
+        Kind.ENGINE_STALL: Manner(3, (0.2, 1.5)),
+        Kind.STORE_ERROR: Manner(4, (0.05, 0.6)),
+        Kind.STORE_SLOW: Manner(3, (0.2, 1.5)),
+        Kind.LEDGER_LOCK: Manner(4, (0.1, 2.0)),
+        Kind.LEDGER_CUT: Manner(2),
+        Kind.LEDGER_DOWN: Manner(1, (0.1, 2.0)),
+        Kind.DISK_FULL: Manner(3, (0.1, 0.8)),
+        Kind.CLOCK_JUMP: Manner(5, (0.2, 3.0)),
+        Kind.DAMAGE_CHECKPOINT: Manner(1),
+        Kind.DAMAGE_EVENTS: Manner(1),
+        Kind.DAMAGE_SIDECAR: Manner(1),
+        Kind.DAMAGE_STORE: Manner(1),
+    }
+)
+"""Each kind's share and time. What costs a start of all processes is rarer than what costs a retry."""
+
+OFFLINE = frozenset({Kind.DAMAGE_CHECKPOINT, Kind.DAMAGE_EVENTS, Kind.DAMAGE_SIDECAR, Kind.DAMAGE_STORE})
+"""Kinds that happen to files of a run that is down."""
+SERVED = frozenset({Kind.LEDGER_CUT, Kind.LEDGER_DOWN})
+"""Kinds that happen to runs whose ledger is on a server."""
+EMBEDDED = frozenset({Kind.DAMAGE_SIDECAR})
+"""Kinds that happen to runs whose ledger is a file."""
+LAST_SHARE = 0.85
+"""Of a run's progress: later nothing happens, so that every fault finds its run alive."""
+FILES_SHARE = 0.3
+"""Of a run's progress: sooner no file is damaged, so that there are some."""
+LONGEST_DELAY_S = 0.4
+"""A fault comes up to this much after its point of progress: as long as a step takes, so that it finds any of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    number: int
+    """In its campaign, from 0."""
+    kind: Kind
+    at: int
+    """Graded rollouts of its run after which it is due."""
+    delay_s: float
+    """How much later still."""
+    hold_s: float
+    """How long it lasts; 0: it is over at once."""
+    pick: float
+    """In [0, 1): decides among victims, bytes, statuses, directions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sortie:
+    """The faults of one run, in the order in which they are due."""
+
+    number: int
+    served: bool
+    """Whether its ledger is on a server."""
+    faults: tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How large a campaign is."""
+
+    faults: int
+    per_run: int
+    """Faults of one run, at most."""
+    rollouts: int
+    """That one run grades."""
+    server: bool = False
+    """Whether every other run has its ledger on a server."""
+
+    @property
+    def runs(self) -> int:
+        """Of the campaign."""
+        return -(-self.faults // self.per_run)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What can happen in it."""
+        return frozenset(Kind) - (frozenset() if self.server and self.runs > 1 else SERVED)
+
+    def is_served(self, run: int) -> bool:
+        """Whether the ledger of a run is on a server."""
+        return self.server and run % 2 == 1
+
+    def barred(self, run: int) -> frozenset[Kind]:
+        """What cannot happen to a run."""
+        return EMBEDDED if self.is_served(run) else SERVED
+
+
+def plan(seed: int, extent: Extent) -> tuple[Sortie, ...]:
+    """The runs of a campaign with all their faults; the same for the same arguments, whatever the machine.
+
+    Raises ``ValueError`` for a campaign without faults or runs too short for theirs.
+    """
+    if extent.faults < 1 or not 1 <= extent.per_run <= extent.rollouts * LAST_SHARE:
+        raise ValueError(f"no campaign of {extent}: it needs a fault, and a rollout or more for each of a run")
+    draw = random.Random(f"faults {seed}")
+    sorties: list[Sortie] = []
+    number = 0
+    for run, kinds in enumerate(_dealt(apportion(extent.faults, extent.kinds), extent, draw)):
+        faults = [_drawn(number + place, kind, (place, len(kinds)), draw, extent) for place, kind in enumerate(kinds)]
+        sorties.append(Sortie(number=run, served=extent.is_served(run), faults=_gathered(faults, extent)))
+        number += len(kinds)
+    return tuple(sorties)
+
+
+def apportion(faults: int, kinds: frozenset[Kind] = frozenset(Kind)) -> list[Kind]:
+    """That many of some kinds by their shares: the likeliest if they are few, and each at least once if they can be."""
+    shares = {kind: manner.share for kind, manner in MANNERS.items() if kind in kinds}
+    given = Counter(sorted(shares, key=lambda kind: -shares[kind])[:faults])
+    whole = sum(shares.values())
+    for _ in range(faults - given.total()):
+        given[max(shares, key=lambda kind: faults * shares[kind] / whole - given[kind])] += 1
+    return list(given.elements())
+
+
+def _dealt(kinds: list[Kind], extent: Extent, draw: random.Random) -> list[list[Kind]]:
+    """Kinds run by run, each where it can happen, and as many in one run as in another."""
+    draw.shuffle(kinds)
+    hands: list[list[Kind]] = [[] for _ in range(extent.runs)]
+    for kind in sorted(kinds, key=lambda kind: kind not in SERVED | EMBEDDED):
+        fitting = [hand for run, hand in enumerate(hands) if kind not in extent.barred(run)]
+        min(fitting, key=len).append(kind)
+    for hand in hands:
+        draw.shuffle(hand)
+    return hands
+
+
+def _drawn(number: int, kind: Kind, place: tuple[int, int], draw: random.Random, extent: Extent) -> Fault:
+    """A fault in the ``place[0]``-th of ``place[1]`` equal parts of its run's progress."""
+    shortest_s, longest_s = MANNERS[kind].hold_s
+    progress = LAST_SHARE * (place[0] + draw.random()) / place[1]
+    return Fault(
+        number=number,
+        kind=kind,
+        at=int(progress * extent.rollouts),
+        delay_s=draw.uniform(0.0, LONGEST_DELAY_S),
+        hold_s=draw.uniform(shortest_s, longest_s),
+        pick=draw.random(),
+    )
+
+
+def _gathered(faults: Sequence[Fault], extent: Extent) -> tuple[Fault, ...]:
+    """The faults in order of progress; files are damaged together, while the run is down anyway if it ever is."""
+    damages = [fault for fault in faults if fault.kind in OFFLINE]
+    if not damages:
+        return tuple(faults)
+    kills = [fault for fault in faults if fault.kind is Kind.KILL_SUPERVISOR][-1:]
+    at = max((kills or damages)[-1].at, int(FILES_SHARE * extent.rollouts))
+    others = [fault for fault in faults if fault not in kills and fault not in damages]
+    down = [replace(fault, at=at) for fault in (*kills, *damages)]
+    return tuple(sorted([*down, *others], key=lambda fault: fault.at))

@@ -1,0 +1,119 @@
+"""The contestants of `bench grading`: ours, and three that are in use, each a step further than the one before.
+
+exit code in place       hidden tests are written into the agent's sandbox; status 0 is a pass
+exit code (fresh)        the agent's files and the hidden tests in a fresh sandbox; status 0 is a pass
+named tests (fresh)      there, every named test has to be reported as passed, by the same reporter as ours
+étude (no probes)        :class:`~etude.rewards.graders.hidden_tests.HiddenTestGrader`, whose task has no probe, and
+                         :class:`~etude.rewards.graders.script.ScriptGrader` with a canary
+étude                    the same with the task's probes
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
+from etude.rewards.graders.functions import SUBMITTED
+from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.rewards.graders.kinds import GraderByKind
+from etude.rewards.graders.script import ScriptGrader
+from etude.rewards.graders.test_plans import module_of
+from etude.rewards.graders.test_report import ENVIRONMENT, Run
+from etude.rollouts.bounds import Limits
+from etude.rollouts.grading import grade_leftovers
+from etude.sandbox_spec import SandboxSpec
+from etude.types import ScriptChecks, Task, TestChecks
+
+Grade: TypeAlias = Callable[["Examiner", Task, Sandbox], Awaitable[bool]]
+"""Whether a grader takes what is in a sandbox for a solution."""
+
+OURS = ("étude (no probes)", "étude")
+
+
+class Examiner:
+    """What all graders need."""
+
+    def __init__(self, sandboxes: SandboxProvider, images: Images, spec: SandboxSpec) -> None:
+        """``spec`` is that of the tasks' worlds."""
+        self.sandboxes = sandboxes
+        self.spec = spec
+        self.ours = GraderByKind(
+            {TestChecks: HiddenTestGrader(sandboxes, images), ScriptChecks: ScriptGrader(sandboxes, images)}
+        )
+
+    async def grade(self, grader: str, task: Task, sandbox: Sandbox) -> bool:
+        """Whether a grader accepts. Raises :class:`~etude.errors.SandboxError`."""
+        return await GRADERS[grader](self, task, sandbox)
+
+    async def fresh(self, task: Task, sandbox: Sandbox) -> Sandbox:
+        """A sandbox with all that the agent left, unchecked."""
+        world = await self.sandboxes.create(task.files, self.spec)
+        try:
+            await world.load(await sandbox.export(["."]))
+        except BaseException:
+            await world.close()
+            raise
+        return world
+
+
+async def _status_in_place(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
+    checks = _checks(task)
+    for path, text in checks.files.items():
+        try:
+            await sandbox.write_file(path, text)
+        except ValueError:
+            return False  # the agent is in the way
+    paths = dict.fromkeys(map(module_of, checks.must_pass))
+    done = await sandbox.exec((*checks.command, *paths), timeout_s=checks.timeout_s)
+    return done.exit_code == 0 and not done.timed_out
+
+
+async def _status_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
+    try:
+        world = await examiner.fresh(task, sandbox)
+    except ValueError:
+        return False
+    try:
+        return await _status_in_place(examiner, task, world)
+    finally:
+        await world.close()
+
+
+async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
+    checks = _checks(task)
+    run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
+    try:
+        world = await examiner.fresh(task, sandbox)
+    except ValueError:
+        return False
+    try:
+        for path, text in {**checks.files, **run.files}.items():
+            await world.write_file(path, text)
+        done = await world.exec(run.argv, stdin=run.secret, timeout_s=checks.timeout_s, environment=ENVIRONMENT)
+    except ValueError:
+        return False
+    finally:
+        await world.close()
+    return run.read(done, checks.must_pass).passed.issuperset(checks.must_pass)
+
+
+async def _ours(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
+    result = HarnessResult(reason=SUBMITTED, counts={})
+    reward = await grade_leftovers(task, sandbox, result, examiner.ours, Limits())
+    return reward.value > 0
+
+
+def _checks(task: Task) -> TestChecks:
+    assert isinstance(task.checks, TestChecks)
+    return task.checks
+
+
+GRADERS: Mapping[str, Grade] = MappingProxyType(
+    {
+        "exit code in place": _status_in_place,
+        "exit code (fresh)": _status_in_fresh,
+        "named tests (fresh)": _named_in_fresh,
+        **dict.fromkeys(OURS, _ours),
+    }
+)
+"""By the name that they have in the table."""

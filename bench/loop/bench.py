@@ -1,0 +1,131 @@
+"""`bench loop`: the same RL run by étude's asynchronous loop, by its synchronous mode, and by TRL.
+
+    mid-training ──▶ one model ──┬──▶ asynchronous            ┐
+                                 ├──▶ synchronous             ├─ weight versions ──▶ held-out pass rates ──▶ time to
+                                 ├──▶ synchronous, all cores  │  (afterwards, outside of everybody's time)   one rate
+                                 └──▶ TRL's GRPOTrainer       ┘
+
+All start from one model, mid-trained as the quickstart's, and train on the same tasks with the same limits, loss,
+optimiser and schedule, one after the other on an otherwise idle machine. étude's contestants run the same processes and
+differ in ``rollouts.max_staleness``: with 0, trainer and rollouts take turns, since nothing is admitted until the
+step's weights are served. Taking turns, whichever side is at work can have every core, which is what a person would do;
+the ratio is against the better of the two. TRL has every core, too (``loop_trl_worker.py`` says how it is set up).
+
+What is judged is the time to one held-out pass rate, where both sides reached it, and rollouts per second where not.
+Whether staleness costs quality takes more runs and hours: ``loop_quality.py``.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, recipe
+from bench.loop.heldout import Point, measure_marks, measure_start, target_rate, time_to
+from bench.loop.runs import run_etude, run_midtraining
+from bench.loop.trl import run_trl
+from bench.report import Goal, envelope
+from bench.tables import results_of, results_page
+from etude.run.folder import RunFolder
+from etude.types import Json
+
+ASYNC_VS_SYNC = Goal("async_vs_sync", "at least", 1.8)
+ASYNC_VS_TRL = Goal("async_vs_trl", "at least", 3.0)
+BUSY_TRAINER = Goal("busy_trainer", "at least", 0.9)
+BUSY_ENGINE = Goal("busy_engine", "at least", 0.9)
+_COLUMNS = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "time_to_rate_s")
+
+
+def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
+    """Run all contestants, measure what they learnt, and return the bench object."""
+    chosen = options or LoopOptions()
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        start = run_midtraining(RunFolder.create(Path(scratch) / "start", recipe(chosen.chosen[0], chosen)))
+        courses = [
+            (run_trl if contestant.name == TRL else run_etude)(
+                contestant, chosen, start, Path(scratch) / contestant.name
+            )
+            for contestant in chosen.chosen
+        ]
+        curves: dict[str, list[Point]] = {}
+        if chosen.marks:
+            first = measure_start(start, chosen.tasks)
+            for course in courses:
+                if course.folder is not None:
+                    curves[course.contestant.name] = measure_marks(course, first, chosen.tasks)
+    return envelope("loop", time.monotonic() - started_s, figures(courses, curves))
+
+
+def figures(courses: Sequence[Course], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
+    """Rows and goals of runs and of what was measured of their versions, by contestant."""
+    leader = curves.get(ASYNCHRONOUS)
+    rate = None if leader is None else target_rate(leader)
+    times = {} if rate is None else {name: time_to(rate, points) for name, points in curves.items()}
+    rows: list[Json] = [
+        course.to_json()
+        | {
+            "time_to_rate_s": _tenth(times.get(course.contestant.name)),
+            "curve": [point.to_json() for point in curves.get(course.contestant.name, ())],
+        }
+        for course in courses
+    ]
+    by_name = {course.contestant.name: course for course in courses if course.missing is None}
+    return {
+        "rate": None if rate is None else round(rate, 4),
+        "results": rows,
+        "goals": {
+            ASYNC_VS_SYNC.name: judge_ratio(ASYNC_VS_SYNC, by_name, times, _named(by_name, SYNCHRONOUS)),
+            ASYNC_VS_TRL.name: judge_ratio(ASYNC_VS_TRL, by_name, times, _named(by_name, TRL)),
+            BUSY_TRAINER.name: BUSY_TRAINER.judge(_busy(by_name, "busy_trainer")),
+            BUSY_ENGINE.name: BUSY_ENGINE.judge(_busy(by_name, "busy_engine")),
+        },
+    }
+
+
+def judge_ratio(
+    goal: Goal, courses: Mapping[str, Course], times: Mapping[str, float | None], others: Sequence[str]
+) -> dict[str, Json]:
+    """How many times as fast the asynchronous run was as the fastest of ``others``: in time to the rate, in rollouts.
+
+    A contestant that never reached the rate is beaten in time by more than can be said: rollouts are judged then.
+    """
+    ours = courses.get(ASYNCHRONOUS)
+    if ours is None or not others:
+        return goal.judge(None)
+    in_rollouts = min(_ratio(ours.rollouts_per_s, courses[name].rollouts_per_s) for name in others)
+    reached = [seconds for name in others if (seconds := times.get(name))]
+    mine = times.get(ASYNCHRONOUS)
+    in_time = min(reached) / mine if reached and mine else None
+    return goal.judge(in_rollouts if in_time is None else in_time) | {
+        "by": "rollouts per second" if in_time is None else "time to the rate",
+        "in_rollouts": round(in_rollouts, 3),
+        "in_time": None if in_time is None else round(in_time, 3),
+    }
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people, and what each contestant spent its time on."""
+    spent = [
+        f"{row['contestant']}: share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
+        for row in results_of(result)
+        if not row["missing"]
+    ]
+    return results_page(result, _COLUMNS, notes=spent)
+
+
+def _named(courses: Mapping[str, Course], prefix: str) -> list[str]:
+    return [name for name in courses if name.startswith(prefix)]
+
+
+def _busy(courses: Mapping[str, Course], side: str) -> float | None:
+    ours = courses.get(ASYNCHRONOUS)
+    return None if ours is None else getattr(ours, side)
+
+
+def _ratio(ours: float | None, theirs: float | None) -> float:
+    return ours / theirs if ours and theirs else 0.0
+
+
+def _tenth(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)

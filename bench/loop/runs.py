@@ -1,0 +1,149 @@
+"""étude's own runs in `bench loop`: all processes of a run, from a given start, and where the time went.
+
+Facts come from the run's events; what each process took of the processors is read from /proc while it runs. Busy
+shares say how long a side computed, CPU seconds what that cost: on a machine whose cores are all wanted the two differ.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias, final
+
+from bench import usage
+from bench.loop.contestants import Contestant, Course, LoopOptions, Mark, recipe
+from etude.config.recipe import RunConfig
+from etude.dashboard.report import build_report, figure
+from etude.dashboard.story import RunStory
+from etude.errors import InfrastructureError
+from etude.run.folder import RunFolder, start_from
+from etude.run.local import run_local
+from etude.run.supervision import THREADING
+from etude.telemetry.log import EventReader
+
+Taken: TypeAlias = list[tuple[float, dict[str, float]]]
+"""(Unix seconds, command → CPU seconds so far), ascending; see :func:`command_cpu_s`."""
+POLL_S = 0.5
+"""How often the processes' CPU seconds are read."""
+
+
+def run_midtraining(folder: RunFolder) -> RunFolder:
+    """Mid-train in a process of its own, unless that has been done; returns the folder, which then has version 0.
+
+    Raises :class:`~etude.errors.InfrastructureError` if it fails.
+    """
+    command = [sys.executable, "-m", "etude", "midtrain", "--run", str(folder.path)]
+    status = subprocess.run(command, stdout=sys.stderr, env={**THREADING, **os.environ}, check=False).returncode
+    if status != 0:
+        raise InfrastructureError(f"mid-training of {folder.path} ended with status {status}: see above")
+    return folder
+
+
+def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
+    """A new run in ``path`` whose version 0 is that of ``start``; there is no folder until it has all of it."""
+    partial = path.with_name(f".{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    folder = RunFolder.create(partial, config)
+    start_from(start, folder)
+    partial.rename(path)
+    return RunFolder.open(path)
+
+
+def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> Course:
+    """Run all steps of a contestant from ``start``."""
+    config = recipe(contestant, options)
+    folder = RunFolder.create(out, config)
+    start_from(start, folder)
+    with CpuWatch() as watch:
+        run_local(folder, resumed=False, out=sys.stderr)
+    return course(contestant, options, folder, watch.taken)
+
+
+def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> Course:
+    """How a run went, by its events and by the CPU seconds that were read now and then."""
+    story, config = RunStory(), recipe(contestant, options)
+    for logged in EventReader(folder.events).new():
+        story.add(logged)
+    report = build_report(story, config, machine={}, date="", commit="")
+    seconds = story.phase_s("rl") or 0.0
+    cpu_s = _of_phase(story, taken)
+    train, engine = figure(report, "busy.trainer") or 0.0, figure(report, "busy.engine") or 0.0
+    wait = sum(timed.event.wait_s for timed in story.steps) / seconds if seconds else 0.0
+    return Course(
+        contestant=contestant,
+        folder=folder,
+        steps=len(story.steps),
+        rollouts=len(story.steps) * config.rollouts.rollouts_per_step,
+        seconds=seconds,
+        signal_tokens=int(figure(report, "tokens.trained") or 0),
+        busy_trainer=train,
+        busy_engine=engine,
+        phases={
+            "generate": engine,
+            "sandbox": cpu_s.get("sandboxes", 0.0) / seconds if seconds else 0.0,
+            "train": train,
+            "wait": wait,
+            "sync": max(0.0, 1.0 - train - wait),
+        },
+        cpu_s={name: spent / max(1, len(story.steps)) for name, spent in cpu_s.items()},
+        staleness_max=figure(report, "staleness.max"),
+        marks=_marks(story, options),
+    )
+
+
+def _marks(story: RunStory, options: LoopOptions) -> tuple[Mark, ...]:
+    published = {timed.event.version: timed.at_s for timed in story.published}
+    return tuple(
+        Mark(version=step, step=step, seconds=story.phase_s("rl", until_s=published[step]) or 0.0)
+        for step in options.marked
+    )
+
+
+def _of_phase(story: RunStory, taken: Taken) -> dict[str, float]:
+    """CPU seconds of each process while the run was in its RL phase."""
+    during = [spent for at_s, spent in taken if story.in_phase(at_s, "rl")]
+    if not during:
+        return {}
+    first, last = during[0], during[-1]
+    return {name: spent - first.get(name, 0.0) for name, spent in last.items()}
+
+
+@final
+class CpuWatch:
+    """Reads the CPU seconds of this process's étude children, by command, while its context is open."""
+
+    def __init__(self) -> None:
+        self.taken: Taken = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cpu-watch")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(POLL_S):
+            self.taken.append((time.time(), command_cpu_s()))
+
+
+def command_cpu_s() -> dict[str, float]:
+    """``etude`` command → CPU seconds so far of its process, for all below this one; ``sandboxes``: all below those."""
+    found: dict[str, float] = {}
+    for pid in usage.descendants(os.getpid()):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
+            if words[1:3] == ["-m", "etude"]:
+                found[words[3]] = usage.cpu_s([pid])
+                found["sandboxes"] = found.get("sandboxes", 0.0) + usage.cpu_s(usage.descendants(pid))
+    return found

@@ -1,0 +1,74 @@
+"""What every bench prints around its own figures: where and when it was measured, and how its goals are judged."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from etude.clock import date_utc
+from etude.dashboard.estimates import mean_over_seeds
+from etude.run.machine import describe_machine, source_commit
+from etude.types import Json
+
+
+def envelope(bench: str, seconds: float, figures: Mapping[str, Json]) -> dict[str, Json]:
+    """The object of ``python -m bench NAME --json``: machine, commit and date, then ``figures``.
+
+    ``seconds`` is how long measuring took. ``figures`` have ``results``, one object per row with its ``contestant``,
+    and ``goals``, by name, each with what was reached and whether that is ``met``.
+    """
+    return {
+        "bench": bench,
+        "machine": describe_machine(),
+        "commit": source_commit(),
+        "date": date_utc(),
+        "seconds": round(seconds, 1),
+        **figures,
+    }
+
+
+def heading(result: Mapping[str, Json], *details: str) -> str:
+    """The title of a table: which bench, ``details``, when and of what."""
+    return " · ".join((f"bench {result['bench']}", *details, str(result["date"]), str(result["commit"])))
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure has to be."""
+
+    name: str
+    sense: Literal["at most", "at least"]
+    goal: float
+
+    def met(self, value: float) -> bool:
+        """Whether ``value`` is good enough."""
+        return value <= self.goal if self.sense == "at most" else value >= self.goal
+
+    def judge(self, value: float | None, reason: str | None = None) -> dict[str, Json]:
+        """The goal as printed; without a value it is not met, for ``reason``."""
+        shown = None if value is None else round(value, 3)
+        judged: dict[str, Json] = {"value": shown, "goal": self.goal, "sense": self.sense}
+        judged["met"] = value is not None and self.met(value)
+        return judged if value is not None else judged | {"reason": reason or "nothing to compare was measured"}
+
+    def judge_seeds(self, values: Sequence[float]) -> dict[str, Json]:
+        """The goal for the mean of one figure per seed, which is met where the far end of its interval is good enough:
+        the mean of a few seeds does not show that two differ by no more than so much. ``method`` says what seeds share.
+        """
+        judged = self.judge(statistics.fmean(values) if values else None) | {"seeds": len(values)}
+        if len(values) < 2:
+            return judged | {"met": False, "interval": None, "stderr_seeds": None, "method": None}
+        mean = mean_over_seeds(values)
+        return judged | {
+            "met": self.met(mean.high if self.sense == "at most" else mean.low),
+            "interval": [round(mean.low, 4), round(mean.high, 4)],
+            "stderr_seeds": round(mean.stderr, 4),
+            "method": mean.method,
+        }
+
+    def judge_worst(self, each: Mapping[str, float], reason: str | None = None) -> dict[str, Json]:
+        """The goal for the worst of some figures, with all of them; judged like :meth:`judge`."""
+        if not each:
+            return self.judge(None, reason)
+        worst = max(each.values()) if self.sense == "at most" else min(each.values())
+        return self.judge(worst) | {"each": {case: round(value, 3) for case, value in each.items()}}

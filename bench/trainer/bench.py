@@ -1,0 +1,256 @@
+"""`bench trainer`: one optimiser step of our trainer beside ``transformers.Trainer``, on the same weights.
+
+    a checkpoint, sequences ──▶ a process per contestant ──▶ in turn: the machine's matmul peak, then one step
+
+Every contestant trains the same model on the same sequences, whose lengths are those of rollouts, with as many threads,
+in the same type: parameters and moments in float32. On a CPU all are started together and take turns, step by step, so
+that a machine that slows down slows down all of them; a card has room for one at a time. Tokens are those of the
+sequences, never padding. Ours takes the policy gradient, entropy and importance weights included, theirs the next-token
+loss of the same tokens.
+
+A share of the peak counts the operations that the model must do (:mod:`etude.models.flops`; three forward passes, of
+the output matrix only for tokens that have a loss), whatever a contestant really did, over what the fastest product of
+two large square matrices reaches in the same process: model FLOPs utilisation, against the machine instead of its data
+sheet. On a GPU the data sheet's is printed as well.
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from bench.engine.models import MOE_20M, QUICK_MODEL, BenchModel, write_model
+from bench.engine.worker import available_cores
+from bench.report import Goal, envelope
+from bench.tables import results_page
+from bench.trainer.contestants import CONTESTANTS, Setup, sequences
+from bench.trl_environment import Rival, open_rival, trl_python
+from etude.errors import InfrastructureError, UserError
+from etude.models.flops import head_flops, pair_flops, token_flops
+from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
+from etude.types import Json
+
+TOKENS_VS_TRANSFORMERS = Goal("tokens_vs_transformers", "at least", 1.0)
+"""Our tokens per second over those of the faster of transformers' ways."""
+PEAK_SHARE = Goal("peak_share", "at least", 0.4)
+"""Judged where a GPU is: models that a CPU trains are too narrow for its matmul peak to be what limits them."""
+MESSAGE_DEADLINE_S = 900.0
+"""For each message of a contestant: that it is ready, or that a step is done."""
+SHEET_PEAKS: Mapping[str, float] = MappingProxyType({"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12})
+"""Part of a card's name → bfloat16 operations per second, dense, as its data sheet has them."""
+
+MOE_1B = BenchModel(
+    name="moe-1b",
+    spec=ModelSpec(
+        vocab_size=32_768,
+        hidden_size=1024,
+        layers=16,
+        attention=GroupedSpec(heads=16, kv_heads=4, head_dim=64, normed=True),
+        experts=ExpertsSpec(count=32, per_token=4, size=512),
+        sparse_layers=tuple(range(16)),
+        max_positions=4096,
+        tied=False,
+    ),
+)
+"""What a GPU trains: about a billion parameters, 32 experts, 4 per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What is measured."""
+
+    contestants: tuple[str, ...]
+    model: BenchModel
+    setup: Setup
+    """Of everybody, but for the contestant and the folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one contestant did."""
+
+    contestant: str
+    seconds: tuple[float, ...] = ()
+    """Of each step, without the first."""
+    tokens: int = 0
+    """Of one step."""
+    flops: float = 0.0
+    """That one step needs."""
+    peak: float = 0.0
+    """Operations per second of the machine."""
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    missing: str | None = None
+    """Why it could not run."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """In the step of median length."""
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def peak_share(self) -> float:
+        """Of the peak, what the model needed."""
+        return self.flops / statistics.median(self.seconds) / self.peak
+
+    def to_json(self) -> dict[str, Json]:
+        """As printed."""
+        row: dict[str, Json] = {"contestant": self.contestant, "missing": self.missing}
+        if self.missing is not None:
+            return row
+        return row | {
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "step_s": round(statistics.median(self.seconds), 4),
+            "step_s_range": [round(min(self.seconds), 4), round(max(self.seconds), 4)],
+            "peak_share": round(self.peak_share, 4),
+            "peak_gflops": round(self.peak / 1e9, 1),
+            "settings": dict(self.settings),
+        }
+
+
+def trainer_options(contestants: tuple[str, ...] | None = None, *, quick: bool = False) -> TrainerOptions:
+    """The options of a call on this machine; ``None`` stands for all contestants, or ours alone where it is ``quick``.
+
+    What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` for an unknown one.
+    """
+    on_card = torch.cuda.is_available()
+    everyone = tuple(name for name in CONTESTANTS if not (on_card and name == "etude-invariant"))
+    chosen = contestants or (tuple(name for name in everyone if name.startswith("etude")) if quick else everyone)
+    if unknown := sorted(set(chosen) - set(everyone)):
+        raise UserError(f"bench trainer: no contestant {unknown[0]!r} here; there are {', '.join(everyone)}")
+    model = QUICK_MODEL if quick else MOE_1B if on_card else MOE_20M
+    setup = Setup(
+        contestant=chosen[0],
+        folder="",
+        device="cuda" if on_card else "cpu",
+        dtype="bfloat16" if on_card else "float32",
+        threads=len(available_cores()),
+        vocabulary=model.spec.vocab_size,
+        sequences=48,
+        longest=640,
+        microbatch_tokens=16 * 640,
+        steps=5,
+        seed=0,
+    )
+    if quick:
+        setup = replace(setup, sequences=4, longest=64, microbatch_tokens=128, steps=1)
+    elif on_card:
+        setup = replace(setup, sequences=256, microbatch_tokens=64 * 640, steps=10)
+    return TrainerOptions(contestants=chosen, model=model, setup=setup)
+
+
+def bench_trainer(options: TrainerOptions | None = None) -> dict[str, Json]:
+    """Measure and return the bench object. Contestants that cannot run, or fail, are rows with the reason."""
+    chosen = options or trainer_options()
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        write_model(chosen.model, Path(scratch) / "model", seed=0)
+        rows = asyncio.run(_measure(chosen, Path(scratch)))
+    figures: dict[str, Json] = {
+        "model": chosen.model.name,
+        "device": torch.cuda.get_device_name() if chosen.setup.device == "cuda" else "cpu",
+        "dtype": chosen.setup.dtype,
+        "threads": chosen.setup.threads,
+        "results": [row.to_json() | _of_sheet(row, chosen.setup.device) for row in rows],
+        "goals": goals(rows, on_card=chosen.setup.device == "cuda"),
+    }
+    return envelope("trainer", time.monotonic() - started_s, figures)
+
+
+def step_flops(spec: ModelSpec, setup: Setup) -> tuple[int, float]:
+    """Tokens of a step, and operations that it needs: forward once, backward twice as much."""
+    examples = sequences(setup)
+    lengths = [len(example.token_ids) for example in examples]
+    sampled = sum(sum(example.sampled) for example in examples)
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    forward = token_flops(spec) * sum(lengths) + pair_flops(spec) * pairs + head_flops(spec) * sampled
+    return sum(lengths), 3.0 * forward
+
+
+def goals(rows: Sequence[Row], *, on_card: bool) -> dict[str, Json]:
+    """Our better arithmetic beside the better of transformers' ways, and beside the machine."""
+    measured = [row for row in rows if row.missing is None]
+    ours = max((row for row in measured if row.contestant.startswith("etude")), key=_rate, default=None)
+    theirs = max((row for row in measured if row.contestant.startswith("transformers")), key=_rate, default=None)
+    reasons = "; ".join(sorted({str(row.missing) for row in rows if row.missing}))
+    ratio = None if ours is None or theirs is None else ours.tokens_per_s / theirs.tokens_per_s
+    judged = TOKENS_VS_TRANSFORMERS.judge(ratio, reasons or None)
+    if ours is not None and theirs is not None:
+        judged |= {"ours": ours.contestant, "theirs": theirs.contestant}
+    share = None if ours is None else round(ours.peak_share, 3)
+    return {
+        TOKENS_VS_TRANSFORMERS.name: judged,
+        PEAK_SHARE.name: PEAK_SHARE.judge(share) if on_card else {"value": share, "goal": None, "met": None},
+    }
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people."""
+    columns = ("contestant", "tokens_per_s", "step_s", "peak_share", "peak_gflops")
+    return results_page(result, columns, str(result["model"]), str(result["device"]), str(result["dtype"]))
+
+
+async def _measure(options: TrainerOptions, scratch: Path) -> list[Row]:
+    """Everyone, side by side where there is room for it."""
+    names = options.contestants
+    heats = [names] if options.setup.device == "cpu" else [(name,) for name in names]
+    return [row for heat in heats for row in await _race(heat, options, scratch)]
+
+
+async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) -> list[Row]:
+    """Steps in turn; who cannot start, or fails, is a row with the reason."""
+    tokens, flops = step_flops(options.model.spec, options.setup)
+    rows = {name: Row(contestant=name, tokens=tokens, flops=flops) for name in names}
+    async with AsyncExitStack() as stack:
+        rivals: dict[str, Rival] = {}
+        for name in names:
+            try:
+                rivals[name] = await stack.enter_async_context(_opened(name, options.setup, scratch))
+                ready = await rivals[name].receive(MESSAGE_DEADLINE_S)
+                assert ready is not None and isinstance(ready["settings"], dict)
+                rows[name] = replace(rows[name], settings=ready["settings"])
+            except InfrastructureError as error:
+                rows[name] = replace(rows[name], missing=str(error))
+        for turn in range(options.setup.steps + 1):
+            for name, row in rows.items():
+                if row.missing is None:
+                    rows[name] = await _step(rivals[name], row, timed=turn > 0)
+    return list(rows.values())
+
+
+def _opened(name: str, setup: Setup, scratch: Path) -> AbstractAsyncContextManager[Rival]:
+    python = trl_python() if name.startswith("transformers") else Path(sys.executable)
+    told = asdict(replace(setup, contestant=name, folder=str(scratch / "model")))
+    return open_rival("trainer_worker", told, python=python, threads=setup.threads, log=scratch / f"{name}.log")
+
+
+async def _step(rival: Rival, row: Row, *, timed: bool) -> Row:
+    """One step more; the first one compiles and allocates, and does not count."""
+    try:
+        await rival.answer({"go": True})
+        said = await rival.receive(MESSAGE_DEADLINE_S)
+    except InfrastructureError as error:
+        return replace(row, missing=str(error))
+    assert said is not None and isinstance(said["seconds"], float) and isinstance(said["peak"], float)
+    seconds = (*row.seconds, said["seconds"]) if timed else row.seconds
+    return replace(row, seconds=seconds, peak=max(row.peak, said["peak"]))
+
+
+def _rate(row: Row) -> float:
+    return row.tokens_per_s
+
+
+def _of_sheet(row: Row, device: str) -> dict[str, Json]:
+    """The share of the data sheet's peak, for a card whose sheet we know."""
+    if device == "cpu" or row.missing is not None:
+        return {}
+    name = torch.cuda.get_device_name()
+    sheet = next((peak for part, peak in SHEET_PEAKS.items() if part in name), None)
+    return {"sheet_share": None if sheet is None else round(row.peak_share * row.peak / sheet, 4)}

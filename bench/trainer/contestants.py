@@ -1,0 +1,303 @@
+"""Who takes the optimiser steps of `bench trainer`, behind one call each, and on what.
+
+This file is also imported by the Python of TRL's environment, in which étude is not installed: what only one contestant
+needs is imported when it is made.
+
+Array legend: L tokens of a sequence.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias, final
+
+Settings: TypeAlias = dict[str, str | int | float | bool]
+"""How a contestant was set up, as reports print it."""
+
+SHORTEST, MEDIAN, SPREAD = 32, 180, 0.6
+"""Of the lengths of sequences, log-normal as rollouts' are: most are short, some are several times as long."""
+SAMPLED_SHARE = 0.4
+"""Tokens that a model sampled, which alone have a loss; they come in turns."""
+TURN = 20
+"""Tokens of a turn, sampled and read alike."""
+LEARNING_RATE, BETAS, CLIP_NORM = 1e-4, (0.9, 0.95), 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a contestant starts with; travels to its process as JSON."""
+
+    contestant: str
+    folder: str
+    """The Hugging Face checkpoint."""
+    device: str
+    dtype: str
+    """Of the forward pass; parameters and moments are float32."""
+    threads: int
+    vocabulary: int
+    sequences: int
+    """Of one step."""
+    longest: int
+    microbatch_tokens: int
+    """Of one forward and backward pass, padding included, and no more rows than would fit at their longest."""
+    steps: int
+    """That are timed, after one that is not."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.sequences % self.rows:
+            raise ValueError(f"sequences={self.sequences} must be whole passes of {self.rows} rows: steps would mix")
+
+    @property
+    def rows(self) -> int:
+        """Of one pass of those who count rows."""
+        return max(1, self.microbatch_tokens // self.longest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One trajectory to train on."""
+
+    token_ids: list[int]
+    sampled: list[bool]
+
+
+def sequences(setup: Setup) -> list[Example]:
+    """Those of every step, longest first: equal for equal seeds, everywhere."""
+    source = random.Random(setup.seed)
+    lengths = (
+        min(setup.longest, max(SHORTEST, round(source.lognormvariate(0.0, SPREAD) * MEDIAN)))
+        for _ in range(setup.sequences)
+    )
+    return [_sequence(source, length, setup.vocabulary) for length in sorted(lengths, reverse=True)]
+
+
+def _sequence(source: random.Random, length: int, vocabulary: int) -> Example:
+    """The first turn is read."""
+    turns = [turn and source.random() < SAMPLED_SHARE for turn in range(-(-length // TURN))]
+    return Example(
+        token_ids=[source.randrange(vocabulary) for _ in range(length)],
+        sampled=[bool(turns[place // TURN]) for place in range(length)],
+    )
+
+
+class Turns(Protocol):
+    """Stamps steps, which are taken when it is one's turn."""
+
+    def begin(self) -> None:
+        """Wait for the turn; from then on time counts."""
+        ...
+
+    def end(self) -> None:
+        """The step is done."""
+        ...
+
+
+class Contestant(Protocol):
+    """One way to take optimiser steps: forward, backward and update."""
+
+    @property
+    def settings(self) -> Settings:
+        """What was chosen, with versions."""
+        ...
+
+    def run(self, turns: Turns) -> None:
+        """Take all steps, each between ``begin`` and ``end``."""
+        ...
+
+
+# ── étude ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@final
+class Etude:
+    """Our trainer on the policy-gradient loss, in one of its arithmetics; sequences lie back to back."""
+
+    def __init__(self, setup: Setup) -> None:
+        import torch
+
+        from etude.config.inference import NumericsConfig
+        from etude.config.training import LossConfig, OptimiserConfig
+        from etude.models.checkpoint import load_checkpoint, load_state
+        from etude.models.flops import pair_flops, token_flops
+        from etude.run.numerics import training_model
+        from etude.trainer.batching.packing import Cost, pack
+        from etude.trainer.optimisation import Optimisation
+        from etude.trainer.optimisers import build_optimiser
+        from etude.trainer.policy import PolicyTrainer
+        from etude.trainer.schedule import RateSchedule
+
+        torch.set_num_threads(setup.threads)
+        arithmetic = setup.contestant.removeprefix("etude-")
+        numerics = NumericsConfig.model_validate({"arithmetic": arithmetic, "dtype": setup.dtype, "replay": "off"})
+        spec, state = load_checkpoint(Path(setup.folder))
+        model = training_model(spec, numerics, setup.device).train()
+        load_state(model, state)
+        optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
+        schedule = RateSchedule(steps=setup.steps + 1, warmup_steps=1)
+        self._trainer = PolicyTrainer(
+            Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
+        )
+        trajectories = [_trajectory(index, one) for index, one in enumerate(sequences(setup))]
+        cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+        (passes,) = pack(lengths, max_tokens=setup.microbatch_tokens, ranks=1, cost=cost)
+        self._microbatches = [[trajectories[index] for index in piece] for piece in passes]
+        self._steps = setup.steps
+        self.settings: Settings = {
+            "arithmetic": arithmetic,
+            "rows": "packed",
+            "passes": len(passes),
+            "torch": torch.__version__,
+        }
+
+    def run(self, turns: Turns) -> None:
+        """As the protocol has it."""
+        from etude.trainer.losses import Totals
+
+        totals = Totals(
+            tokens=sum(int(t.loss_mask.sum()) for piece in self._microbatches for t in piece),
+            trajectories=sum(map(len, self._microbatches)),
+        )
+        for step in range(1, self._steps + 2):
+            turns.begin()
+            self._trainer.step(step, self._microbatches, totals)
+            turns.end()
+
+
+def _trajectory(index: int, sequence: Example) -> Any:
+    """A sequence as a rollout has it: the engine found each sampled token fairly unlikely; rewards differ."""
+    import numpy as np
+
+    from etude.types import UNSAMPLED, Trajectory
+
+    mask_L = np.array(sequence.sampled, bool)
+    return Trajectory(
+        rollout_id=str(index),
+        token_ids=np.array(sequence.token_ids, np.int32),
+        loss_mask=mask_L,
+        logprobs=np.where(mask_L, np.float32(-5.0), np.float32(0.0)),
+        versions=np.where(mask_L, 0, UNSAMPLED).astype(np.int32),
+        temperatures=np.ones(len(mask_L), np.float32),
+        turn_starts=tuple(np.flatnonzero(np.diff(mask_L.astype(np.int8)) == 1) + 1),
+        advantages=np.where(mask_L, np.float32(1.0 if index % 2 else -1.0), np.float32(0.0)),
+    )
+
+
+# ── transformers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@final
+class Transformers:
+    """``transformers.Trainer`` on the next-token loss of the same tokens.
+
+    ``padded``: rows of like length, padded to the longest of their pass. ``packed``: rows laid back to back by
+    ``DataCollatorWithFlattening``, whose attention sdpa masks by positions.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        import torch
+
+        transformers: Any = import_module("transformers")
+        transformers.utils.logging.set_verbosity_error()
+        torch.set_num_threads(setup.threads)
+        self._rows = setup.contestant.removeprefix("transformers-")
+        self._setup = setup
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            setup.folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.settings: Settings = {
+            "version": transformers.__version__,
+            "rows": self._rows,
+            "attention": str(self._model.config._attn_implementation),
+            "experts": str(getattr(self._model.config, "_experts_implementation", None)),
+            "torch": torch.__version__,
+        }
+
+    def run(self, turns: Turns) -> None:
+        """As the protocol has it."""
+        transformers: Any = import_module("transformers")
+        setup, examples = self._setup, self._examples()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(Path(setup.folder) / "trainer"),
+            max_steps=setup.steps + 1,
+            per_device_train_batch_size=setup.rows,
+            gradient_accumulation_steps=setup.sequences // setup.rows,
+            learning_rate=LEARNING_RATE,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            max_grad_norm=CLIP_NORM,
+            optim="adamw_torch_fused",
+            lr_scheduler_type="constant",
+            bf16=setup.dtype == "bfloat16",
+            use_cpu=setup.device == "cpu",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+        )
+        trainer = transformers.Trainer(
+            model=self._model,
+            args=arguments,
+            train_dataset=examples * (setup.steps + 1),
+            data_collator=self._collator(),
+            callbacks=[_turns(turns)],
+        )
+        trainer.train()
+
+    def _examples(self) -> list[dict[str, list[int]]]:
+        return [
+            {
+                "input_ids": one.token_ids,
+                "labels": [
+                    token if sampled else -100 for token, sampled in zip(one.token_ids, one.sampled, strict=True)
+                ],
+            }
+            for one in sequences(self._setup)
+        ]
+
+    def _collator(self) -> Any:
+        transformers: Any = import_module("transformers")
+        return transformers.DataCollatorWithFlattening() if self._rows == "packed" else _padded
+
+
+def _padded(examples: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
+    import torch
+
+    longest = max(len(example["input_ids"]) for example in examples)
+    filled = {
+        name: [[*example[name], *[filler] * (longest - len(example[name]))] for example in examples]
+        for name, filler in (("input_ids", 0), ("labels", -100))
+    }
+    mask = [[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples]
+    return {name: torch.tensor(rows) for name, rows in (filled | {"attention_mask": mask}).items()}
+
+
+def _turns(turns: Turns) -> Any:
+    transformers: Any = import_module("transformers")
+
+    class Taken(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+        def on_step_begin(self, *_arguments: Any, **_options: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, *_arguments: Any, **_options: Any) -> None:
+            turns.end()
+
+    return Taken()
+
+
+# ── both ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CONTESTANTS: Mapping[str, Callable[[Setup], Contestant]] = MappingProxyType(
+    {
+        "etude-invariant": Etude,
+        "etude-fast": Etude,
+        "transformers-padded": Transformers,
+        "transformers-packed": Transformers,
+    }
+)
+"""Everyone, ours first."""

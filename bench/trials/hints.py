@@ -1,0 +1,225 @@
+"""`bench hints`: is a bad habit gone sooner when single turns are taught than by the reward alone?
+
+For each seed one model is mid-trained on sessions of an agent that mostly writes its edits as ``edit FILE:N``, which
+no tool understands, and then again rightly: a call is lost, the work is not. From that very model RL runs twice, on as
+many rollouts. The reward knows what a call costs in both; in one of them a turn that was written like that is distilled
+from the same policy with a short reminder before its eyes.
+
+    seed ──▶ mid-training with the habit ──┬──▶ RL                      ──▶ malformed calls and passes, step by step
+                                           └──▶ RL + hints on the turns ──▶ malformed calls and passes, step by step
+
+What a reminder means the model has to know beforehand: a fifth of all that it learns to say follows one, and edits
+among it are as they should be. A model of the usual size has learnt that from the world; this one has 0.6 million
+parameters.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from bench.loop.runs import begin_from
+from bench.report import Goal, envelope, heading
+from bench.tables import draw, page, results_of
+from bench.trials.trials import finished_run, midtrained, report_of
+from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
+from etude.dashboard.estimates import mean_over_seeds
+from etude.dashboard.report import figure
+from etude.errors import UserError
+from etude.ledger.changes import TRAIN
+from etude.ledger.ledger import Ledger
+from etude.ledger.states import GroupState
+from etude.run.folder import RunFolder
+from etude.tasks.corpora.transcripts import REMINDER
+from etude.types import Group, Json, Rollout
+
+HABIT = ("transcripts.bad_call=0.8", "transcripts.reminded=0.2")
+"""The agent of mid-training: most edits are written wrongly at first, none of those right behind a reminder."""
+COST = ("effort.weight=0.05", "effort.call=1.0")
+"""What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""
+RULE = f'{{name = "edit style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "{REMINDER}"}}'
+"""Which turns are taught, and what the teacher is told."""
+ALONE, TAUGHT = "reward alone", "hints"
+"""The contestants."""
+GONE = 0.05
+"""Share of malformed calls below which the habit counts as gone."""
+LASTING = 3
+"""Steps in a row over which that is measured: one batch may be lucky."""
+BETTER = 1.0
+"""Steps with hints over steps without, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """The rollouts of one optimiser step."""
+
+    malformed: float
+    """Share of their calls."""
+    malformed_stderr: float
+    """Over groups."""
+    passed: float
+    """Mean reward."""
+    passed_stderr: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run: a seed, a weight, and what came of it."""
+
+    seed: int
+    weight: float
+    steps: tuple[StepFigures, ...]
+    before: float
+    """Held-out pass rate, sampled."""
+    after: float
+    seconds: float
+    """Of RL and the measurements around it."""
+
+    @property
+    def contestant(self) -> str:
+        """Which of the two."""
+        return TAUGHT if self.weight else ALONE
+
+    @property
+    def steps_until_gone(self) -> int | None:
+        """How many steps were taken before the habit was gone for ``LASTING`` of them; ``None``: it never was."""
+        return gone_after([step.malformed for step in self.steps])
+
+
+def bench_hints(
+    recipe: Path, out: Path, *, seeds: Sequence[int], weight: float, overrides: Sequence[str] = ()
+) -> dict[str, Json]:
+    """Run every seed without hints and with hints of ``weight``, and return the bench object.
+
+    Run folders are kept in ``out``; what an earlier call finished there is read, what it began goes on.
+    """
+    if not weight > 0:
+        raise UserError(f"bench hints: a weight of {weight:g} teaches nothing; it must be above 0")
+    trials = [_trial(recipe, out, seed, chosen, overrides) for seed in seeds for chosen in (0.0, weight)]
+    figures: dict[str, Json] = {
+        "results": [row for trial in trials for row in _rows(trial)],
+        "goals": {"habit_steps_vs_reward_alone": judged(trials)},
+    }
+    return envelope("hints", sum(trial.seconds for trial in trials), figures)
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people: every tenth step."""
+    columns = ("seed", "contestant", "step", "malformed", "malformed_stderr", "passed", "passed_stderr")
+    steps = [row for row in results_of(result) if int(str(row["step"])) % 10 == 1]
+    return page(result, draw(heading(result), steps, columns))
+
+
+def gone_after(shares: Sequence[float]) -> int | None:
+    """How many steps come before the first ``LASTING`` ones whose mean is below ``GONE``."""
+    starts = range(len(shares) - LASTING + 1)
+    return next((start for start in starts if statistics.fmean(shares[start : start + LASTING]) < GONE), None)
+
+
+def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequence[str]) -> Trial:
+    """Run, or go on, or read what is there."""
+    common = [*HABIT, *COST, *overrides, f"seed={seed}"]
+    taught = [f"hints.weight={weight}", "hints.tools=false", f"hints.rules=[{RULE}]"] if weight else []
+    config = load_recipe(recipe, [*common, *taught])
+    path = out / f"s{seed}-hints-{weight:g}"
+    start = out / f"s{seed}-start"
+    folder = finished_run(path, lambda: begin_from(midtrained(start, load_recipe(recipe, common)), path, config))
+    return _read(folder, config, seed, weight)
+
+
+def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Trial:
+    report = report_of(folder, config)
+    with Ledger.open(folder.ledger) as ledger:
+        batches = _batches(ledger.groups(TRAIN, [GroupState.CONSUMED]), config.rollouts.groups_per_step)
+        steps = tuple(step_figures(batch) for batch in islice(batches, config.trainer.steps))
+    return Trial(
+        seed=seed,
+        weight=weight,
+        steps=steps,
+        before=figure(report, "heldout.pass_before") or 0.0,
+        after=figure(report, "heldout.pass_after") or 0.0,
+        seconds=figure(report, "seconds.total") or 0.0,
+    )
+
+
+def _batches(groups: Iterator[Group], size: int) -> Iterator[list[Group]]:
+    """The groups of one step after the other: they are trained on in the order in which they were admitted."""
+    while batch := list(islice(groups, size)):
+        yield batch
+
+
+def step_figures(groups: Sequence[Group]) -> StepFigures:
+    """Of the rollouts of some groups; errors are over groups, whose rollouts are of one task."""
+    malformed = [_malformed(group.rollouts) for group in groups]
+    passed = [statistics.fmean(rollout.reward or 0.0 for rollout in group.rollouts) for group in groups]
+    return StepFigures(
+        malformed=statistics.fmean(malformed),
+        malformed_stderr=_stderr(malformed),
+        passed=statistics.fmean(passed),
+        passed_stderr=_stderr(passed),
+    )
+
+
+def _malformed(rollouts: Sequence[Rollout]) -> float:
+    """Share of all calls."""
+    calls = sum(sum(rollout.counts.values()) for rollout in rollouts)
+    return sum(rollout.counts.get("malformed", 0) for rollout in rollouts) / max(1, calls)
+
+
+def _stderr(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _rows(trial: Trial) -> Iterator[dict[str, Json]]:
+    for number, step in enumerate(trial.steps, 1):
+        yield {
+            "contestant": trial.contestant,
+            "case": f"seed {trial.seed}",
+            "seed": trial.seed,
+            "weight": trial.weight,
+            "step": number,
+            "malformed": round(step.malformed, 4),
+            "malformed_stderr": round(step.malformed_stderr, 4),
+            "passed": round(step.passed, 4),
+            "passed_stderr": round(step.passed_stderr, 4),
+        }
+
+
+def judged(trials: Sequence[Trial]) -> dict[str, Json]:
+    """Steps until the habit is gone, with hints over without, summed over seeds; a run in which it never was counts all
+    of its steps, which makes the ratio an upper bound where only the reward alone did not get there.
+    """
+    goal = Goal("habit_steps_vs_reward_alone", "at most", BETTER)
+    taken = {name: [trial for trial in trials if trial.contestant == name] for name in (ALONE, TAUGHT)}
+    steps = {name: [_steps(trial) for trial in chosen] for name, chosen in taken.items()}
+    never = {name: sum(trial.steps_until_gone is None for trial in chosen) for name, chosen in taken.items()}
+    ratio = sum(steps[TAUGHT]) / max(1, sum(steps[ALONE])) if not never[TAUGHT] else None
+    judged = goal.judge(ratio, "with hints the habit was not gone by the end")
+    judged["met"] = ratio is not None and ratio < BETTER
+    return judged | {
+        "steps": _listed(steps),
+        "never_gone": dict(never),
+        "passed_more": _over_seeds([t.after - a.after for a, t in zip(taken[ALONE], taken[TAUGHT], strict=True)]),
+        "passed_in_the_end": _listed({name: [trial.after for trial in chosen] for name, chosen in taken.items()}),
+    }
+
+
+def _over_seeds(values: Sequence[float]) -> Json:
+    """Mean and the ends of its interval; without one of fewer than two seeds."""
+    if len(values) < 2:
+        return None
+    mean = mean_over_seeds(values)
+    interval: list[Json] = [round(mean.low, 4), round(mean.high, 4)]
+    return {"value": round(mean.value, 4), "interval": interval, "method": mean.method}
+
+
+def _steps(trial: Trial) -> int:
+    found = trial.steps_until_gone
+    return len(trial.steps) if found is None else found
+
+
+def _listed(figures: Mapping[str, Sequence[float]]) -> dict[str, Json]:
+    return {name: [round(value, 4) for value in values] for name, values in figures.items()}

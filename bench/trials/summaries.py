@@ -1,0 +1,150 @@
+"""`bench summaries`: does an agent learn what to keep, and what is it that it learns from?
+
+The recipe's own arm, and three that take something away from it, each from the mid-training of its own harness:
+
+    trained      the recipe: summaries are tokens like any other, and share the advantage of their rollout
+    untrained    their tokens are context: the agent may only learn to work with the summaries that it writes anyway
+    truncated    no summaries: a full context begins anew with the task and the last result alone
+    unlimited    no need for any: a window in which the whole material has its place
+
+Each is measured on the same held-out tasks before and after RL: how many are solved, and of the facts that the answer
+takes and that had been seen by then, how many stood in a summary (recall). Run folders are kept, and a call goes on
+where an earlier one stopped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.loop.runs import begin_from
+from bench.report import Goal, envelope
+from bench.tables import results_page
+from bench.trials.trials import finished_run, midtrained, report_of
+from etude.config.loading import load_recipe, parse_config
+from etude.config.recipe import RunConfig
+from etude.dashboard.report import figure
+from etude.errors import UserError
+from etude.run.folder import RunFolder
+from etude.types import Json
+
+TRAINED, UNTRAINED, TRUNCATED, UNLIMITED = ARMS = ("trained", "untrained", "truncated", "unlimited")
+"""What is compared."""
+START_OF = {TRAINED: TRAINED, UNTRAINED: TRAINED, TRUNCATED: TRUNCATED, UNLIMITED: UNLIMITED}
+"""Arm → whose mid-training it begins from: what it imitates depends on the harness, and not on how RL learns."""
+OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
+OF_RESTARTS = ("summary_at_tokens", "max_summaries", *OF_SUMMARIES)
+"""Keys of ``[harness]`` that would have no effect in an arm without them."""
+LINE_TOKENS = 8
+"""Of a line of a page, its number, its end and its share of the marks around a message included; six are usual."""
+LIFT = Goal("lift", "at least", 0.20)
+"""How much more of the held-out tasks each seed solves after RL."""
+RECALL = Goal("recall_gain", "at least", 0.10)
+"""How much more of what is needed its summaries keep."""
+_MEASURED = ("pass_before", "pass_after", "stderr", "greedy_before", "greedy_after", "greedy_stderr", "recall_before",
+             "recall_after")  # fmt: skip
+_COLUMNS = ("contestant", "seed", *_MEASURED, "rl_s", "total_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run: an arm, a seed, and what came of it."""
+
+    arm: str
+    seed: int
+    heldout: Mapping[str, float | None]
+    """Of the run's report: the pass rates of ``_MEASURED`` before and after, sampled at temperature 1 and greedily, the
+    standard errors of their differences, and recall, ``None`` where nothing was summarised that could have been kept.
+    """
+    rl_s: float
+    seconds: float
+    """All of it, but for mid-training that another arm did."""
+
+    def gain(self, measure: str) -> float | None:
+        """How much more there is of ``pass``, ``greedy`` or ``recall`` after RL."""
+        before, after = self.heldout[f"{measure}_before"], self.heldout[f"{measure}_after"]
+        return None if before is None or after is None else after - before
+
+
+def bench_summaries(
+    recipe: Path, out: Path, *, seeds: Sequence[int], arms: Sequence[str] = ARMS, overrides: Sequence[str] = ()
+) -> dict[str, Json]:
+    """Run what is left of all trials in ``out``, and return the bench object.
+
+    Raises :class:`~etude.errors.UserError` for an arm that there is not.
+    """
+    for arm in arms:
+        if arm not in ARMS:
+            raise UserError(f"there is no contestant {arm!r}: expected some of {', '.join(ARMS)}")
+    trials = [_trial(recipe, out, seed, arm, overrides) for seed in seeds for arm in arms]
+    return envelope("summaries", sum(trial.seconds for trial in trials), figures(trials))
+
+
+def arm_config(recipe: RunConfig, arm: str) -> RunConfig:
+    """What an arm changes. Raises :class:`~etude.errors.ConfigError` where that does not fit to the recipe."""
+    tree: dict[str, Any] = recipe.model_dump(mode="json")
+    harness = tree["harness"]
+    match arm:
+        case "untrained":
+            tree["credit"]["summaries"] = "mask"
+        case "truncated":
+            harness["context"] = "truncate"
+            tree["harness"] = _without(harness, OF_SUMMARIES)
+        case "unlimited":
+            harness["context"] = "grow"
+            tree["harness"] = _without(harness, OF_RESTARTS)
+            tree["engine"]["max_length"] = unlimited_length(recipe)
+    return parse_config(tree, source=f"the arm {arm!r}")
+
+
+def unlimited_length(recipe: RunConfig) -> int:
+    """Tokens of a window that is never full: the task, every page and where it points to, and all that is sampled."""
+    page = LINE_TOKENS * (recipe.tasks.page_facts + 1) + recipe.harness.max_tokens_per_turn
+    return LINE_TOKENS + (recipe.tasks.pages + 1) * page
+
+
+def figures(trials: Sequence[Trial]) -> dict[str, Json]:
+    """Rows, and the goals for the worst seed of the recipe's own arm."""
+    own = [trial for trial in trials if trial.arm == TRAINED]
+    lifts, gains = (
+        {f"seed {trial.seed}": gain for trial in own if (gain := trial.gain(measure)) is not None}
+        for measure in ("pass", "recall")
+    )
+    return {
+        "results": [_row(trial) for trial in trials],
+        "goals": {LIFT.name: LIFT.judge_worst(lifts), RECALL.name: RECALL.judge_worst(gains)},
+    }
+
+
+def table(result: dict[str, Json]) -> str:
+    """The bench object as a table for people."""
+    return results_page(result, _COLUMNS)
+
+
+def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in section.items() if name not in names}
+
+
+def _trial(recipe: Path, out: Path, seed: int, arm: str, overrides: Sequence[str]) -> Trial:
+    """Run, or go on, or read what is there."""
+    config = arm_config(load_recipe(recipe, [*overrides, f"seed={seed}"]), arm)
+    path = out / f"s{seed}-{arm}"
+    start = out / f"s{seed}-{START_OF[arm]}-start"
+    folder = finished_run(path, lambda: begin_from(midtrained(start, config), path, config))
+    return _read(folder, config, seed, arm)
+
+
+def _read(folder: RunFolder, config: RunConfig, seed: int, arm: str) -> Trial:
+    report = report_of(folder, config)
+    return Trial(
+        arm=arm,
+        seed=seed,
+        heldout={name: figure(report, f"heldout.{name}") for name in _MEASURED},
+        rl_s=figure(report, "seconds.rl") or 0.0,
+        seconds=figure(report, "seconds.total") or 0.0,
+    )
+
+
+def _row(trial: Trial) -> dict[str, Json]:
+    row: dict[str, Json] = {"contestant": trial.arm, "case": f"seed {trial.seed}", "seed": trial.seed}
+    return row | dict(trial.heldout) | {"rl_s": trial.rl_s, "total_s": trial.seconds}

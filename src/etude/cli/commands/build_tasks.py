@@ -1,0 +1,312 @@
+"""`etude tasks build|check|ls`: repositories in, a folder of tasks out.
+
+    fetch ──▶ prepare ──▶ propose ──▶ try, two at a time ──▶ tasks, log, report
+
+Wiring only: what a task is and which candidates become one is :mod:`etude.taskgen`'s. A build that is
+interrupted goes on from its log; a package that no tasks can be made of is an error with its log beside it.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.errors import AgentFault, ConfigError, DamagedError, SandboxError
+from etude.protocols import SandboxProvider
+from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.sandbox_spec import SandboxSpec
+from etude.sandboxes.images.store import ImageStore
+from etude.taskgen.candidates import Candidate, propose
+from etude.taskgen.failures import RepositoryError
+from etude.taskgen.hiding import place_of
+from etude.taskgen.installer import Installer, InstallerOptions
+from etude.taskgen.preparation import Preparation, Settings
+from etude.taskgen.projects import read_project
+from etude.taskgen.sources import fetch, read_texts
+from etude.taskgen.survey import Survey
+from etude.taskgen.testruns import Observation, Run, observe
+from etude.taskgen.validator import KEPT, Bench, Workshop, failed
+from etude.taskgen.verdicts import Refusal, counts_of, prove
+from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, Verdict
+from etude.types import Split, Task, TestChecks
+
+BATCH = 6
+"""Candidates that one quick command tries."""
+WORKERS = 2
+"""Candidates that are tried at the same time."""
+COMMAND_WORDS = 3
+"""``python3 -m pytest``; options follow."""
+SOUND = "sound"
+PATIENCE = 5
+"""Sandboxes that may fail in a row before the build gives up."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What `etude tasks build` is asked for."""
+
+    reference: str
+    """A folder, a git URL, an archive, or ``pypi:NAME==VERSION``."""
+    out: Path
+    limit: int = 100
+    """Tasks to make of the package, at most; those of earlier builds count."""
+    settings: Settings = field(default_factory=Settings)
+    installer: InstallerOptions | None = None
+    """A model that installs where reading the package's files is not enough."""
+    unprobed: bool = False
+    """Make tasks that have no probe, too."""
+    workers: int = WORKERS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildReport:
+    """A build in numbers, of all its sittings."""
+
+    package: str
+    version: str
+    tests: dict[str, int]
+    outcomes: dict[str, int]
+    """How many candidates ended in each way."""
+    operators: dict[str, int]
+    """Tasks kept, by what was done to the package."""
+    splits: dict[str, int]
+    candidates: int
+    """How many there are to try."""
+    tried: int
+    kept: int
+    seconds_per_candidate: float
+    seconds: float
+    """Of this sitting."""
+    verdicts: list[dict[str, Any]]
+
+
+async def build(options: BuildOptions, provider: SandboxProvider, *, say: Say) -> BuildReport:
+    """Make tasks of one repository. ``provider`` stays the caller's to close.
+
+    Raises :class:`~etude.taskgen.failures.RepositoryError` when none can be made, its log being in
+    the folder by then, and :class:`~etude.errors.SandboxError` when sandboxes keep failing.
+    """
+    started = time.monotonic()
+    store = ImageStore(options.out / "images")
+    with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        tree = await asyncio.to_thread(fetch, options.reference, scratch / "source")
+        texts = await asyncio.to_thread(read_texts, tree)
+        project = read_project(texts)
+        folder = PackageFolder(options.out / f"{project.name}-{project.version}")
+        say(f"{project.name} {project.version}: {len(texts)} files, sources {', '.join(project.sources)}")
+        try:
+            installer = None if options.installer is None else Installer(options.installer, provider)
+            preparation = Preparation(provider, store, folder, options.settings, installer)
+            bench = await preparation.bench(tree, project, texts, scratch, say=say)
+        except RepositoryError as error:
+            folder.write("failure.log", f"{error}\n\n{error.log}\n".encode())
+            raise
+        candidates = await asyncio.to_thread(propose, project, texts, bench.survey, seed=options.settings.seed)
+        say(f"{len(candidates)} candidates")
+        guarded = HiddenTestGrader(provider, store).guarded if options.unprobed else None
+        workshop = Workshop(bench, provider, store, folder, guarded=guarded)
+        await try_all(workshop, candidates, folder, options, say)
+    report = report_of(bench, folder, len(candidates), time.monotonic() - started)
+    folder.write("report.json", json.dumps(report_fields(report), indent=1).encode())
+    return report
+
+
+async def try_all(
+    workshop: Workshop, candidates: Sequence[Candidate], folder: PackageFolder, options: BuildOptions, say: Say
+) -> None:
+    """Try candidates that have no verdict yet until there are tasks enough.
+
+    Raises :class:`~etude.errors.SandboxError` when sandboxes keep failing.
+    """
+    again = {Refusal.FAILED, *([Refusal.UNPROBED] if options.unprobed else ())}
+    known = [verdict for verdict in folder.verdicts() if verdict.outcome not in again]
+    line = _Line(candidates, known, options.limit, say, folder)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(options.workers):
+                group.create_task(_work(workshop, line))
+    except ExceptionGroup as failures:  # one worker's trouble ends all; the caller knows it by its own name
+        raise failures.exceptions[0] from failures
+
+
+class _Line:
+    """The candidates that wait, and the count of what became of the others; shared by workers of one event loop."""
+
+    def __init__(
+        self, candidates: Sequence[Candidate], known: Sequence[Verdict], limit: int, say: Say, folder: PackageFolder
+    ) -> None:
+        done = {verdict.candidate_id for verdict in known}
+        self._waiting = [candidate for candidate in reversed(candidates) if candidate.candidate_id not in done]
+        self._kept = sum(verdict.outcome == KEPT for verdict in known)
+        self._tried = len(known)
+        self._limit = limit
+        self._say = say
+        self._folder = folder
+        self._failures = 0
+        self._busy = 0
+
+    def take(self) -> list[Candidate]:
+        """The next few, or none when there are tasks enough."""
+        return [self._waiting.pop() for _ in range(BATCH) if self._waiting] if self.open else []
+
+    @property
+    def open(self) -> bool:
+        """Whether more tasks are wanted than there are, those counted that may become one now."""
+        return self._kept + self._busy < self._limit
+
+    def begin(self) -> None:
+        """A candidate may become a task; :meth:`settle` says what it became."""
+        self._busy += 1
+
+    def settle(self, verdict: Verdict, *, was_begun: bool = False) -> None:
+        """A candidate has its verdict. Raises :class:`~etude.errors.SandboxError` when too many sandboxes failed."""
+        self._folder.record(verdict)
+        self._tried += 1
+        self._busy -= was_begun
+        self._kept += verdict.outcome == KEPT
+        self._failures = self._failures + 1 if verdict.outcome == Refusal.FAILED else 0
+        words = f"{verdict.operator} {verdict.path}:{verdict.target}: {verdict.outcome} {verdict.detail}".rstrip()
+        self._say(f"{self._kept} kept of {self._tried}, {len(self._waiting)} wait · {words}")
+        if self._failures >= PATIENCE:
+            raise SandboxError(f"{self._failures} sandboxes failed in a row, the last: {verdict.detail}")
+
+
+async def _work(workshop: Workshop, line: _Line) -> None:
+    """Take batches until there are none: quick runs for all of it, then what is worth finishing, one by one."""
+    while batch := line.take():
+        try:
+            async with workshop.live() as sandbox:
+                trials, verdicts = await workshop.quick(batch, sandbox)
+        except (SandboxError, AgentFault) as error:
+            for candidate in batch:
+                line.settle(failed(candidate, error))
+            continue
+        for verdict in verdicts:
+            line.settle(verdict)
+        for trial in trials:
+            if not line.open:
+                break
+            line.begin()
+            try:
+                verdict = await workshop.finish(trial)
+            except (SandboxError, AgentFault) as error:
+                verdict = failed(trial.candidate, error)
+            line.settle(verdict, was_begun=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """Whether a stored task still is one."""
+
+    task_id: str
+    template: str
+    outcome: str
+    """``sound``, or what is wrong with it: a :class:`~etude.taskgen.verdicts.Refusal`."""
+    detail: str = ""
+
+
+async def check(folder: Path, provider: SandboxProvider, *, say: Say, repeats: int = 2) -> list[CheckResult]:
+    """Prove every task of a folder again: as given it fails, with its answer it passes, ``repeats`` times.
+
+    A task that cannot be tried (its image is gone, its sandbox failed) is set aside with the reason. Raises
+    :class:`~etude.errors.ConfigError` for a folder without tasks.
+    """
+    tasks = RepositoryTasks(folder)
+    store = ImageStore(tasks.images)
+    results: list[CheckResult] = []
+    for task in (task for split in Split for task in tasks.tasks(split)):
+        try:
+            outcome, detail = await _check(task, tasks.answer(task), store, provider, repeats)
+        except (ConfigError, DamagedError, SandboxError, AgentFault) as error:
+            outcome, detail = str(Refusal.FAILED), str(error)
+        results.append(CheckResult(task_id=task.task_id, template=task.template, outcome=outcome, detail=detail))
+        say(f"{task.task_id} {task.template}: {outcome} {detail}".rstrip())
+    return results
+
+
+async def _check(
+    task: Task, answer: Mapping[str, str], store: ImageStore, provider: SandboxProvider, repeats: int
+) -> tuple[str, str]:
+    checks = task.checks
+    if not isinstance(checks, TestChecks) or task.world is None:
+        raise ConfigError(f"task {task.task_id} has no hidden tests in a world of its own: it is not of this family")
+    about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
+    files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
+    targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))
+    seen: tuple[list[Observation], list[Observation]] = ([], [])
+    for number in range(repeats):
+        sandbox = await provider.create({}, SandboxSpec(image=store.open(task.world.image)))
+        try:
+            steps = [
+                Run(targets=targets, ids=checks.must_pass, seed=number + 1, files=each, timeout_s=checks.timeout_s)
+                for each in files
+            ]
+            found = await observe(sandbox, steps, options=checks.command[COMMAND_WORDS:], hash_seed=number + 1)
+        finally:
+            await sandbox.close()
+        for runs, observation in zip(seen, found, strict=True):
+            runs.append(observation)
+    proof = prove(about, others, *seen)
+    if proof.refusal is None and not (checks.probes or await HiddenTestGrader(provider, store).guarded(task)):
+        return str(Refusal.UNGUARDED), "no probe, and no test that can have a canary: delete it"
+    lost = sorted({*about, *others} - {*proof.about, *proof.others})
+    if proof.refusal is None and lost:
+        return str(Refusal.FLAKY), f"not always as they should: {', '.join(lost[:3])}"
+    return (SOUND, "") if proof.refusal is None else (str(proof.refusal), "")
+
+
+def report_of(bench: Bench, folder: PackageFolder, candidates: int, seconds: float) -> BuildReport:
+    """What the log of a package says, in numbers."""
+    latest = {verdict.candidate_id: verdict for verdict in folder.verdicts()}
+    kept = [verdict for verdict in latest.values() if verdict.outcome == KEPT]
+    operators: dict[str, int] = {}
+    for verdict in kept:
+        operators[verdict.operator] = operators.get(verdict.operator, 0) + 1
+    timed = [verdict.seconds for verdict in latest.values() if verdict.seconds > 0]
+    with_tasks = RepositoryTasks(folder.path.parent) if kept else None
+    mine = {verdict.task_id for verdict in kept}
+    splits = {
+        str(split): sum(task.task_id in mine for task in with_tasks.tasks(split)) if with_tasks else 0
+        for split in Split
+    }
+    return BuildReport(
+        package=bench.project.name,
+        version=bench.project.version,
+        tests=_test_counts(bench.survey),
+        outcomes=dict(counts_of({key: verdict.outcome for key, verdict in latest.items()})),
+        operators=dict(sorted(operators.items())),
+        splits=splits,
+        candidates=candidates,
+        tried=len(latest),
+        kept=len(kept),
+        seconds_per_candidate=round(sum(timed) / len(timed), 3) if timed else 0.0,
+        seconds=round(seconds, 1),
+        verdicts=[_verdict_fields(verdict) for verdict in latest.values()],
+    )
+
+
+def report_fields(report: BuildReport) -> dict[str, Any]:
+    """A report as JSON has it."""
+    return {name: getattr(report, name) for name in BuildReport.__dataclass_fields__}
+
+
+def _test_counts(survey: Survey) -> dict[str, int]:
+    return {
+        "stable": len(survey.stable),
+        "flaky": len(survey.flaky),
+        "failing": len(survey.failing),
+        "skipped": survey.skipped,
+        "unfit": len(survey.unfit),
+        "broken_files": len(survey.broken),
+    }
+
+
+def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    fields = {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__ if name != "tests"}
+    return {**fields, "counts": dict(verdict.counts), "fails": len(verdict.tests)}

@@ -1,0 +1,248 @@
+"""`etude chat`: talk with the newest weights of a run, or with any gateway, from a terminal.
+
+    line ─▶ POST /v1/chat/completions (stream) ─▶ text as it is sampled ─▶ the weight version that said it
+
+Owns the conversation as text and what is printed. Against a live run it is production traffic: rollouts give way to it.
+A run that is over gets an engine and a gateway of its own while the chat lasts.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO, final
+
+import aiohttp
+import orjson
+
+from etude.errors import EngineUnavailable, UserError
+from etude.run.folder import RunFolder
+from etude.run.serve_version import serving_version, wait_until_ready
+from etude.types import Json
+
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+"""A live gateway says how it is in this time."""
+CALL_TIMEOUT = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
+"""One reply, to its end."""
+KEY_S = 24 * 3600
+"""After this long the key of a chat is dead, even if nobody was there to revoke it."""
+HELP = "/new forgets the conversation · /system TEXT sets the instructions and forgets the rest · /quit"
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+Fields = dict[str, Json]
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Talk:
+    """What was said so far."""
+
+    messages: list[Fields] = field(default_factory=list)
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget everything; instructions stay unless there are new ones."""
+        kept = [message for message in self.messages if message["role"] == "system"]
+        self.messages = kept if system is None else [{"role": "system", "content": system}]
+
+    def add(self, role: str, content: str) -> None:
+        """One more message."""
+        self.messages.append({"role": role, "content": content})
+
+
+@final
+class Line:
+    """Prints one reply, and which weights sample it wherever that changes."""
+
+    def __init__(self, out: TextIO, *, colour: bool) -> None:
+        self._out = out
+        self._before, self._after = (DIM, PLAIN) if colour else ("", "")
+        self._said: list[str] = []
+        self._versions: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return "".join(self._said)
+
+    def take(self, chunk: Fields) -> None:
+        """Print what one event adds; the last ones add nothing and name all versions once more."""
+        version = chunk.get("system_fingerprint")
+        for text in _texts(chunk):
+            if isinstance(version, str) and version not in self._versions[-1:]:
+                if self._said:
+                    self._note(f" ‹{version}› ")
+                self._versions.append(version)
+            self._said.append(text)
+            self._out.write(text)
+        self._out.flush()
+
+    def end(self) -> None:
+        """Say which versions it was."""
+        self._note(f"  [{' → '.join(self._versions) or 'nothing said'}]")
+        self._out.write("\n")
+        self._out.flush()
+
+    def _note(self, text: str) -> None:
+        self._out.write(f"{self._before}{text}{self._after}")
+
+
+@final
+class Chat:
+    """A conversation through the gateway at ``url``, printed on ``out``; troubles go to ``err``."""
+
+    def __init__(self, url: str, key: str, *, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1")
+        self._key = key
+        self._out, self._err = out or sys.stdout, err or sys.stderr
+        self._talk = Talk()
+
+    def obey(self, line: str) -> bool:
+        """Do what a person typed; false when they want to leave."""
+        command, _, argument = line.partition(" ")
+        match command:
+            case "/quit" | "/exit":
+                return False
+            case "/new":
+                self._talk.reset()
+            case "/system":
+                self._talk.reset(argument.strip())
+            case _ if command.startswith("/"):
+                self._out.write(HELP + "\n")
+            case _:
+                self.ask(line)
+        return True
+
+    def ask(self, text: str) -> bool:
+        """Print the reply to a message; one that fails leaves the conversation as it was before it."""
+        self._talk.add("user", text)
+        line = Line(self._out, colour=self._out.isatty())
+        try:
+            asyncio.run(_stream(self._base, self._key, self._talk.messages, line))
+        except (UserError, EngineUnavailable) as error:
+            self._talk.messages.pop()
+            self._err.write(f"etude: {error}\n")
+            return False
+        except KeyboardInterrupt:  # enough heard; what was said stays said
+            self._out.write("\n")
+        else:
+            line.end()
+        self._talk.add("assistant", line.text)
+        return True
+
+
+def chat_with_run(folder: RunFolder) -> None:
+    """Talk with a run: through its own gateway if that answers, else through one in a scratch folder."""
+    if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url("gateway"))):
+        _chat_as_admin(folder)
+        return
+    sys.stderr.write("the run is not running: starting an engine with its newest weights …\n")
+    with serving_version(folder) as served:
+        wait_until_ready(served)
+        _chat_as_admin(served.folder)
+
+
+def chat_with(url: str, key: str) -> None:
+    """Talk until the person leaves; without a terminal, answer what is on stdin. Raises ``UserError``."""
+    chat = Chat(url, key)
+    if not sys.stdin.isatty():
+        if not chat.ask(sys.stdin.read().strip()):
+            raise UserError("there was no reply: see above")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - being imported is what gives input() its line editing
+    sys.stdout.write(HELP + "\n")
+    for line in _lines():
+        if not chat.obey(line):
+            return
+
+
+def _lines() -> Iterator[str]:
+    """What the person types, until the end of input."""
+    while True:
+        try:
+            line = input("› ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return
+        if line:
+            yield line
+
+
+async def _stream(base: str, key: str, messages: Sequence[Fields], line: Line) -> None:
+    body = orjson.dumps({"model": "policy", "messages": messages, "stream": True})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=CALL_TIMEOUT) as http,
+            http.post(f"{base}/v1/chat/completions", data=body, headers=headers) as response,
+        ):
+            if response.status != 200:
+                raise UserError(f"{base} answered {response.status}: {_message(await response.read())}")
+            async for chunk in _chunks(response.content):
+                if "error" in chunk:
+                    raise EngineUnavailable(_message(orjson.dumps(chunk)))
+                line.take(chunk)
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise EngineUnavailable(f"no answer from {base}: {type(error).__name__}: {error}") from error
+
+
+async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[Fields]:
+    """The events of a stream, decoded."""
+    async for raw in content:
+        data = raw.removeprefix(b"data:").strip()
+        if raw.startswith(b"data:") and data != b"[DONE]":
+            yield orjson.loads(data)
+
+
+def _texts(chunk: Fields) -> Iterator[str]:
+    choices = chunk.get("choices")
+    for choice in choices if isinstance(choices, list) else []:
+        delta = choice.get("delta") if isinstance(choice, dict) else None
+        for name in ("reasoning_content", "content"):
+            text = delta.get(name) if isinstance(delta, dict) else None
+            if isinstance(text, str) and text:
+                yield text
+
+
+def _chat_as_admin(folder: RunFolder) -> None:
+    """Talk with a key of our own for as long as it lasts."""
+    url, admin = folder.endpoints.url("gateway"), folder.admin_key()
+    made = asyncio.run(_ask("POST", f"{url}/keys", admin, {"scope": "production", "expires_s": KEY_S}))
+    try:
+        chat_with(url, str(made["api_key"]))
+    finally:
+        with contextlib.suppress(EngineUnavailable):
+            asyncio.run(_ask("DELETE", f"{url}/keys/{made['key_id']}", admin))
+
+
+async def _ask(method: str, url: str, key: str, fields: Fields | None = None) -> Fields:
+    body = None if fields is None else orjson.dumps(fields)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as http,
+            http.request(method, url, data=body, headers=headers) as response,
+        ):
+            answer = await response.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise EngineUnavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error
+    if response.status != 200:
+        raise EngineUnavailable(f"{method} {url} → {response.status}: {_message(answer)}")
+    found: Fields = orjson.loads(answer)
+    return found
+
+
+async def _answers(url: str) -> bool:
+    """Whether a gateway with an engine behind it lives there."""
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+        async with aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as http, http.get(f"{url}/healthz") as response:
+            return response.status == 200
+    return False
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(orjson.loads(answer)["error"]["message"])
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return answer[:200].decode(errors="replace")

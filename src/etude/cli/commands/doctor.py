@@ -1,0 +1,143 @@
+"""`etude doctor`: what works on this machine, and whether engine and trainer compute the same numbers.
+
+Owns what is looked at and how it is shown. How the two sides are compared is :mod:`etude.run.parity`'s.
+"""
+
+import asyncio
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from etude.dashboard import units
+from etude.errors import ConfigError, SandboxError
+from etude.models.invariant import InvariantArithmetic
+from etude.protocols import SandboxProvider
+from etude.run.machine import describe_machine
+from etude.run.parity_gate import DIM, GOOD, WARN
+from etude.sandbox_spec import Capability
+from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.tokens.jinja import call_support
+
+SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
+"""What programs of a model should be held by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    works: bool
+    words: str
+
+
+def show_machine(console: Console) -> None:
+    """Print what works on this machine."""
+    table = Table.grid(padding=(0, 2))
+    for finding in examine():
+        mark = Text("✓", GOOD) if finding.works else Text("–", WARN)
+        table.add_row(mark, Text(finding.name, DIM), finding.words)
+    console.print(table)
+
+
+def examine() -> list[Finding]:
+    """Look at the machine: some seconds at most, nothing is left behind."""
+    machine = describe_machine()
+    kib = {name: words.split()[0] for name, _, words in (line.partition(":") for line in _meminfo())}
+    free_gib = int(kib.get("MemAvailable", 0)) / 2**20
+    return [
+        Finding("processor", True, f"{machine['processor']}, {machine['cores']} cores for us"),
+        Finding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
+        Finding("disk", True, f"{units.size(shutil.disk_usage('.').free)} free here"),
+        Finding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
+        *_sandboxes(),
+        _kernels(),
+        _cuda(),
+        _package("vllm", "the engine of etude.engines.vllm.engine; it may live in an environment of its own"),
+    ]
+
+
+def show_calls(checkpoint: Path, console: Console) -> bool:
+    """Print how the tool calls of a checkpoint's chat template are read; ``False`` if it writes some and none is."""
+    calls = call_support(checkpoint)
+    words = (
+        calls.problem
+        or f"tool calls are read as the chat template writes them ({calls.grammar and calls.grammar.name})"
+    )
+    console.print(Text(words, WARN if calls.problem else GOOD))
+    return not calls.is_lost
+
+
+def _meminfo() -> list[str]:
+    file = Path("/proc/meminfo")
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def _sandboxes() -> list[Finding]:
+    """Each kind of sandbox, tried; but no virtual machine is booted."""
+    kinds: dict[str, Callable[[], SandboxProvider]] = {
+        "local": lambda: LocalSandboxes(workers=1),
+        "ns": NamespaceSandboxes,
+        "gvisor": GvisorSandboxes,
+    }
+    return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
+
+
+def _tried(kind: str, make: Callable[[], SandboxProvider]) -> Finding:
+    """What a provider claims on this machine, or why it is none."""
+
+    async def ask() -> frozenset[Capability]:
+        sandboxes = make()
+        try:
+            return await sandboxes.capabilities()
+        finally:
+            await sandboxes.close()
+
+    name = f"sandboxes: {kind}"
+    try:
+        granted = asyncio.run(ask())
+    except (SandboxError, ConfigError) as error:
+        return Finding(name, False, str(error))
+    missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
+    claims = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
+    return Finding(name, not missing, claims + (f"; not: {', '.join(missing)}" if granted and missing else ""))
+
+
+def _virtual_machines() -> Finding:
+    name = "sandboxes: qemu"
+    try:
+        QemuSandboxes()
+    except ConfigError as error:
+        return Finding(name, False, str(error))
+    return Finding(name, True, "programs and base system are here; whether KVM works is tried at the first boot")
+
+
+def _kernels() -> Finding:
+    """Compile, or find compiled, and run the product of the invariant arithmetic."""
+    ones = torch.ones(4, 8)
+    right = bool((InvariantArithmetic().linear(ones, ones) == 8).all())
+    return Finding("numba", right, f"{version('numba')}, kernels compile and run")
+
+
+def _cuda() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("cuda", False, f"no device for torch {torch.__version__}; everything runs on CPUs, too")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("cuda", True, ", ".join(names))
+
+
+def _package(name: str, what: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, False, f"not installed here: {what}")
+    return Finding(name, True, version(name))

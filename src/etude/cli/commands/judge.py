@@ -1,0 +1,158 @@
+"""``etude judge``: looks at a recipe's judge from the command line, without a run.
+
+Owns what is asked and how it is shown. How a judge is put together is :mod:`etude.run.judging`'s.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+import orjson
+
+from etude.config.judge import JudgeConfig
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.rewards.judge.budget import Spend
+from etude.rewards.judge.calibration import Calibration, Item, distrust, dump_calibration, parse_items
+from etude.rewards.judge.hints import HintJudge
+from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.statistics import Estimate
+from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.votes import Judgement
+from etude.run.judging import calibrate, calibrations_of, check_budget, opened, per_rollout, pins_of, rubrics_of
+from etude.telemetry.events import JudgeAlarm
+from etude.types import Hint
+
+SAMPLE = Exhibit(task="Say hello.", work="hello")
+"""What is judged to see whether a judge answers."""
+SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
+"""What it is asked for hints about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was found out about a judge."""
+
+    passed: bool
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answers:
+    """What a judge said, and at what cost."""
+
+    judgements: Mapping[str, Judgement]
+    """By aspect."""
+    hints: Sequence[Hint] | Fault | None
+    """``None``: it was not asked for any."""
+    alarms: Sequence[JudgeAlarm]
+    spent: Spend
+    cost: float
+
+
+def check(config: RunConfig) -> Check:
+    """Have one small text judged on every aspect, and ask for hints where the recipe does; say what that cost and
+    whether a run would trust the judge.
+
+    Raises :class:`~etude.errors.JudgeUnavailable` when it does not answer, and :class:`~etude.errors.ConfigError` where
+    there is nothing to ask, and for what a run would refuse of its budget.
+    """
+    if not (config.judge.rubrics or config.hints.judge):
+        raise ConfigError("there is nothing that the judge is asked: write judge.rubrics, or set hints.judge = true")
+    check_budget(config)
+    answers = asyncio.run(_ask(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
+    calibrations, pins = calibrations_of(config.judge), pins_of(config)
+    lines, passed = [], not isinstance(answers.hints, Fault)
+    for aspect, judgement in answers.judgements.items():
+        known = calibrations.get(aspect)
+        reason = distrust(known, pins[aspect], config.judge.min_agreement)
+        readable = f"{len(judgement.votes)} of {config.judge.votes} votes readable"
+        trust = f"not trusted: {reason}" if reason else "trusted"
+        lines += [f"{aspect}: {readable}; {trust}; pin {pins[aspect][:12]}"]
+        lines += _figures(known) if known is not None else []
+        passed = passed and bool(judgement.votes) and (not reason or config.judge.allow_uncalibrated)
+    if answers.hints is not None:
+        unreadable = isinstance(answers.hints, Fault)
+        lines += [f"hints: its reply could not be read: {answers.hints}" if unreadable else "hints: readable"]
+    lines += [f"alarm: {alarm.detail}" for alarm in answers.alarms]
+    passed = passed and not (answers.alarms and config.judge.on_alarm == "hold")
+    return Check(passed=passed, lines=[*lines, _costs(answers, config.judge)])
+
+
+def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) -> list[str]:
+    """Judge the items of ``ASPECT.jsonl`` in a folder and write ``ASPECT.calibration.json`` there; what it says.
+
+    Raises :class:`~etude.errors.ConfigError` for items that are missing or wrong.
+    """
+    if not aspects:
+        raise ConfigError("there is nothing to calibrate: write judge.rubrics")
+    rubrics = rubrics_of(config.judge)
+    items: dict[str, Sequence[Item]] = {}
+    for aspect in aspects:
+        file = folder / f"{aspect}.jsonl"
+        try:
+            items[aspect] = parse_items(file.read_text(encoding="utf-8"), rubrics[aspect], str(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the labelled texts of {aspect!r} cannot be read: {error}") from error
+    lines: list[str] = []
+    for aspect, found in asyncio.run(calibrate(config, items)).items():
+        report = folder / f"{aspect}.calibration.json"
+        report.write_text(dump_calibration(found), encoding="utf-8")
+        lines += [f"{aspect}: {report}", *_figures(found)]
+    return lines
+
+
+def score(config: RunConfig, aspect: str, *, task: str, work: str) -> str:
+    """Judge one text on one aspect; the judgement as indented JSON."""
+    if aspect not in config.judge.rubrics:
+        raise ConfigError(f"--aspect {aspect}: the recipe has rubrics of {', '.join(sorted(config.judge.rubrics))}")
+    answers = asyncio.run(_ask(config, {aspect: Exhibit(task=task, work=work)}))
+    judgement = answers.judgements[aspect]
+    return orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode() + "\n"
+
+
+async def _ask(config: RunConfig, exhibits: Mapping[str, Exhibit], *, hints: bool = False) -> _Answers:
+    rubrics = rubrics_of(config.judge)
+    alarms: list[JudgeAlarm] = []
+    async with aiohttp.ClientSession() as http, opened(config, http, alarm=alarms.append) as judge:
+        judgements = {
+            aspect: await judge.judge(rubrics[aspect], exhibit, judge.purse) for aspect, exhibit in exhibits.items()
+        }
+        hinting = HintJudge(judge, per_rollout(config.judge))
+        hinted = await hinting.ask(SAMPLE.task, SAMPLE_TURNS) if hints else None
+        return _Answers(
+            judgements=judgements, hints=hinted, alarms=alarms, spent=judge.purse.spent, cost=judge.purse.cost
+        )
+
+
+def _costs(answers: _Answers, config: JudgeConfig) -> str:
+    spent, has_prices = answers.spent, config.prompt_price or config.completion_price
+    money = f"{answers.cost:g} at the recipe's prices" if has_prices else "the recipe has no prices"
+    return (
+        f"asked in {spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"
+    )
+
+
+def _figures(calibration: Calibration) -> list[str]:
+    agreement, bias = calibration.agreement, calibration.bias
+    leanings = {
+        "mean error": bias.mean_error,
+        "length": bias.length,
+        "verbosity": bias.verbosity,
+        "order of the scale": bias.order,
+        "own model": bias.self_preference,
+    }
+    shown = [f"{name} {_interval(value)}" for name, value in leanings.items() if value is not None]
+    return [
+        f"  {calibration.model}, which says it is {calibration.identity!r}, {calibration.date}",
+        f"  agreement over {agreement.items} items: exact {agreement.exact:.2f}, within one "
+        f"{agreement.within_one:.2f}, weighted kappa {_interval(agreement.kappa)}; "
+        f"{agreement.unjudged} without a verdict, {agreement.invalid_votes} votes unreadable",
+        f"  bias: {', '.join(shown)}",
+    ]
+
+
+def _interval(number: Estimate) -> str:
+    return f"{number.value:.2f} [{number.low:.2f}, {number.high:.2f}]"

@@ -1,0 +1,346 @@
+"""What a reader of rollouts is told: `etude show`.
+
+    ledger ──▶ a group ──▶ its words, and the batch that it alone would make ──▶ ReadRollout ──▶ text or JSON
+
+Advantages, masks and weights are not explained a second time here: the group goes through the very functions that make
+the trainer's batches, and what they gave each turn is read off. Owns that composition. The nouns are
+:mod:`etude.dashboard.rollout_reading`'s, the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
+on.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.config.recipe import RunConfig
+from etude.dashboard.rollout_reading import (
+    ReadComparison,
+    ReadHint,
+    ReadPart,
+    ReadRollout,
+    ReadSummary,
+    ReadToken,
+    ReadTurn,
+    ReadVerdict,
+)
+from etude.errors import DamagedError, UserError
+from etude.harnesses.contexts import Recall
+from etude.harnesses.summaries import read_summary
+from etude.ledger.archive import Archive, Found, Search
+from etude.ledger.changes import TRAIN
+from etude.ledger.payloads import Payloads
+from etude.ledger.states import GroupState
+from etude.rewards.shaping.effort import effort_penalty
+from etude.rewards.transcript import SpokenTurn
+from etude.run.detokenize import decoder, turn_reader
+from etude.run.folder import RunFolder
+from etude.telemetry.events import StepDone
+from etude.telemetry.log import EventReader
+from etude.tokens.chat import read_tokenizer
+from etude.tokens.jinja import load_format
+from etude.trainer.batching.advantage import group_weight
+from etude.trainer.batching.batch import build_batch
+from etude.trainer.batching.turn_spans import Place, places
+from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind, Verdict
+
+if TYPE_CHECKING:
+    from etude.cli.commands.rescoring import Rescoring
+
+MOST_ATTEMPTS = 100_000
+"""Of one group: more than any has."""
+PAYLOADS_GONE = (
+    "their routes and kept sets are gone, as they are once a step is committed; their mismatch is that of the "
+    "trainer's own routes, over the whole vocabulary"
+)
+
+
+class RolloutReader:
+    """Reads the rollouts of one run.
+
+    ``tokens`` asks for every sampled token; their mismatch takes a forward pass of the model for each weight version.
+    """
+
+    def __init__(self, folder: RunFolder, archive: Archive, *, tokens: bool = False) -> None:
+        self._folder = folder
+        self._config = folder.config()
+        self._archive = archive
+        chat = load_format(folder.model, self._config.gateway.chat_template_kwargs)
+        self._decode = decoder(chat)
+        self._read_turns = turn_reader(chat)
+        self._tokenizer = read_tokenizer(folder.model)
+        self._payloads = Payloads(folder.payloads)
+        self._rescoring = _rescoring(folder, self._config) if tokens else None
+
+    def rollout(self, wanted: str) -> ReadRollout:
+        """A rollout by its id, or by a beginning of it. Raises :class:`~etude.errors.UserError`."""
+        found, rollout = self._archive.rollout(wanted)
+        return self._read(found, rollout, self._credit(found.purpose, found.group))
+
+    def group(self, purpose: str, index: int, slot: int | None = None) -> Iterator[ReadRollout]:
+        """Every attempt of a group, or of one slot, in order. Raises :class:`~etude.errors.UserError`."""
+        credit = self._credit(purpose, index)
+        graded = {rollout.rollout_id: rollout for rollout in credit.group.rollouts}
+        search = Search(purpose=purpose, group=index, slot=slot, limit=MOST_ATTEMPTS)
+        attempts = self._archive.find(search)[::-1]
+        if not attempts:
+            where = f"group {index} of purpose {purpose!r}" + ("" if slot is None else f", slot {slot}")
+            raise UserError(f"no rollout of {where} has ended: `etude show RUN --limit 20` lists the newest that have")
+        for found in attempts:
+            rollout = graded.get(found.rollout_id) or self._archive.rollout(found.rollout_id)[1]
+            yield self._read(found, rollout, credit)
+
+    def _credit(self, purpose: str, index: int) -> "_Credit":
+        try:
+            state = self._archive.state_of(purpose, index)  # before its rollouts: it may end in between
+            group = self._archive.group(purpose, index)
+        except ValueError as error:
+            known = ", ".join(census.purpose for census in self._archive.census())
+            raise UserError(f"{error}; its purposes are {known or 'none yet'}, choose with --purpose") from error
+        return _credit_of(group, purpose, state, self._step_tokens(purpose, index), self._config)
+
+    def _step_tokens(self, purpose: str, index: int) -> int | None:
+        """The loss tokens of the optimiser step that a group went into, once that is done."""
+        step = self._archive.step_of(purpose, index)
+        events = (logged.event for logged in EventReader(self._folder.events, "trainer").new() if step is not None)
+        done = {event.step: event.loss_tokens for event in events if isinstance(event, StepDone)}
+        return None if step is None else done.get(step)
+
+    def _read(self, found: Found, rollout: Rollout, credit: "_Credit") -> ReadRollout:
+        rollout, lost = self._fetched(rollout) if self._rescoring else (_without_payloads(rollout), [])
+        tokens, untold = self._tokens(rollout)
+        task, verdict, branch = credit.group.task, rollout.verdict, rollout.branch
+        return ReadRollout(
+            rollout_id=rollout.rollout_id,
+            purpose=found.purpose,
+            group=found.group,
+            slot=found.slot,
+            attempt=found.attempt,
+            step=found.step,
+            group_state=credit.state,
+            task_id=task.task_id,
+            template=task.template,
+            prompt=task.prompt,
+            status=rollout.status,
+            reason=rollout.reason,
+            reward=rollout.reward,
+            parts=_parts(rollout.reward_parts, self._config),
+            counts=rollout.counts,
+            seconds=rollout.seconds,
+            verdict=None if verdict is None else _verdict(verdict),
+            branch_of=None if branch is None else branch.rollout_id,
+            branch_turns=0 if branch is None else branch.turns,
+            comparison=credit.comparisons.get(rollout.rollout_id),
+            turns=tuple(self._turns(rollout, credit, tokens)),
+            notes=(*(credit.notes if rollout.turns else ()), *self._taught(rollout, credit), *lost, *untold),
+        )
+
+    def _turns(
+        self, rollout: Rollout, credit: "_Credit", tokens: Sequence[tuple[ReadToken, ...]] | None
+    ) -> Iterator[ReadTurn]:
+        turns, spoken = rollout.turns, self._read_turns(rollout.turns)
+        trajectories = credit.trajectories.get(rollout.rollout_id, ())
+        placed = places(turns, trajectories)
+        hints = {hint.turn: ReadHint(text=hint.text, source=hint.source) for hint in rollout.hints}
+        for number, (turn, words) in enumerate(zip(turns, spoken, strict=True)):
+            advantage, loss_tokens = _credited(placed[number], trajectories) if credit.is_known else (None, None)
+            yield ReadTurn(
+                number=number,
+                kind=turn.kind,
+                continues=words.continues,
+                heard=words.heard,
+                said=words.said,
+                finish=turn.finish,
+                temperature=turn.temperature,
+                prompt_tokens=len(turn.prompt_ids),
+                new_tokens=len(turn.prompt_ids) - _known_tokens(turns, words),
+                sampled_tokens=len(turn.completion_ids),
+                versions=dict(sorted(Counter(turn.versions.tolist()).items())),
+                reward=rollout.turn_rewards[number] if rollout.turn_rewards else None,
+                hint=hints.get(number),
+                advantage=advantage,
+                loss_tokens=loss_tokens,
+                summary=_summary(number, turns, spoken, credit.group.task),
+                tokens=None if tokens is None else tokens[number],
+            )
+
+    def _taught(self, rollout: Rollout, credit: "_Credit") -> Iterator[str]:
+        """What hints add, signal or not."""
+        if rollout.hints and rollout.rollout_id in credit.comparisons:
+            yield f"the loss of hinted turns, by hints.weight = {self._config.hints.weight:g}, comes on top"
+
+    def _fetched(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
+        """The rollout with its routes and kept sets, as far as they are still there."""
+        try:
+            return replace(rollout, turns=self._payloads.fetch(rollout.turns)), []
+        except DamagedError:
+            gone = sum(turn.payload is not None for turn in rollout.turns)
+            turns = tuple(replace(turn, payload=None) for turn in rollout.turns)
+            return replace(rollout, turns=turns), [f"{gone} turns: {PAYLOADS_GONE}"]
+
+    def _tokens(self, rollout: Rollout) -> tuple[list[tuple[ReadToken, ...]] | None, list[str]]:
+        """Every sampled token of every turn, if they are asked for."""
+        if self._rescoring is None:
+            return None, []
+        differences, reasons = self._rescoring.differences(rollout)
+        pairs = zip(rollout.turns, differences, strict=True)
+        return [tuple(self._turn_tokens(turn, differences_C)) for turn, differences_C in pairs], reasons
+
+    def _turn_tokens(self, turn: Turn, differences_C: Floats) -> Iterator[ReadToken]:
+        sizes_C = None if turn.kept is None else turn.kept.sizes.tolist()
+        first = len(turn.prompt_ids) - 1  # the row that the first sampled token was drawn from
+        for index, token_id in enumerate(turn.completion_ids.tolist()):
+            row = None if turn.routes is None or first + index < 0 else turn.routes[first + index]
+            difference = float(differences_C[index])
+            yield ReadToken(
+                token_id=token_id,
+                text=self._decode(turn.completion_ids[index : index + 1])
+                or self._tokenizer.id_to_token(token_id)
+                or "",
+                logprob=float(turn.logprobs[index]),
+                version=int(turn.versions[index]),
+                mismatch=None if np.isnan(difference) else difference,
+                kept=(sizes_C[index] or None) if sizes_C else None,
+                routes=None if row is None else tuple(tuple(layer) for layer in row.tolist()),
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Credit:
+    """What the trainer makes of a group."""
+
+    group: Group
+    state: GroupState
+    is_known: bool
+    """Whether anything is, or will be, trained on it."""
+    comparisons: Mapping[str, ReadComparison]
+    """By rollout."""
+    trajectories: Mapping[str, Sequence[Trajectory]]
+    """By rollout, as the batch has them."""
+    notes: tuple[str, ...]
+
+
+def _rescoring(folder: RunFolder, config: RunConfig) -> "Rescoring":
+    from etude.cli.commands.rescoring import Rescoring
+
+    return Rescoring(folder, config)
+
+
+def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int | None, config: RunConfig) -> _Credit:
+    group = replace(group, rollouts=tuple(_without_payloads(rollout) for rollout in group.rollouts))
+    trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
+    why = _why_untrained(purpose, state, trained)
+    if why:
+        said = (f"not trained on: {why}",)
+        return _Credit(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=said)
+    baseline = config.loss.baseline
+    penalties = {rollout.rollout_id: effort_penalty(rollout, config.effort) for rollout in trained}
+    batch = build_batch(1, [group], baseline, penalties, config.credit)
+    trajectories: dict[str, list[Trajectory]] = {}
+    for trajectory in batch.trajectories:
+        trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
+    weight = group_weight(baseline, compared=len(trained), graded=len(group.rollouts), lost=group.lost)
+    comparisons = {
+        rollout.rollout_id: ReadComparison(
+            penalty=penalties[rollout.rollout_id],
+            compared=(rollout.reward or 0.0) - penalties[rollout.rollout_id],
+            rollouts=len(trained),
+            quarantined=len(group.rollouts) - len(trained),
+            lost=group.lost,
+            weight=weight,
+            has_signal=bool(batch.trajectories),
+            step_tokens=step_tokens,
+        )
+        for rollout in trained
+    }
+    notes = tuple(_provisos(len(trained), state, config))
+    return _Credit(
+        group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
+    )
+
+
+def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
+    """Why no gradient comes from a group; empty where one does, or will."""
+    if purpose != TRAIN:
+        return "of an evaluation"
+    if state is GroupState.DROPPED:
+        return "its group was dropped"
+    return "" if trained else "nothing of its group can be compared"
+
+
+def _provisos(trained: int, state: GroupState, config: RunConfig) -> Iterator[str]:
+    """What advantages and loss tokens do not say."""
+    loss = config.loss
+    if state is GroupState.OPEN:
+        yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
+    if config.effort.weight and loss.baseline == "mean_std":
+        yield "the penalty is taken off the advantage: loss.baseline = 'mean_std' divides rewards alone"
+    if loss.reference_beta:
+        yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: the way from the reference "
+               f"takes its weights to tell")  # fmt: skip
+    clip = loss.kind if loss.clip_high else "none"
+    deciding = {"kind": clip, "correction": loss.correction, "sequence_mask": loss.sequence_mask}
+    weighing = ", ".join(f"{key} = {value!r}" for key, value in deciding.items() if value != "none")
+    if weighing:
+        yield (f"loss tokens are counted, not weighed: what [loss] {weighing} makes of each takes the trainer's "
+               f"logprobs of its step")  # fmt: skip
+
+
+def _without_payloads(rollout: Rollout) -> Rollout:
+    return replace(rollout, turns=tuple(replace(turn, payload=None) for turn in rollout.turns))
+
+
+def _credited(place: Place | None, trajectories: Sequence[Trajectory]) -> tuple[float, int]:
+    """A turn's advantage, and how many of its tokens carry loss."""
+    if place is None:
+        return 0.0, 0
+    trajectory, where = trajectories[place[0]], place[1]
+    return float(trajectory.advantages[where][0]), int(trajectory.loss_mask[where].sum())
+
+
+def _known_tokens(turns: Sequence[Turn], spoken: SpokenTurn) -> int:
+    """How many tokens of a turn's context an earlier turn had."""
+    if spoken.continues is None:
+        return 0
+    return turns[spoken.continues].length
+
+
+def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], task: Task) -> ReadSummary | None:
+    """What became of a turn's context, if the turn summarised it."""
+    if turns[number].kind is not TurnKind.SUMMARY:
+        return None
+    summary = read_summary(spoken[number].said)
+    begun = next((later for later in range(number + 1, len(turns)) if spoken[later].continues is None), None)
+    facts = task.checks.facts if isinstance(task.checks, AnswerChecks) else ()
+    heard = [turn.heard for turn in spoken[: number + 1]]
+    return ReadSummary(
+        scratch=summary.scratch,
+        text=summary.text,
+        tokens_before=len(turns[number].prompt_ids),
+        tokens_after=None if begun is None else len(turns[begun].prompt_ids),
+        facts={fact: _kept(fact, heard, summary.text) for fact in facts},
+    )
+
+
+def _kept(fact: str, heard: Sequence[str], summary: str) -> bool | None:
+    """Whether a summary has a fact, by the harness's own count; ``None`` where it had not been shown."""
+    recall = Recall([fact])
+    for text in heard:
+        recall.show(text)
+    recall.summarise(summary)
+    return bool(recall.kept) if recall.seen else None
+
+
+def _parts(recorded: Mapping[str, float], config: RunConfig) -> tuple[ReadPart, ...]:
+    """The recorded numbers, those that a recipe adds up first."""
+    worth = {part.name: part.contribution(recorded[part.name]) for part in config.reward.parts if part.name in recorded}
+    parts = [ReadPart(name=name, value=value, worth=worth.get(name)) for name, value in recorded.items()]
+    return tuple(sorted(parts, key=lambda part: part.worth is None))
+
+
+def _verdict(verdict: Verdict) -> ReadVerdict:
+    return ReadVerdict(
+        disposition=verdict.disposition, reason=verdict.reason, flags=verdict.flags, graded=verdict.graded
+    )

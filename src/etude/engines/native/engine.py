@@ -1,0 +1,322 @@
+"""The native engine: continuous batching on the trainer's own model code.
+
+    generate() ──▶ Scheduler.plan ──▶ one forward pass ──▶ draw ──▶ futures, streams
+                        ▲                                    │
+                        └──────────── next step ◀────────────┘   swap() takes effect between two steps
+
+Owns the step loop and the calls in progress. Who is computed when is the
+:class:`~etude.engines.native.scheduler.Scheduler`'s to decide, keys and values are the
+:class:`~etude.engines.native.cache.PagedCache`'s, where weights come from is the caller's business. Runs in one event
+loop: a step computes for some milliseconds, then I/O has its turn. A step waits for the device once, for the tokens it
+drew.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.config.inference import EngineConfig
+from etude.engines.native.cache import PagedCache, as_routes
+from etude.engines.native.pages import PAGE
+from etude.engines.native.requests import Counters, Request, Work
+from etude.engines.native.sampling import Sampler, kept_sets
+from etude.engines.native.scheduler import Scheduler, SwapMode
+from etude.engines.weights.inplace import Scatter
+from etude.errors import EngineUnavailable
+from etude.models.decoder import Decoder
+from etude.models.spec import ModelSpec
+from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.types import Finish, Ids, Routes, TokenIds, as_list
+
+SEED_BITS = 63
+"""Random bits of the seed of a call that brings none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model with the name and the proof of its weights; while it serves, changed between two steps only."""
+
+    model: Decoder
+    version: int
+    digest: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    """A request and whoever waits for it."""
+
+    request: Request
+    seed: int
+    done: asyncio.Future[Completion]
+    pieces: asyncio.Queue[Piece | EngineUnavailable] | None
+    """Where tokens go as they come, if somebody looks; it holds no more than the completion has."""
+    routes: list[Routes] = field(default_factory=list)
+    """[L,k] of each token that a token was sampled after, as the router chose then."""
+    kept: list[Ids] = field(default_factory=list)
+    """What each token was drawn from, if anything may be cut."""
+
+
+@final
+class NativeEngine:
+    """Samples with a :class:`~etude.models.decoder.Decoder`; implements :class:`~etude.protocols.Engine`."""
+
+    def __init__(self, weights: Weights, config: EngineConfig, *, seed: int, record_routes: bool = False) -> None:
+        self._weights = weights
+        self._mode = SwapMode(config.swap)
+        self._scheduler = Scheduler(
+            pages=-(-config.resolved_cache_tokens // PAGE),
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
+            max_length=config.max_length,
+            step_tokens=config.step_tokens,
+        )
+        self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
+        self._sampler = Sampler(weights.model.arithmetic)
+        self._seeds = np.random.default_rng(seed)
+        self._calls: dict[Request, _Call] = {}
+        self._work = asyncio.Event()
+        self._stepped = asyncio.Event()
+        self._failure = ""
+        """Why there are no more steps, if there are none."""
+        self.busy_s = 0.0
+        """Seconds spent computing."""
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion.
+
+        Raises ``ValueError`` on what can never be served (ids outside the vocabulary, a prompt that is too long), and
+        :class:`~etude.errors.EngineBusy` when as many calls as the engine takes are waiting.
+        """
+        with self._submitted(prompt_ids, params, session, streaming=False) as call:
+            return await call.done
+
+    async def stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
+        with self._submitted(prompt_ids, params, session, streaming=True) as call:
+            assert call.pieces is not None
+            while True:
+                piece = await call.pieces.get()
+                if isinstance(piece, EngineUnavailable):
+                    raise piece
+                yield piece
+                if piece.completion is not None:
+                    return
+
+    async def health(self) -> EngineHealth:
+        """Which weights are serving, and the load. Raises like :meth:`generate` when a step failed."""
+        if self._failure:
+            raise EngineUnavailable(self._failure)
+        return EngineHealth(
+            version=self._weights.version,
+            digest=self._weights.digest,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+        )
+
+    @property
+    def weights(self) -> Weights:
+        """What is serving now."""
+        return self._weights
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the key/value cache; it never grows."""
+        return self._cache.size_bytes
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the cache that no call holds."""
+        return self._scheduler.free_pages
+
+    def take_counters(self) -> Counters:
+        """Token counts since the last call."""
+        counters, self._scheduler.counters = self._scheduler.counters, Counters()
+        return counters
+
+    async def swap(self, weights: Weights, scatters: Sequence[Scatter] = ()) -> float:
+        """Sample with other weights from the next token on; returns the pause in seconds.
+
+        ``scatters`` are written into their model first; they may go into the one that serves. When that raises, the
+        weights are of no version: load them anew. What becomes of turns in progress is the configured
+        :class:`~etude.engines.native.scheduler.SwapMode`'s; no later turn starts from a prefix of other weights. In
+        mode drain the call returns when the turns in progress have ended, which is no part of the pause; cancelled
+        before that, nothing was exchanged. One exchange at a time.
+        """
+        if self._mode is SwapMode.DRAIN:
+            self._scheduler.begin_drain()
+            try:
+                while not (self._scheduler.drained or self._failure):
+                    self._stepped.clear()
+                    await self._stepped.wait()
+            except asyncio.CancelledError:
+                self._scheduler.end_drain()
+                self._work.set()
+                raise
+        started_s = time.perf_counter()
+        for scatter in scatters:
+            scatter.apply()
+        self._weights = weights
+        pause_s = time.perf_counter() - started_s
+        if self._mode is SwapMode.DRAIN:
+            self._scheduler.end_drain()
+        else:
+            self._scheduler.swapped(self._mode)
+        self._work.set()
+        return pause_s
+
+    async def run(self) -> None:
+        """Step for ever.
+
+        consumes: queued requests; produces: completions; waits for: a request; woken by: :meth:`generate`;
+        on shutdown: cancelled, pending calls are cancelled by their callers; when a step fails, so do they.
+        """
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                while self.step():
+                    await asyncio.sleep(0)  # I/O has its turn
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def step(self) -> bool:
+        """Compute one step; false when there was nothing to do."""
+        started_s = time.perf_counter()
+        plan = self._scheduler.plan(self._weights.version)
+        if plan:
+            self._compute(plan)
+            self.busy_s += time.perf_counter() - started_s
+        self._stepped.set()
+        return bool(plan)
+
+    @torch.inference_mode()
+    def _compute(self, plan: Sequence[Work]) -> None:
+        """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
+        model = self._weights.model
+        hidden_NH, routes_NLk = self._cache.forward(model, plan)
+        for work in plan:
+            self._scheduler.advance(work)
+        ends = np.cumsum([work.count for work in plan]) - 1
+        last = [int(end) for end, work in zip(ends, plan, strict=True) if work.samples]
+        calls = [self._calls[work.request] for work in plan if work.samples]
+        if not calls:
+            return
+        if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
+            hidden_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
+        if routes_NLk is not None:
+            for call, routes in zip(calls, as_routes(routes_NLk), strict=True):
+                call.routes.append(routes)
+        self._draw(calls, model.logits(hidden_NH))
+
+    def _draw(self, calls: Sequence[_Call], logits_RV: Tensor) -> None:
+        """Draw the next token of each call and complete those that ended."""
+        drawn = self._sampler.sample(
+            logits_RV,
+            [call.request.params for call in calls],
+            [call.seed for call in calls],
+            [call.request.sampled for call in calls],
+        )
+        version = self._weights.version
+        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
+        for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
+            self._scheduler.append(call.request, token, logprob, version)
+            if call.request.params.cuts:
+                call.kept.append(drawn.kept_row(row))
+            completion = self._complete(call) if call.request.finished else None
+            if call.pieces is not None:
+                call.pieces.put_nowait(_piece(token, logprob, version, completion))
+
+    def _complete(self, call: _Call) -> Completion:
+        request = call.request
+        completion = Completion(
+            token_ids=np.array(request.token_ids[request.prompt_length :], np.int32),
+            logprobs=np.array(request.logprobs, np.float32),
+            versions=np.array(request.versions, np.int32),
+            finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
+            routes=_routes(call, self._cache) if request.params.want_routes else None,
+            kept=kept_sets(call.kept) if request.params.cuts else None,
+        )
+        self._scheduler.finish(request)
+        del self._calls[request]
+        if not call.done.done():
+            call.done.set_result(completion)
+        return completion
+
+    @contextmanager
+    def _submitted(
+        self, prompt_ids: TokenIds, params: SamplingParams, session: str, *, streaming: bool
+    ) -> Iterator[_Call]:
+        """A call in line while the context is open; leaving it early takes it back."""
+        if self._failure:
+            raise EngineUnavailable(self._failure)
+        token_ids = as_list(prompt_ids)
+        _check(token_ids, params, self._weights.model.spec, self._cache)
+        request = Request(session=session, params=params, token_ids=token_ids, prompt_length=len(token_ids))
+        self._scheduler.add(request)
+        call = _Call(
+            request=request,
+            seed=int(self._seeds.integers(1 << SEED_BITS)) if params.seed is None else params.seed,
+            done=asyncio.get_running_loop().create_future(),
+            pieces=asyncio.Queue() if streaming else None,
+        )
+        self._calls[request] = call
+        self._work.set()
+        try:
+            yield call
+        finally:
+            if self._calls.pop(request, None) is not None:
+                self._scheduler.cancel(request)
+
+    def _fail(self, error: Exception) -> None:
+        """Tell every caller that there will be no answer, later ones too."""
+        self._failure = f"the engine's step failed: {type(error).__name__}: {error}"
+        failure = EngineUnavailable(self._failure)
+        for call in self._calls.values():
+            if call.pieces is not None:
+                call.pieces.put_nowait(failure)
+            if not call.done.done():
+                call.done.set_exception(failure)
+                call.done.exception()  # a stream's future is awaited by nobody
+        self._stepped.set()
+
+
+def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, cache: PagedCache) -> None:
+    if not prompt_ids or min(prompt_ids) < 0 or max(prompt_ids) >= spec.vocab_size:
+        raise ValueError(f"prompt ids must be in 0 … {spec.vocab_size - 1} and not empty")
+    if len(prompt_ids) + params.max_tokens > spec.max_positions:
+        raise ValueError(
+            f"prompt of {len(prompt_ids)} tokens + max_tokens {params.max_tokens} exceeds the model's "
+            f"{spec.max_positions} positions"
+        )
+    if params.want_routes and spec.experts is not None and not cache.records_routes:
+        raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
+
+
+def _piece(token: int, logprob: float, version: int, completion: Completion | None) -> Piece:
+    return Piece(
+        token_ids=np.array([token], np.int32),
+        logprobs=np.array([logprob], np.float32),
+        versions=np.array([version], np.int32),
+        completion=completion,
+    )
+
+
+def _routes(call: _Call, cache: PagedCache) -> Routes | None:
+    """[P + C − 1, L, k]: of the prompt as it lies in the cache, of sampled tokens as they were sampled.
+
+    The two differ where new weights or a lack of pages made the engine read sampled tokens again.
+    """
+    if not cache.records_routes:
+        return None
+    prompt = cache.routes(call.request)[: call.request.prompt_length - 1]
+    return np.concatenate([prompt, np.stack(call.routes)])

@@ -1,0 +1,287 @@
+"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are recorded from SGLang's
+documentation and sources (advanced_features/sglang_for_rl, basic_usage/native_api; late 2026), and tested as such.
+
+    generate ──gate──▶ /generate, again for the rest after each update
+    update ──closes the gate──▶ /pause_generation abort ▶ /update_weights_from_disk ▶ /continue_generation ──opens it
+
+SGLang labels an answer with the version that is served when it ends, not each token. So an update ends all requests
+that run: each comes back with what it has, all of one version, and is asked again for the rest under the new weights,
+which read its prompt and tokens anew. That is the mode RECOMPUTE; SGLang's own in-place pause would leave tokens of
+unknown version. Start the server with ``--sampling-defaults openai`` and without ``--incremental-streaming-output``,
+and leave ``SGLANG_RETURN_ORIGINAL_LOGPROB`` unset, or logprobs are those before the temperature.
+"""
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from etude.engines.http.exchange import Exchange
+from etude.engines.http.limits import Limits
+from etude.errors import DamagedError, EngineUnavailable
+from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.types import Finish, Floats, Ids, Routes, TokenIds, as_list
+from etude.weights.digest import state_digest
+from etude.weights.interop.checkpoint import read_checkpoint
+
+GENERATE = "/generate"
+UPDATE_TIMEOUT_S = 600.0
+"""Loading a large checkpoint takes minutes."""
+ABORTED = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangOffer:
+    """What a server was started to do beyond sampling."""
+
+    sparse_layers: tuple[int, ...] = ()
+    """Which hidden layers have experts, ascending, under ``--enable-return-routed-experts``; empty without."""
+    hidden_layers: int = 0
+    """All of them: routes come flat."""
+    experts_per_token: int = 0
+    seeds: bool = False
+    """Whether it heeds seeds: under ``--enable-deterministic-inference`` only."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        if params.want_routes and not self.sparse_layers:
+            raise ValueError(
+                "this SGLang does not say which experts it used: start it with --enable-return-routed-experts"
+            )
+        if params.seed is not None and not self.seeds:
+            raise ValueError(f"seed={params.seed}: SGLang heeds it under --enable-deterministic-inference only")
+        if params.cuts:
+            raise ValueError(
+                f"top_p={params.top_p}, top_k={params.top_k}: SGLang's logprobs are those before the filters: nobody "
+                "could train on what is drawn: sample with top_p=1 and top_k=0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Answer:
+    """What one call to ``/generate`` gave, so far."""
+
+    token_ids: Ids
+    logprobs: Floats
+    version: int
+    """Of all its tokens."""
+    finish: str | None
+    """``stop``, ``length``, ``abort``; ``None`` while it goes on."""
+    routes: Routes | None
+
+
+@final
+class SglangEngine:
+    """Samples with an SGLang server; implements :class:`~etude.protocols.Engine`."""
+
+    def __init__(self, exchange: Exchange, limits: Limits, offer: SglangOffer) -> None:
+        """Only this client may update the server."""
+        self._exchange = exchange
+        self._limits = limits
+        self._offer = offer
+        self._version = -1
+        self._digest = ""
+        self._updates = 0
+        self._inflight = 0
+        self._open = asyncio.Event()
+        self._fault = "no weights were named yet: call start() first"
+        self._updating = asyncio.Lock()
+
+    async def start(self, version: int, folder: Path) -> None:
+        """Have it serve the checkpoint in ``folder``; to be called once, before anything else. Raises like update."""
+        self._fault = ""
+        self._open.set()
+        await self.update(version, await asyncio.to_thread(_digest_of, folder), folder)
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion, whatever updates fall into it.
+
+        Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
+        """
+        async for piece in self.stream(prompt_ids, params, session=session):
+            if piece.completion is not None:
+                return piece.completion
+        raise AssertionError("a stream ends with its completion")
+
+    async def stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion and hand out its tokens as they come; raises as :meth:`generate` does."""
+        self._limits.check(prompt_ids, params)
+        self._offer.check(params)
+        done: list[Answer] = []
+        self._inflight += 1
+        try:
+            while not _is_finished(done):
+                await self._admitted()
+                given, answer, updates = 0, None, self._updates
+                read = [*as_list(prompt_ids), *(token for part in done for token in part.token_ids.tolist())]
+                rest = replace(params, max_tokens=params.max_tokens - len(read) + len(prompt_ids))
+                async for answer in self._answers(read, rest):
+                    if given < len(answer.token_ids) and answer.finish is None:
+                        yield _piece(answer, given)
+                        given = len(answer.token_ids)
+                if answer is None or answer.finish is None:
+                    raise EngineUnavailable("SGLang ended a completion without saying why")
+                if answer.finish == ABORTED and updates == self._updates:
+                    raise EngineUnavailable("SGLang gave up on a completion")
+                done.append(answer)
+                if not _is_finished(done) and given < len(answer.token_ids):
+                    yield _piece(answer, given)
+            yield replace(_piece(done[-1], given), completion=_completion(done, params))
+        finally:
+            self._inflight -= 1
+
+    async def health(self) -> EngineHealth:
+        """Say which weights are served; ``running`` counts our own calls, those that wait there included.
+
+        Raises :class:`~etude.errors.EngineUnavailable`, also when an update broke off.
+        """
+        if self._fault:
+            raise EngineUnavailable(self._fault)
+        await self._exchange.text("/health")
+        label = (await self._exchange.get("/get_model_info"))["weight_version"]
+        if label != str(self._version) and not self._updating.locked():
+            raise EngineUnavailable(f"SGLang serves weight version {label!r}, not {self._version}: somebody changed it")
+        return EngineHealth(version=self._version, digest=self._digest, running=self._inflight, waiting=0)
+
+    async def update(self, version: int, digest: str, folder: Path) -> float:
+        """Serve the checkpoint in ``folder``; returns the pause in seconds.
+
+        The digest is proven of the files: SGLang does not say what it holds. Raises
+        :class:`~etude.errors.DamagedError` if they are another state; then nothing was done.
+        """
+        async with self._updating:
+            if (found := await asyncio.to_thread(_digest_of, folder)) != digest:
+                raise DamagedError(f"{folder} holds the state {found[:12]}, not {digest[:12]}")
+            self._updates += 1
+            self._open.clear()
+            began_s = time.monotonic()
+            try:
+                await self._swap(version, folder)
+                self._version, self._digest = version, digest
+            except (EngineUnavailable, ValueError, asyncio.CancelledError) as error:
+                self._fault = f"an update to weight version {version} broke off: {error}"
+                raise
+            finally:
+                self._open.set()
+            return time.monotonic() - began_s
+
+    async def _swap(self, version: int, folder: Path) -> None:
+        await self._exchange.post("/pause_generation", {"mode": ABORTED}, UPDATE_TIMEOUT_S)
+        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        answer = await self._exchange.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+        if not answer["success"]:
+            raise EngineUnavailable(f"SGLang did not load {folder}: {answer['message']}")
+        await self._exchange.post("/continue_generation", {}, UPDATE_TIMEOUT_S)
+
+    async def _admitted(self) -> None:
+        """Wait for the end of an update."""
+        while not (self._fault or self._open.is_set()):
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                await self._open.wait()
+        if self._fault:
+            raise EngineUnavailable(self._fault)
+
+    async def _answers(self, read: Sequence[int], params: SamplingParams) -> AsyncIterator[Answer]:
+        """Each event holds all of the answer so far."""
+        async for event in self._exchange.events(GENERATE, request_body(read, params)):
+            yield read_answer(event, params, len(read), self._offer)
+
+
+def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]:
+    """The request, to be answered as a stream."""
+    sampling: dict[str, Any] = {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "stop_token_ids": list(params.stop_ids),
+        "ignore_eos": True,  # what ends a completion is the caller's to say
+        "top_p": 1.0,
+        "top_k": -1,
+    }
+    if params.seed is not None:
+        sampling["sampling_seed"] = params.seed
+    return {
+        "input_ids": np.asarray(prompt_ids, np.int64),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "return_routed_experts": params.want_routes,
+        "priority": params.priority,
+        "stream": True,
+    }
+
+
+def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, offer: SglangOffer) -> Answer:
+    """An event as étude's nouns. Raises :class:`~etude.errors.EngineUnavailable` if it cannot be read."""
+    try:
+        meta: Mapping[str, Any] = event["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        token_ids = np.array(event["output_ids"], np.int32)
+        labels = np.array([entry[1] for entry in entries], np.int32)
+        logprobs = np.array([entry[0] for entry in entries], np.float32)
+        version = int(meta["weight_version"])
+        finish = None if meta["finish_reason"] is None else str(meta["finish_reason"]["type"])
+        text = meta.get("routed_experts") if finish is not None else None
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise EngineUnavailable(f"SGLang's answer cannot be read: {type(error).__name__}: {event!r:.300}") from error
+    if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
+        raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
+    routes = None
+    if params.want_routes and finish is not None:
+        routes = routes_of(text, prompt_tokens + len(token_ids), offer)
+    if params.temperature == 0:
+        logprobs = np.zeros_like(logprobs)  # it was certain
+    return Answer(token_ids=token_ids, logprobs=logprobs, version=version, finish=finish, routes=routes)
+
+
+def routes_of(text: Any, tokens: int, offer: SglangOffer) -> Routes:
+    """[tokens − 1, sparse layers, k] from base64 of flat int32 [tokens − 1, hidden layers, k].
+
+    Raises :class:`~etude.errors.EngineUnavailable` if they are missing or of another size.
+    """
+    try:
+        flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
+        routes_TLK = flat.reshape(tokens - 1, offer.hidden_layers, offer.experts_per_token)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise EngineUnavailable(f"SGLang's routes cannot be read: {type(error).__name__}: {error}") from error
+    return np.ascontiguousarray(routes_TLK[:, list(offer.sparse_layers)], np.uint16)
+
+
+def _is_finished(done: Sequence[Answer]) -> bool:
+    return bool(done) and done[-1].finish != ABORTED
+
+
+def _piece(answer: Answer, given: int) -> Piece:
+    """What of an answer was not handed out yet."""
+    token_ids = answer.token_ids[given:]
+    versions = np.full(len(token_ids), answer.version, np.int32)
+    return Piece(token_ids=token_ids, logprobs=answer.logprobs[given:], versions=versions)
+
+
+def _completion(done: Sequence[Answer], params: SamplingParams) -> Completion:
+    """The parts of one completion, put together; each token's routes are those of the answer it was first read in."""
+    token_ids = np.concatenate([part.token_ids for part in done])
+    finish = Finish.STOP if done[-1].finish == "stop" else Finish.LENGTH
+    if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:
+        raise EngineUnavailable(f"SGLang stopped at token {token_ids[-1]}, which ends nothing")
+    routes: Routes | None = None
+    for part in done:
+        if part.routes is not None:
+            routes = part.routes if routes is None else np.concatenate([routes, part.routes[len(routes) :]])
+    return Completion(
+        token_ids=token_ids,
+        logprobs=np.concatenate([part.logprobs for part in done]),
+        versions=np.concatenate([np.full(len(part.token_ids), part.version, np.int32) for part in done]),
+        finish=finish,
+        routes=routes,
+    )
+
+
+def _digest_of(folder: Path) -> str:
+    return state_digest(read_checkpoint(folder))

@@ -1,0 +1,288 @@
+"""Real vLLM as an engine: token ids in and out over HTTP, weights changed under running requests.
+
+    generate, stream ──gate──▶ /inference/v1/generate
+    update ──closes the gate──▶ /pause ▶ start, update, finish_weight_update ▶ /reset_prefix_cache ▶ /resume ──opens it
+
+Every token carries the version that sampled it: vLLM labels spans of a finished completion, and changes a label only
+while nothing runs. Cached prefixes are salted with the state digest, so that those of old weights are never found
+again, whether or not they could be thrown away. Owns the protocol; the process is ``vllm_process.py``'s, the wire
+format ``vllm_answers.py``'s, what happens inside vLLM ``vllm_extension.py``'s. Only one client may update a server.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from etude.engines.http.exchange import ANSWER_TIMEOUT_S, Exchange
+from etude.engines.http.limits import Limits
+from etude.engines.native.scheduler import SwapMode
+from etude.engines.vllm.answers import (
+    Choice,
+    Offer,
+    finish_of,
+    kept_of,
+    read_choice,
+    request_body,
+    routes_of,
+    tokens_of,
+    versions_of,
+)
+from etude.engines.weights.patches import Patch, write_patch
+from etude.errors import DamagedError, EngineUnavailable
+from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.types import Finish, Floats, Ids, TokenIds
+from etude.weights.replica import ChangedNumbers
+
+GENERATE = "/inference/v1/generate"
+UPDATE_TIMEOUT_S = 600.0
+"""Loading a large checkpoint takes minutes; draining takes as long as the longest completion."""
+PATCH_FILE = "patch.safetensors"
+GAUGES = {"running": b"vllm:num_requests_running{", "waiting": b"vllm:num_requests_waiting{"}
+"""Lines of ``/metrics``, one for each data-parallel rank."""
+
+Source = Mapping[str, Sequence[ChangedNumbers]] | Path
+"""What a new version is: the numbers that changed, or the folder of a whole checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmPause:
+    """What an update took."""
+
+    pause_s: float
+    """From asking it to pause until it sampled again."""
+    load_s: float
+    """The part in which weights were proven and loaded."""
+
+
+class _Draft:
+    """A completion of which parts have come; the work per part does not grow with what came before."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Ids] = []
+        self._logprobs: list[Floats] = []
+        self.masks: list[Sequence[int]] = []
+        self._given_parts = 0
+        self.given = 0
+        """How many tokens were handed out."""
+
+    def add(self, choice: Choice, *, greedy: bool) -> None:
+        """Take the next part."""
+        token_ids, logprobs = tokens_of(choice, greedy=greedy)
+        self._tokens.append(token_ids)
+        self._logprobs.append(logprobs)
+        self.masks += choice.get("sampling_mask") or []
+
+    def whole(self) -> tuple[Ids, Floats]:
+        """All of it."""
+        return np.concatenate(self._tokens), np.concatenate(self._logprobs)
+
+    def pending(self) -> tuple[Ids, Floats]:
+        """What was not handed out yet; it counts as handed out now."""
+        start, self._given_parts = self._given_parts, len(self._tokens)
+        token_ids, logprobs = np.concatenate(self._tokens[start:]), np.concatenate(self._logprobs[start:])
+        self.given += len(token_ids)
+        return token_ids, logprobs
+
+
+@final
+class VllmEngine:
+    """Samples with a vLLM server; implements :class:`~etude.protocols.Engine`."""
+
+    def __init__(self, exchange: Exchange, limits: Limits, offer: Offer, patch_folder: Path) -> None:
+        """``patch_folder`` must be readable by the server; on a memory file system nothing touches a disk."""
+        self._exchange = exchange
+        self._limits = limits
+        self._offer = offer
+        self._patch = patch_folder / PATCH_FILE
+        self._version = -1
+        self._digest = ""
+        self._updates = 0
+        """How many updates were begun: what was asked before the last one may be of two versions."""
+        self._open = asyncio.Event()
+        self._fault = "no weights were named yet: call start() first"
+        self._updating = asyncio.Lock()
+
+    async def start(self, version: int, digest: str) -> None:
+        """Say what the checkpoint is that the server was started with; to be called once, before anything else.
+
+        Raises :class:`~etude.errors.EngineUnavailable` with the server's words unless that is the state of ``digest``.
+        """
+        info = {"init_info": {"digest": digest}}
+        await self._exchange.post("/init_weight_transfer_engine", info, UPDATE_TIMEOUT_S)
+        await self._prove(digest)
+        await self._exchange.post("/update_weight_version", {"new_version": str(version)})
+        self._version, self._digest, self._fault = version, digest, ""
+        self._open.set()
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion; prefixes are shared by all sessions.
+
+        Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
+        """
+        await self._admit(prompt_ids, params)
+        body = request_body(prompt_ids, params, salt=self._digest, stream=False)
+        choice = read_choice(await self._exchange.post(GENERATE, body, ANSWER_TIMEOUT_S))
+        draft = _Draft()
+        draft.add(choice, greedy=params.temperature == 0)
+        return self._completion(prompt_ids, params, draft, choice)
+
+    async def stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[Piece, None]:
+        """Sample one completion and hand out its tokens as they come.
+
+        vLLM says only at the end where versions change. So tokens are handed out at once until an update begins, and
+        those that come after it with the last piece. Raises as :meth:`generate` does.
+        """
+        await self._admit(prompt_ids, params)
+        updates, version = self._updates, self._version
+        draft = _Draft()
+        body = request_body(prompt_ids, params, salt=self._digest, stream=True)
+        last: Choice | None = None
+        events = self._exchange.events(GENERATE, body)
+        async for event in events:
+            last = read_choice(event)
+            draft.add(last, greedy=params.temperature == 0)
+            if last.get("finish_reason") is None and updates == self._updates:
+                token_ids, logprobs = draft.pending()
+                versions = np.full(len(token_ids), version, np.int32)
+                yield Piece(token_ids=token_ids, logprobs=logprobs, versions=versions)
+        if last is None:
+            raise EngineUnavailable("vLLM ended a completion without an answer")
+        given = draft.given
+        completion = self._completion(prompt_ids, params, draft, last)
+        if (completion.versions[:given] != version).any():
+            raise EngineUnavailable("somebody else changed vLLM's weight version: only one client may update a server")
+        token_ids, logprobs = draft.pending()
+        yield Piece(token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion)
+
+    async def health(self) -> EngineHealth:
+        """Say which weights are served; the digest is the one that was proven last.
+
+        Raises :class:`~etude.errors.EngineUnavailable`, also when an update broke off.
+        """
+        if self._fault:
+            raise EngineUnavailable(self._fault)
+        label = (await self._exchange.get("/weight_info"))["weight_version"]
+        if label != str(self._version) and not self._updating.locked():
+            raise EngineUnavailable(f"vLLM serves weight version {label!r}, not {self._version}: somebody changed it")
+        metrics = await self._exchange.text("/metrics")
+        counts = {name: _gauge(metrics, prefix) for name, prefix in GAUGES.items()}
+        return EngineHealth(version=self._version, digest=self._digest, **counts)
+
+    async def digest(self) -> str:
+        """The state digest of the weights in the server, read there and now.
+
+        On a CPU it is that of the copy all was loaded from: vLLM packs the weights it computes with out of reach.
+        """
+        answer = await self._exchange.post("/collective_rpc", {"method": "etude_digest"}, UPDATE_TIMEOUT_S)
+        found = {worker["digest"] for worker in answer["results"]}
+        if len(found) != 1:
+            raise DamagedError(f"vLLM's workers hold different weights: {sorted(found)}")
+        return str(found.pop())
+
+    async def update(self, version: int, digest: str, source: Source, mode: SwapMode = SwapMode.KEEP) -> VllmPause:
+        """Serve other weights; requests wait meanwhile, and go on as ``mode`` says.
+
+        Raises :class:`~etude.errors.DamagedError` if ``source`` does not lead to ``digest``: then the old weights go on
+        being served. If vLLM does not have them any more either, the engine is unavailable from then on. In mode KEEP
+        a prompt that was only asked for, not read, may also go on with cached keys of the old weights.
+        """
+        async with self._updating:
+            update = await asyncio.to_thread(self._describe, digest, source)
+            self._updates += 1
+            self._open.clear()
+            try:
+                return await self._swap(version, digest, update, mode)
+            except _Refused:
+                raise
+            except (EngineUnavailable, DamagedError, ValueError, asyncio.CancelledError) as error:
+                self._fault = f"an update to weight version {version} broke off: {error}"
+                raise
+            finally:
+                self._open.set()
+
+    async def _swap(self, version: int, digest: str, update: Mapping[str, Any], mode: SwapMode) -> VllmPause:
+        began_s = time.monotonic()
+        wait = "wait" if mode is SwapMode.DRAIN else "keep"
+        await self._exchange.post(f"/pause?mode={wait}&clear_cache=false", timeout_s=UPDATE_TIMEOUT_S)
+        paused_s = time.monotonic()
+        await self._exchange.post("/start_weight_update")
+        fault = ""
+        try:
+            await self._exchange.post("/update_weights", {"update_info": update}, UPDATE_TIMEOUT_S)
+        except EngineUnavailable as error:
+            fault = str(error)
+        await self._prove(self._digest if fault else digest)
+        loaded_s = time.monotonic()
+        if not fault:
+            await self._exchange.post("/finish_weight_update", {"weight_version": str(version)})
+            self._version, self._digest = version, digest
+            await self._forget_prefixes(mode)
+        await self._exchange.post("/resume")
+        if fault:
+            raise _Refused(fault)
+        return VllmPause(pause_s=time.monotonic() - began_s, load_s=loaded_s - paused_s)
+
+    async def _forget_prefixes(self, mode: SwapMode) -> None:
+        """Free the room of prefixes that nobody will ask for again; running requests read theirs anew, or keep them."""
+        again = mode is SwapMode.RECOMPUTE
+        path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
+        answer = await self._exchange.post(path, timeout_s=UPDATE_TIMEOUT_S)
+        if again and not answer["success"]:
+            raise EngineUnavailable("vLLM did not throw away what running requests read under the old weights")
+
+    async def _prove(self, digest: str) -> None:
+        if (found := await self.digest()) != digest:
+            raise DamagedError(f"vLLM holds the state {found[:12]}, not {digest[:12]}")
+
+    async def _admit(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
+        """Wait for the end of an update, and check the request."""
+        self._limits.check(prompt_ids, params)
+        self._offer.check(params)
+        while not (self._fault or self._open.is_set()):
+            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+                await self._open.wait()
+        if self._fault:
+            raise EngineUnavailable(self._fault)
+
+    def _describe(self, digest: str, source: Source) -> dict[str, str]:
+        """What the server is told of a new version; changed numbers are written where it reads them."""
+        if isinstance(source, Path):
+            return {"folder": str(_absolute(source)), "digest": digest}
+        write_patch(self._patch, Patch(base=self._digest, digest=digest, changes=source))
+        return {"patch": str(_absolute(self._patch)), "digest": digest}
+
+    def _completion(self, prompt_ids: TokenIds, params: SamplingParams, draft: _Draft, last: Choice) -> Completion:
+        token_ids, logprobs = draft.whole()
+        count, finish = len(token_ids), finish_of(last)
+        if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:
+            raise EngineUnavailable(f"vLLM stopped at token {token_ids[-1]}, which ends nothing")
+        layers = self._offer.sparse_layers
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=versions_of(last, count),
+            finish=finish,
+            routes=routes_of(last, len(prompt_ids) + count, layers) if params.want_routes else None,
+            kept=kept_of(draft.masks, count) if params.cuts else None,
+        )
+
+
+class _Refused(DamagedError):
+    """The server turned an update down and serves what it served before."""
+
+
+def _absolute(path: Path) -> Path:
+    """A path that means the same in another process."""
+    return path.resolve()
+
+
+def _gauge(metrics: bytes, prefix: bytes) -> int:
+    lines = [line for line in metrics.split(b"\n") if line.startswith(prefix)]
+    return sum(int(float(line.rsplit(b" ", 1)[1])) for line in lines)

@@ -1,0 +1,159 @@
+"""What étude adds to a vLLM worker, by vLLM's own doors: a weight-transfer backend and one remote call.
+
+vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; nobody else can: it
+needs vLLM. The backend takes checkpoints and patches from files, ``mirror.py`` does the rest. Importing it registers
+the backend, which is how vLLM learns of one (docs: training/weight_transfer).
+"""
+# mypy: disable-error-code="import-not-found,misc,untyped-decorator"
+# vLLM is never installed beside étude: what its classes are is known in its own environment only.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from etude.engines.weights.host_copy import Mirror, MirroredWeights
+from etude.engines.weights.patches import read_patch
+from etude.errors import DamagedError, UserError
+from etude.weights.interop.checkpoint import read_checkpoint
+
+BACKEND = "etude"
+"""What the backend is called in ``--weight-transfer-config``."""
+
+
+@dataclass
+class Served(WeightTransferInitInfo):
+    """What the checkpoint is that vLLM was started with."""
+
+    digest: str
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """A new version: a patch to what is here, or a whole checkpoint."""
+
+    digest: str
+    patch: str | None = None
+    folder: str | None = None
+
+
+class EtudeTransfer(WeightTransferEngine[Served, Update]):
+    """Weights from files, proven before they are loaded."""
+
+    init_info_cls = Served
+    update_info_cls = Update
+    supports_draft_weight_update = False
+
+    _weights: MirroredWeights | None = None
+
+    def init_transfer_engine(self, init_info: Served) -> None:
+        """Load the served checkpoint once more and learn, where parameters lie open, what of it is where.
+
+        Raises :class:`~etude.errors.DamagedError` if that changes a parameter: then vLLM loads another way while it
+        runs than at its start (it has, silently: vllm-project/vllm#42821, #48312), and no update could be trusted.
+        """
+        mirror = _mirror(self.model_config.model, init_info.digest)
+        is_open = self.device.type != "cpu" and self.parallel_config.world_size == 1
+        runtime = dict(self.model.named_parameters()) if is_open else None
+        before = {name: _bits(parameter) for name, parameter in self.model.named_parameters()}
+        self._weights = MirroredWeights(mirror, self._load, runtime)
+        for name, parameter in self.model.named_parameters():
+            if not torch.equal(_bits(parameter), before[name]):
+                self._weights = None
+                raise DamagedError(f"loading the served checkpoint again changed {name!r}: this vLLM cannot be updated")
+
+    def start_weight_update(self) -> None:
+        """Nothing: a load is begun and ended in :meth:`_load`, a patch needs none."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing, likewise."""
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Move to a new version. A wrong file raises and changes nothing."""
+        if update_info.patch is not None:
+            self.weights.follow(read_patch(Path(update_info.patch)))
+        elif update_info.folder is not None:
+            self.weights.replace(_mirror(update_info.folder, update_info.digest))
+        else:
+            raise UserError("an update needs a patch or a folder")
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""
+
+    @property
+    def weights(self) -> MirroredWeights:
+        """What is here; raises before :meth:`init_transfer_engine`."""
+        if self._weights is None:
+            raise UserError("no checkpoint was named yet: call init_weight_transfer_engine first")
+        return self._weights
+
+    @torch.no_grad()
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load a whole checkpoint as vLLM's own backends do: layer by layer, into the memory that is in use."""
+        if self.device.type == "cpu":
+            self._forget_kernels()
+        wanted = {name for name, _ in self.model.named_parameters()}
+        tied = _tied_modules(self.model)  # a reload takes parameters apart for a while, ties with them
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(iter(tensors.items()))
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in tied:
+            # Nothing was loaded into it, so vLLM leaves what its CPU kernels made of the old weights.
+            method = module.quant_method
+            assert isinstance(method, QuantizeMethodBase), f"a tied {type(module).__name__} has no way to be set up"
+            method.process_weights_after_loading(module)
+        if loaded is not None and (missing := wanted - set(loaded)):
+            raise DamagedError(f"vLLM was given no weights for {min(missing)!r}: the checkpoint is of another model")
+
+    def _forget_kernels(self) -> None:
+        """Let vLLM set its expert layers up as it did at its start.
+
+        With a kernel at hand, 0.32 takes a load for a weight update and leaves out the hook in which its CPU experts
+        pack their matrices: the packed ones would be overwritten with plain ones, and every expert compute nonsense.
+        """
+        for module in self.model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, FusedMoEMethodBase):
+                method.moe_kernel = None
+
+
+class EtudeWorker:
+    """Methods that vLLM adds to its worker, to be called by ``/collective_rpc``."""
+
+    weight_transfer_engine: EtudeTransfer
+
+    def etude_digest(self) -> dict[str, str]:
+        """The state digest of the weights in this worker, read anew."""
+        return {"digest": self.weight_transfer_engine.weights.digest()}
+
+
+def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose weight is another one's, such as a head that shares the embedding's."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.nn.Parameter) and weight.numel():
+            if id(weight) in seen:
+                tied.append(module)
+            seen.add(id(weight))
+    return tied
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """[bytes] a copy on the host; comparing bytes needs no arithmetic, which small floats have not."""
+    return parameter.detach().cpu().clone().contiguous().flatten().view(torch.uint8)
+
+
+def _mirror(folder: str, digest: str) -> Mirror:
+    return Mirror(read_checkpoint(Path(folder)), digest)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, EtudeTransfer)

@@ -1,0 +1,224 @@
+"""How an engine's layout is learned: by loading numbers that say where they come from, and looking where they went.
+
+    random bits, and their opposites    ──loader──▶  positions that anything is written to
+    digits of codes, highest first      ──loader──▶  which number of which tensor each of them shows
+    random bits again                   ──loader──▶  proof that the map found explains every bit
+
+A parameter that fails any of it is *computed*: scaled, quantised, summed. Nothing is assumed about the loader but that
+it is a function of the checkpoint. This file owns the loads; codes and maps are ``weights/placement.py``'s.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from etude.engines.weights.parameters import TORCH_TYPES, Parameter, as_values
+from etude.types import TensorSpec
+from etude.weights.device import STORED_TYPES, digest_tensor
+from etude.weights.digest import Digest
+from etude.weights.elements import ELEMENTS
+from etude.weights.placement import (
+    NO_CODE,
+    Block,
+    Flags,
+    Numbering,
+    Places,
+    blended,
+    digit,
+    digit_base,
+    digit_count,
+    random_bits,
+)
+from etude.weights.state import Region
+
+Loader: TypeAlias = Callable[[Mapping[str, Tensor]], None]
+"""Writes a whole checkpoint, given as CPU tensors by name, into the runtime parameters, in place.
+
+The same call that the engine loads with, whatever follows it included. It may read the tensors in any order, as they
+are made one at a time; it must not keep them as parameters.
+"""
+Make: TypeAlias = Callable[[TensorSpec, Places], Tensor]
+"""(tensor, the codes of its numbers [n]) → values [n] to load for it."""
+
+BYTES_PER_CODE = 24
+"""Host memory that reading one position takes: its code, two copies of its bits, what it shows, flags."""
+
+
+@final
+class Probe:
+    """What can be learned about a loader by loading with it.
+
+    Takes, for each group of parameters that fits ``limit_bytes`` of host memory, a load for each digit of the largest
+    code and two more; one to prove the map; and in the search for sources one for each group that is tried.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Parameter], load: Loader, specs: tuple[TensorSpec, ...], limit_bytes: int
+    ) -> None:
+        self._parameters = parameters
+        self._load = load
+        self._specs = specs
+        self._limit_bytes = limit_bytes
+        self._numbering = Numbering.of(specs)
+        types = {spec.dtype for spec in self._numbering.specs}
+        types |= {STORED_TYPES[parameter.values.dtype] for parameter in parameters.values()}
+        self._base = digit_base(ELEMENTS[name] for name in types if name != "BOOL")
+        self.computed: set[str] = set()
+        """Parameters found to be more than copies of numbers."""
+
+    def blocks(self) -> list[Block]:
+        """Where every number lies, of the parameters that are copies; the others become :attr:`computed`."""
+        blocks: dict[str, list[Block]] = {}
+        for names in self._groups():
+            for name, codes in self._read(names).items():
+                if codes is None:
+                    self.computed.add(name)
+                else:
+                    blocks[name] = self._numbering.blocks(name, codes)
+        self._fill(partial(_random_values, flipped=False))
+        self.computed |= {name for name, found in blocks.items() if not self._explains(name, found)}
+        return [block for name, found in blocks.items() if name not in self.computed for block in found]
+
+    def sources(self) -> frozenset[str]:
+        """The tensors that computed parameters depend on: found by changing half of them, then half of those, …"""
+        if not self.computed:
+            return frozenset()
+        before = self._signatures(frozenset())
+        found: set[str] = set()
+        groups = [[spec.name for spec in self._numbering.specs]]
+        while groups:
+            group = groups.pop()
+            if not group or self._signatures(frozenset(group)) == before:
+                continue
+            middle = len(group) // 2
+            if middle:
+                groups += [group[:middle], group[middle:]]
+            else:
+                found.add(group[0])
+        return frozenset(found)
+
+    def _groups(self) -> Iterator[list[str]]:
+        """Names of parameters that can be read together; one that is too large is read alone."""
+        group: list[str] = []
+        size = 0
+        for name, parameter in self._parameters.items():
+            needed = parameter.values.numel() * BYTES_PER_CODE
+            if group and size + needed > self._limit_bytes:
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += needed
+        if group:
+            yield group
+
+    def _read(self, names: Sequence[str]) -> dict[str, Places | None]:
+        """The code at every position of some parameters; ``None`` for a parameter that shows anything but codes."""
+        readings = {name: _Reading(self._parameters[name]) for name in names}
+        for flipped in (False, True):
+            self._fill(partial(_random_values, flipped=flipped))
+            for reading in readings.values():
+                reading.note()
+        for place in reversed(range(digit_count(self._numbering.end, self._base))):
+            self._fill(partial(_digit_values, place=place, base=self._base))
+            for reading in readings.values():
+                reading.note()
+                reading.note_digit(self._base)
+        return {name: reading.codes(self._numbering.end) for name, reading in readings.items()}
+
+    def _explains(self, name: str, blocks: Sequence[Block]) -> bool:
+        """Whether the random bits that were loaded are where the blocks say, cast to the parameter's type."""
+        parameter = self._parameters[name]
+        actual = parameter.read_bits()
+        specs = {spec.name: (spec, first) for spec, first, _ in self._numbering.codes()}
+        for part in (part for block in blocks for part in block.parts()):
+            spec, first = specs[part.tensor]
+            indices, positions = part.expand()
+            expected = parameter.cast(_random_values(spec, first + indices, flipped=False)).numpy()
+            if not np.array_equal(actual[positions], expected):
+                return False
+        return True
+
+    def _signatures(self, changed: frozenset[str]) -> list[Digest]:
+        """What the computed parameters are when small integers are loaded, others for the ``changed`` tensors."""
+        base = self._base
+        self._fill(lambda spec, codes: _integers(spec, blended(codes, base, shifted=spec.name in changed)))
+        parameters = [self._parameters[name] for name in sorted(self.computed)]
+        raw = [parameter.bits.view(torch.uint8) for parameter in parameters]
+        return [digest_tensor(numbers, 0, Region.run(0, len(numbers))) for numbers in raw]
+
+    def _fill(self, make: Make) -> None:
+        self._load(_Pattern(self._specs, self._numbering, make))
+
+
+class _Reading:
+    """What is seen at the positions of one parameter over several loads."""
+
+    def __init__(self, parameter: Parameter) -> None:
+        self._parameter = parameter
+        count = parameter.values.numel()
+        self._before: npt.NDArray[np.signedinteger[Any]] | None = None
+        self._varied: Flags = np.zeros(count, np.bool_)
+        self._legible: Flags = np.ones(count, np.bool_)
+        self._codes: Places = np.zeros(count, np.int64)
+
+    def note(self) -> None:
+        """See which positions differ from the load before."""
+        bits = self._parameter.read_bits()
+        if self._before is not None:
+            self._varied |= bits != self._before
+        self._before = bits
+
+    def note_digit(self, base: int) -> None:
+        """Read the next lower digit of all codes."""
+        values = self._parameter.read_values()
+        legible = (values >= 0) & (values < base) & (values == np.floor(values))
+        self._legible &= legible
+        self._codes = self._codes * base + np.where(legible, values, 0).astype(np.int64)
+
+    def codes(self, end: int) -> Places | None:
+        """[n] codes, :data:`NO_CODE` where nothing ever changed; ``None`` if what changed is not all codes."""
+        is_code = self._legible & (self._codes > NO_CODE) & (self._codes < end)
+        if not is_code[self._varied].all():
+            return None
+        return np.where(self._varied, self._codes, NO_CODE)
+
+
+class _Pattern(Mapping[str, Tensor]):
+    """A checkpoint made up tensor by tensor as it is read; tensors without codes are zeros."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], numbering: Numbering, make: Make) -> None:
+        self._specs = {spec.name: spec for spec in specs}
+        self._codes = {spec.name: (first, end) for spec, first, end in numbering.codes()}
+        self._make = make
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        if name not in self._codes:
+            return torch.zeros(spec.shape, dtype=TORCH_TYPES[spec.dtype])
+        return self._make(spec, np.arange(*self._codes[name], dtype=np.int64)).view(spec.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+def _random_values(spec: TensorSpec, codes: Places, *, flipped: bool) -> Tensor:
+    return as_values(random_bits(codes, ELEMENTS[spec.dtype], flipped=flipped), spec)
+
+
+def _digit_values(spec: TensorSpec, codes: Places, *, place: int, base: int) -> Tensor:
+    return _integers(spec, digit(codes, place, base))
+
+
+def _integers(spec: TensorSpec, integers: Places) -> Tensor:
+    """[k] small integers as values of a tensor's type, as exponents if it has nothing else."""
+    dtype = TORCH_TYPES[spec.dtype]
+    values = torch.from_numpy(integers)
+    return values.to(torch.uint8).view(dtype) if dtype is torch.float8_e8m0fnu else values.to(dtype)

@@ -1,0 +1,202 @@
+"""OpenAI's completions: a raw prompt, as text or token ids, and what the model says behind it.
+
+Owns the shapes of ``/v1/completions`` and which options of it are understood; the rest is refused by name. Pure. No
+chat template touches the prompt, so this is the door for callers that keep tokens themselves: ids in, and with
+``return_token_ids`` ids out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import orjson
+
+from etude.gateway.api.calls import Answer, Call, Dialect, Ending, Refusal, Reply
+from etude.gateway.api.fields import Fields, read_object
+from etude.gateway.api.openai import (
+    DONE,
+    INFORMATIVE,
+    MAX_WHOLE,
+    NEUTRAL,
+    SAMPLING_SCHEMA,
+    UNDERSTOOD,
+    View,
+    event,
+    failure_event,
+    fingerprint,
+    logprob,
+    neutral_schema,
+    nullable,
+    read_model,
+    read_sampling,
+    read_view,
+    refuse,
+    token_name,
+    usage,
+)
+from etude.gateway.api.schemas import either, listed, record, whole
+from etude.protocols import Piece
+from etude.tokens.messages import Delta, TextDelta, ThinkingDelta
+from etude.types import Floats, Ids, Json
+
+COMPLETION_FIELDS = UNDERSTOOD | INFORMATIVE | {"prompt"}
+"""Fields of a body that are read, or could not change the output."""
+
+COMPLETION_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({**NEUTRAL, "best_of": (1,), "suffix": ("",)})
+"""Fields of a body that are accepted with the values that ask for nothing."""
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own, for a body that does not say."""
+MAX_LOGPROBS = 1
+"""The most logprobs per token a caller may ask for. Both 0 and 1 give those of the sampled tokens, which is all that
+engines report: ``top_logprobs`` is null.
+"""
+MAX_TOKEN_ID = 2**31 - 1
+"""What a token id is kept in; which ids there are is known to whoever has the tokenizer."""
+
+
+def parse(body: bytes) -> "CompletionAsked":
+    """Read a request body. Raises :class:`Refusal` naming the field at fault."""
+    fields = read_object(body)
+    fields.only(COMPLETION_FIELDS, COMPLETION_NEUTRAL)
+    max_tokens = fields.integer("max_tokens", low=1, high=MAX_WHOLE)
+    view = read_view(fields, logprobs=fields.integer("logprobs", low=0, high=MAX_LOGPROBS) is not None)
+    call = Call(
+        prompt=_read_prompt(fields),
+        sampling=read_sampling(fields, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens),
+        stream=fields.flag("stream"),
+        model=read_model(fields),
+    )
+    return CompletionAsked(call=call, view=view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionAsked:
+    """A request to ``/v1/completions``."""
+
+    call: Call
+    view: View
+
+    def body(self, answer: Answer) -> bytes:
+        """The answer as a ``text_completion``."""
+        data = {
+            **_head(answer.answer_id, answer.created, self.call.model),
+            "system_fingerprint": fingerprint(reply.turn.versions for reply in answer.replies),
+            "choices": [self._choice(index, reply) for index, reply in enumerate(answer.replies)],
+            "usage": usage(answer),
+        }
+        return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def events(self) -> "CompletionEvents":
+        """The answer as a stream of ``text_completion``."""
+        return CompletionEvents(self.call, self.view)
+
+    def _choice(self, index: int, reply: Reply) -> dict[str, object]:
+        said = reply.message.thinking + reply.message.content  # a raw text has no place of its own for thoughts
+        shown: dict[str, object] = {"index": index, "text": said, **_ending(reply)}
+        shown["logprobs"] = _logprobs(reply.turn.completion_ids, reply.turn.logprobs) if self.view.logprobs else None
+        if self.view.token_ids:
+            shown |= {"prompt_token_ids": reply.turn.prompt_ids, "token_ids": reply.turn.completion_ids}
+        return shown
+
+
+class CompletionEvents:
+    """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.Events`."""
+
+    def __init__(self, call: Call, view: View) -> None:
+        self._call = call
+        self._view = view
+        self._head: dict[str, object] = {}
+
+    def opening(self, answer_id: str, created: int) -> bytes:
+        """Nothing: a completion has no role to announce."""
+        self._head = _head(answer_id, created, self._call.model)
+        if self._view.usage_event:
+            self._head["usage"] = None
+        return b""
+
+    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+        """One chunk with all that a piece adds; none where that is nothing the caller wants."""
+        text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
+        if not text and not (self._view.logprobs or self._view.token_ids):
+            return b""
+        shown: dict[str, object] = {"text": text}
+        if self._view.logprobs:
+            shown["logprobs"] = _logprobs(piece.token_ids, piece.logprobs)
+        if self._view.token_ids:
+            shown["token_ids"] = piece.token_ids
+        return self._chunk(index, shown, fingerprint([piece.versions]))
+
+    def closing(self, answer: Answer) -> bytes:
+        """Why each reply ended, the usage if it was asked for, and the end mark."""
+        whole = fingerprint(reply.turn.versions for reply in answer.replies)
+        events: list[bytes] = []
+        for index, reply in enumerate(answer.replies):
+            shown = {"text": "", **_ending(reply)}
+            if self._view.token_ids:
+                shown["prompt_token_ids"] = reply.turn.prompt_ids
+            events.append(self._chunk(index, shown, whole))
+        if self._view.usage_event:
+            events.append(event({**self._head, "system_fingerprint": whole, "choices": [], "usage": usage(answer)}))
+        return b"".join([*events, DONE])
+
+    def failure(self, refusal: Refusal) -> bytes:
+        """An error in the middle."""
+        return failure_event(refusal)
+
+    def _chunk(self, index: int, shown: Mapping[str, object], versions: str | None) -> bytes:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **shown}
+        return event({**self._head, "system_fingerprint": versions, "choices": [choice]})
+
+
+def _head(answer_id: str, created: int, model: str) -> dict[str, object]:
+    return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
+
+
+def _ending(reply: Reply) -> dict[str, object]:
+    """``stop_reason`` is vLLM's: which stop string it was. Nothing is called from a raw prompt."""
+    reason = "length" if reply.ending is Ending.LENGTH else "stop"
+    return {"finish_reason": reason, "stop_reason": reply.stop_text}
+
+
+def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
+    """Where each token begins in the text is not said: not every token is a text of its own."""
+    return {
+        "tokens": [token_name(token_id) for token_id in token_ids.tolist()],
+        "token_logprobs": [logprob(value) for value in logprobs.tolist()],
+        "top_logprobs": None,
+        "text_offset": None,
+    }
+
+
+def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
+    prompt = fields.value("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise fields.unsupported("prompt", "a request has one prompt, send one request for each")
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and set(map(type, prompt)) == {int}:  # bool is another type
+        ids: tuple[int, ...] = tuple(prompt)  # type: ignore[arg-type]  # all of them are, the line above says
+        if min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
+            return ids
+    raise fields.invalid("prompt", "a text or a list of token ids, not empty")
+
+
+TEXT_PROMPT: Json = {"type": "string", "minLength": 1}
+"""Schema of a prompt that is text."""
+IDS_PROMPT = listed(whole(0, MAX_TOKEN_ID), least=1)
+"""Schema of a prompt that is token ids; those beyond the vocabulary are refused, too."""
+SCHEMA = record(
+    "prompt",
+    **neutral_schema(COMPLETION_NEUTRAL),
+    **SAMPLING_SCHEMA,
+    prompt=either(TEXT_PROMPT, IDS_PROMPT, listed(TEXT_PROMPT, least=1, most=1), listed(IDS_PROMPT, least=1, most=1)),
+    max_tokens=nullable(whole(1, MAX_WHOLE)),
+    logprobs=nullable(whole(0, MAX_LOGPROBS)),
+)
+"""JSON schema of the body. Besides, ``stream_options`` needs ``stream``."""
+
+DIALECT = Dialect(path="/v1/completions", parse=parse, refuse=refuse, request_id_header="x-request-id")
+"""OpenAI's completions."""

@@ -1,0 +1,204 @@
+"""Checked reading of JSON request bodies: every value is of the type and in the bounds that were asked for, or refused.
+
+Owns the wording of refusals: the path of the field (``messages[3].content[0].text``), the value, short, and what was
+expected. Knows no dialect: which fields there are, and what they mean, is the caller's.
+
+A field that is ``null`` is absent, as in the APIs we speak. Of a key that is there twice the last one counts, as
+everywhere. Bodies that are no JSON in the strict sense (NaN, lone surrogates, more than 1024 levels) are refused as a
+whole; integers beyond 64 bits arrive as floats, which are beyond the bounds of every whole number here.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from types import MappingProxyType
+
+import orjson
+
+from etude.gateway.api.calls import Refusal
+from etude.types import MIN_TEMPERATURE, Json
+
+QUOTED_CHARACTERS = 80
+"""The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
+MAX_LEVELS = 254
+"""How deep an object may be that is passed on: what orjson writes. Whoever prints a deeper one runs out of stack."""
+LISTED_NAMES = 4
+"""How many field names the description of a refused object shows."""
+NOTHING_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({})
+"""For objects without fields of which only some values are accepted."""
+
+
+def read_object(body: bytes) -> "Fields":
+    """The fields of a request body. Raises :class:`Refusal` unless it is a JSON object."""
+    try:
+        value: Json = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, "invalid_request", f"the body is not JSON: {error.msg} at {error.pos}") from error
+    if not isinstance(value, dict):
+        raise Refusal(400, "invalid_request", f"the body must be a JSON object, not {quote(value)}")
+    return Fields(value)
+
+
+class Fields:
+    """One JSON object. Reading a field checks it; what does not fit raises :class:`Refusal` with its path.
+
+    Example: ``read_object(b'{"n": 0}').integer("n", low=1, high=9)`` refuses with ``n=0: expected a whole number from 1
+    to 9``.
+    """
+
+    __slots__ = ("_values", "path")
+
+    def __init__(self, values: dict[str, Json], path: str = "") -> None:
+        self._values = values
+        self.path = path
+        """Where the object is in the body; empty for the body itself."""
+
+    def where(self, name: str) -> str:
+        """The path of a field."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def value(self, name: str) -> Json:
+        """A field as it came; ``None`` if absent."""
+        return self._values.get(name)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; one without a default is required."""
+        value = self._values.get(name)
+        if isinstance(value, str):
+            return value
+        if value is None and default is not None:
+            return default
+        raise self.invalid(name, "a string")
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str | None:
+        """One of some strings, or ``None``."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or value not in allowed:
+            raise self.invalid(name, " or ".join(f'"{word}"' for word in allowed))
+        return value
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """A boolean; 0 and 1 are none."""
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.invalid(name, "true or false")
+        return value
+
+    def integer(self, name: str, *, low: int, high: int) -> int | None:
+        """A whole number from ``low`` to ``high``, or ``None``. In JSON, 1.0 is one."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.invalid(name, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, *, low: float, high: float, above: bool = False) -> float | None:
+        """A number from ``low`` (with ``above``: greater than it) to ``high``, or ``None``."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high
+        if not fits or (above and value == low):
+            raise self.invalid(name, f"a number {'above' if above else 'from'} {low} to {high}")
+        return float(value)  # type: ignore[arg-type]  # ``fits`` says what it is
+
+    def temperature(self, *, high: float) -> float:
+        """The temperature to sample at, 1 if absent: 0, for greedy, or from what engines take to ``high``."""
+        value = self.number("temperature", low=0, high=high)
+        if value is not None and 0 < value < MIN_TEMPERATURE:
+            raise self.invalid("temperature", f"0, for greedy, or a number from {MIN_TEMPERATURE:g} to {high:g}")
+        return 1.0 if value is None else value
+
+    def items(self, name: str) -> list[Json]:
+        """A list, empty if absent."""
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.invalid(name, "a list")
+        return value
+
+    def child(self, name: str) -> "Fields | None":
+        """An object, or ``None``."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.invalid(name, "an object")
+        return Fields(value, self.where(name))
+
+    def document(self, name: str) -> dict[str, Json]:
+        """An object that is passed on as it is, e.g. a schema; empty if absent."""
+        value = self._values.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.invalid(name, "an object")
+        try:
+            orjson.dumps(value)
+        except orjson.JSONEncodeError as error:
+            raise self.invalid(name, f"an object of at most {MAX_LEVELS} levels") from error
+        return value
+
+    def children(self, name: str) -> "list[Fields]":
+        """The objects of a list, none if it is absent."""
+        value = self._values.get(name)
+        if value is None:
+            return []
+        path, children = self.where(name), []
+        for index, item in enumerate(self.items(name)):
+            if not isinstance(item, dict):
+                raise self.invalid(f"{name}[{index}]", "an object", item)
+            children.append(Fields(item, f"{path}[{index}]"))
+        return children
+
+    def only(self, understood: Container[str], neutral: Mapping[str, Sequence[Json]] = NOTHING_NEUTRAL) -> None:
+        """Refuse all fields but those ``understood`` and ``neutral`` ones, whose values there ask for nothing."""
+        if all(map(understood.__contains__, self._values)):
+            return
+        for name, value in self._values.items():
+            if name in understood or value is None:
+                continue
+            if name not in neutral:
+                raise self.unsupported(name, "leave it out")
+            if not any(_same(value, other) for other in neutral[name]):
+                spelt = " or ".join(orjson.dumps(other).decode() for other in neutral[name])
+                raise self.unsupported(name, f"leave it out or send {spelt}")
+
+    def invalid(self, name: str, expected: str, value: Json = None) -> Refusal:
+        """The refusal of a value that is not what was ``expected``; ``value`` where the field's own is not meant."""
+        where = _cut(self.where(name))
+        wrong = self._values.get(name) if value is None else value
+        said = f"{where} is missing or null" if wrong is None else f"{where}={quote(wrong)}"
+        return Refusal(400, "invalid_request", f"{said}: expected {expected}", param=where)
+
+    def unsupported(self, name: str, fix: str) -> Refusal:
+        """The refusal of what would change the output if it were understood; ``fix`` says what to do instead."""
+        where = _cut(self.where(name))
+        message = f"{where}={quote(self._values.get(name))} is not supported: {fix}"
+        return Refusal(400, "unsupported_parameter", message, param=where)
+
+
+def quote(value: Json) -> str:
+    """A value as JSON spells it, in at most ``QUOTED_CHARACTERS``; lists and objects are described."""
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        names = ", ".join(name[:QUOTED_CHARACTERS] for name, _ in zip(value, range(LISTED_NAMES), strict=False))
+        return _cut(f"an object of {len(value)} ({names})" if names else "an empty object")
+    if isinstance(value, str):
+        value = value[:QUOTED_CHARACTERS]
+    return _cut(orjson.dumps(value).decode())
+
+
+def _same(value: Json, other: Json) -> bool:
+    return value == other and isinstance(value, bool) is isinstance(other, bool)  # 1 == True
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= QUOTED_CHARACTERS else text[: QUOTED_CHARACTERS - 1] + "…"

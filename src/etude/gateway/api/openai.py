@@ -1,0 +1,268 @@
+"""What OpenAI's dialects have in common: the choice of tools, sampling options, usage, events, errors.
+
+Owns the options that both bodies have, which values of others ask for nothing, and the shapes that both answers share.
+Which fields a body has besides, and what a choice looks like, is :mod:`.chat`'s and :mod:`.completions`' business.
+
+Tokens are named ``token_id:123`` wherever a reply lists them, as by vLLM's ``return_tokens_as_token_ids``: a token is
+not always a text, two tokens may have the same one, and who asks for logprobs here wants to know which was sampled.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import orjson
+
+from etude.gateway.api.calls import MODEL, Answer, Ending, Refusal, Sampling
+from etude.gateway.api.fields import Fields
+from etude.gateway.api.schemas import FLAG, OBJECT, bounded, either, listed, record, temperature, whole
+from etude.tokens.messages import Tool
+from etude.types import Ids, Json
+
+UNDERSTOOD = frozenset(
+    {
+        *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n"),
+        *("logprobs", "return_token_ids"),
+    }
+)
+"""Fields of both bodies with an effect. ``top_k`` and ``return_token_ids`` are not OpenAI's; vLLM spells them so."""
+
+INFORMATIVE = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt"})
+"""Fields that say who asks, or help a cache; they could not change the output anywhere."""
+
+NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
+    {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "logit_bias": ({},),
+        # vLLM's, which clients write out at their defaults:
+        "min_p": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "stop_token_ids": ([],),
+        "ignore_eos": (False,),
+        "use_beam_search": (False,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "add_special_tokens": (False,),
+        "echo": (False,),
+        "return_tokens_as_token_ids": (True,),
+    }
+)
+"""Fields of both bodies that are accepted with the values that ask for nothing, or for what is done anyway."""
+
+STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
+"""What ``stream_options`` may hold. The padding that OpenAI calls obfuscation is never added."""
+
+MAX_TEMPERATURE = 2.0
+"""OpenAI's own bound."""
+MAX_WHOLE = 2**63 - 1
+"""What every random generator and counter behind an engine takes."""
+MAX_TOP_K = 2**31 - 1
+"""Above any vocabulary."""
+MAX_COUNT = 128
+"""Replies to one call: OpenAI's own bound."""
+MAX_STOPS = 16
+"""Stop strings of one call; OpenAI takes 4, but harnesses for other servers send more."""
+MAX_STOP_CHARACTERS = 1000
+"""Text of this length at most is held back because it may become a stop string."""
+MAX_NAME_CHARACTERS = 256
+"""Of a model's or a tool's name."""
+LEAST_LOGPROB = -9999.0
+"""What OpenAI writes for the logprob of the impossible; JSON has no infinity."""
+
+ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        409: "conflict_error",
+        429: "rate_limit_error",
+    }
+)
+"""HTTP status → OpenAI's error type; the others are ``server_error`` from 500 on, below ``invalid_request_error``."""
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream that is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a caller wants to see of an answer besides what was said."""
+
+    logprobs: bool = False
+    token_ids: bool = False
+    """Prompt and sampled ids, by which a user checks what is captured."""
+    usage_event: bool = False
+    """Whether a stream ends with the usage."""
+
+
+PLAIN = View()
+"""What most callers want to see."""
+
+
+def read_model(fields: Fields) -> str:
+    """The name the caller has for the model; any will do, because harnesses write names into their code."""
+    name = fields.text("model", MODEL)
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise fields.invalid("model", f"a name of 1 to {MAX_NAME_CHARACTERS} characters")
+    return name
+
+
+def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
+    """The options of the sampler; how many tokens there may be is spelt differently by the two bodies."""
+    top_p = fields.number("top_p", low=0, high=1, above=True)
+    return Sampling(
+        temperature=fields.temperature(high=MAX_TEMPERATURE),
+        top_p=1.0 if top_p is None else top_p,
+        top_k=max(fields.integer("top_k", low=-1, high=MAX_TOP_K) or 0, 0),  # −1 is vLLM's way to say: off
+        max_tokens=max_tokens,
+        stops=_read_stops(fields),
+        seed=fields.integer("seed", low=0, high=MAX_WHOLE),
+        count=fields.integer("n", low=1, high=MAX_COUNT) or 1,
+    )
+
+
+def read_tools(fields: Fields, read_tool: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
+    """The tools that the model may call, none where the caller chose none; how one is written differs."""
+    tools = tuple([read_tool(tool) for tool in fields.children("tools")])
+    if len({tool.name for tool in tools}) < len(tools):
+        raise fields.invalid("tools", "tools with names of their own")
+    choice = fields.value("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise fields.unsupported("tool_choice", 'nothing here constrains what is sampled, send "auto" or "none"')
+    return () if choice == "none" else tools
+
+
+def read_view(fields: Fields, *, logprobs: bool) -> View:
+    """What to show of the answer; whether with logprobs is spelt differently by the two bodies."""
+    options = fields.child("stream_options")
+    token_ids = fields.flag("return_token_ids")
+    if options is None and not logprobs and not token_ids:
+        return PLAIN
+    if options is not None:
+        if not fields.flag("stream"):
+            raise fields.invalid("stream_options", "it only together with stream=true")
+        options.only(STREAM_OPTIONS, {"continuous_usage_stats": (False,)})
+        options.flag("include_obfuscation")
+    return View(
+        logprobs=logprobs,
+        token_ids=token_ids,
+        usage_event=options is not None and options.flag("include_usage"),
+    )
+
+
+def usage(answer: Answer) -> dict[str, Json]:
+    """What an answer cost, in tokens. No model here counts its reasoning apart."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.reused_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def fingerprint(versions: Iterable[Ids]) -> str | None:
+    """The weight versions of some tokens, ``v12``, or ``v12-v13`` where they changed; ``None`` of no token."""
+    some = [array for array in versions if len(array)]
+    if not some:
+        return None
+    low, high = min(int(array.min()) for array in some), max(int(array.max()) for array in some)
+    return f"v{low}" if low == high else f"v{low}-v{high}"
+
+
+def finish_reason(ending: Ending) -> str:
+    """Why a reply ended, in OpenAI's words: a stop string is a stop like any other."""
+    return "stop" if ending is Ending.STOP_TEXT else ending.value
+
+
+def token_name(token_id: int) -> str:
+    """What a token is called where a reply lists tokens."""
+    return f"token_id:{token_id}"
+
+
+def logprob(value: float) -> float:
+    """A logprob that JSON can carry."""
+    return max(value, LEAST_LOGPROB)
+
+
+def event(data: Mapping[str, object]) -> bytes:
+    """One server-sent event; numpy arrays are lists."""
+    return b"data: %b\n\n" % orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def refuse(refusal: Refusal) -> bytes:
+    """The body of an error."""
+    return orjson.dumps({"error": _error(refusal)})
+
+
+def failure_event(refusal: Refusal) -> bytes:
+    """An error inside a stream. No ``[DONE]`` follows: the answer is not complete."""
+    return event({"error": _error(refusal)})
+
+
+NULL: Json = {"type": "null"}
+"""Schema of null, which is the same as nothing."""
+
+
+def nullable(schema: Json) -> Json:
+    """The schema of a field that may be null."""
+    return either(schema, NULL)
+
+
+NULLABLE_OBJECT = nullable(OBJECT)
+"""Schema of advice that is passed over."""
+
+STREAM_OPTIONS_SCHEMA = nullable(record("", include_usage=nullable(FLAG), include_obfuscation=nullable(FLAG)))
+"""Schema of ``stream_options``."""
+
+SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
+    {
+        "model": nullable(bounded(MAX_NAME_CHARACTERS)),
+        "stream": nullable(FLAG),
+        "stream_options": STREAM_OPTIONS_SCHEMA,
+        "temperature": nullable(temperature(MAX_TEMPERATURE)),
+        "top_p": nullable({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+        "top_k": nullable(whole(-1, MAX_TOP_K)),
+        "seed": nullable(whole(0, MAX_WHOLE)),
+        "n": nullable(whole(1, MAX_COUNT)),
+        "stop": nullable(either(bounded(MAX_STOP_CHARACTERS), listed(bounded(MAX_STOP_CHARACTERS), most=MAX_STOPS))),
+        "return_token_ids": nullable(FLAG),
+        **dict.fromkeys(INFORMATIVE, True),
+    }
+)
+"""Schemas of the fields that both bodies have, but for those that they spell differently."""
+
+
+def neutral_schema(neutral: Mapping[str, Sequence[Json]]) -> dict[str, Json]:
+    """Schemas of fields of which only some values are accepted."""
+    return {name: {"enum": [*values, None]} for name, values in neutral.items()}
+
+
+def _error(refusal: Refusal) -> dict[str, Json]:
+    other = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {
+        "message": refusal.message,
+        "type": ERROR_TYPES.get(refusal.status, other),
+        "param": refusal.param,
+        "code": refusal.code,
+    }
+
+
+def _read_stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.value("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+        raise fields.invalid("stop", f"a string or a list of at most {MAX_STOPS}")
+    read: list[str] = []
+    for index, stop in enumerate(stops):
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_CHARACTERS:
+            where = "stop" if isinstance(value, str) else f"stop[{index}]"
+            raise fields.invalid(where, f"a string of 1 to {MAX_STOP_CHARACTERS} characters", stop)
+        read.append(stop)
+    return tuple(read)

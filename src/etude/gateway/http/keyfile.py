@@ -1,0 +1,221 @@
+"""Keys at rest: a JSON file with digests, never with secrets.
+
+    {"version": 1, "keys": [{"key_id", "digest", "scope", "label", "created", "expires",
+                             "requests_per_minute", "tokens_per_minute"}]}
+
+Owns the file's form, its replacement as a whole, and noticing that somebody replaced it. Keys of rollouts live as long
+as their sessions, in memory, and are never written. What a key may do is :mod:`etude.gateway.http.keys`' business.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from uuid import uuid4
+
+import orjson
+
+from etude.clock import unix_s
+from etude.errors import ConfigError, DamagedError
+from etude.gateway.http.keys import MAX_KEYS, Key, Keyring, Limits, Scope
+from etude.types import Json
+
+FORM = 1
+"""Of the file; another one was written by another version of étude."""
+OWNER_ONLY = 0o600
+"""Digests open nothing, but who has which keys is nobody else's business."""
+FIELDS = frozenset(
+    {"key_id", "digest", "scope", "label", "created", "expires", "requests_per_minute", "tokens_per_minute"}
+)
+"""Of one key; all are there, and no others."""
+UNREADABLE = (-1,)
+"""What is known of a file that is not there."""
+
+
+class KeyFile:
+    """One file of keys. Methods block for as long as a small file takes.
+
+    ``now`` is the reading of the ring's clock at this moment: files hold dates, rings seconds of a clock.
+    """
+
+    def __init__(self, path: Path, now: float) -> None:
+        self.path = path
+        self._unix_ahead_s = unix_s() - now
+        self._seen: tuple[int, ...] | None = None
+
+    def load(self) -> tuple[Key, ...]:
+        """The keys of the file. Raises ``ConfigError`` if it cannot be read, ``DamagedError`` if it is none of ours."""
+        try:
+            with self.path.open("rb") as file:
+                self._seen = _identity(os.fstat(file.fileno()))
+                data = file.read()
+        except OSError as error:
+            self._seen = UNREADABLE
+            raise ConfigError(
+                f"keys cannot be read from {self.path}: {error.strerror}; `etude keys add {self.path}` makes the file"
+            ) from error
+        try:
+            return self._decode(data)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise DamagedError(f"{self.path} is not a file of keys: {error}; restore it from a copy") from error
+
+    def refresh(self, ring: Keyring, now: float) -> bool:
+        """Take the file's keys into ``ring`` if it changed since it was last read; says whether it did.
+
+        Raises like :meth:`load`, once for each change; the ring then keeps what it has.
+        """
+        try:
+            found = _identity(self.path.stat())
+        except OSError:
+            found = UNREADABLE
+        if found == self._seen:
+            return False
+        keys = self.load()
+        try:
+            ring.replace(keys, now)
+        except ValueError as error:
+            raise DamagedError(f"{self.path}: {error}") from error
+        return True
+
+    def add(self, key: Key) -> None:
+        """Write a key into the file, which is made if there is none.
+
+        Raises ``ValueError`` if its id or secret is taken or there are too many keys, ``ConfigError`` while another
+        process changes the file.
+        """
+
+        def added(keys: Sequence[Key]) -> list[Key]:
+            if key.session_id is not None:
+                raise ValueError(f"key {key.key_id!r} is a rollout's: it lives in memory and dies with its session")
+            if any(other.key_id == key.key_id or other.digest == key.digest for other in keys):
+                raise ValueError(f"{self.path} has a key {key.key_id!r} already")
+            if len(keys) >= MAX_KEYS:
+                raise ValueError(f"{self.path} has {len(keys)} keys already: revoke some first")
+            return [*keys, key]
+
+        self._change(added)
+
+    def revoke(self, key_id: str) -> None:
+        """Take a key out of the file, by its id or a beginning that no other has.
+
+        Raises ``ValueError`` if it is not in there, ``ConfigError`` like :meth:`add`.
+        """
+
+        def without(keys: Sequence[Key]) -> list[Key]:
+            begun = [key for key in keys if key_id and key.key_id.startswith(key_id)]
+            meant = [key for key in begun if key.key_id == key_id] or begun
+            if len(meant) > 1:
+                raise ValueError(f"{key_id!r} begins several ids in {self.path}: say more of it")
+            rest = [key for key in keys if key not in meant]
+            if not meant:
+                raise ValueError(f"{self.path} has no key {key_id!r}: see `etude keys ls {self.path}`")
+            return rest
+
+        self._change(without)
+
+    def _change(self, change: Callable[[Sequence[Key]], Sequence[Key]]) -> None:
+        """Read, change and replace the file while no other process does."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path.with_name(f".{self.path.name}.lock")):
+            self._write(change(self.load() if self.path.exists() else ()))
+
+    def _write(self, keys: Iterable[Key]) -> None:
+        data = orjson.dumps(
+            {"version": FORM, "keys": [self._record(key) for key in keys]},
+            option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+        )
+        partial = self.path.with_name(f".{self.path.name}.{uuid4().hex}")
+        try:
+            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, OWNER_ONLY), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # a revoked key must not come back with the power
+            partial.replace(self.path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+    def _record(self, key: Key) -> dict[str, Json]:
+        expires = None
+        if key.expires_at is not None:
+            expires = datetime.fromtimestamp(round(key.expires_at + self._unix_ahead_s), UTC).isoformat()
+        return {
+            "key_id": key.key_id,
+            "digest": key.digest,
+            "scope": key.scope.value,
+            "label": key.label,
+            "created": key.created,
+            "expires": expires,
+            "requests_per_minute": key.limits.requests_per_minute,
+            "tokens_per_minute": key.limits.tokens_per_minute,
+        }
+
+    def _decode(self, data: bytes) -> tuple[Key, ...]:
+        fields = orjson.loads(data)
+        if fields["version"] != FORM:
+            raise ValueError(f"its version is {fields['version']!r}, expected {FORM}")
+        keys = tuple(self._key(record) for record in fields["keys"])
+        ids, digests = {key.key_id for key in keys}, {key.digest for key in keys}
+        if len(ids) < len(keys) or len(digests) < len(keys):
+            raise ValueError("two keys have the same id or digest")
+        if len(keys) > MAX_KEYS:
+            raise ValueError(f"it has {len(keys)} keys, more than {MAX_KEYS}")
+        return keys
+
+    def _key(self, record: Json) -> Key:
+        if not isinstance(record, dict) or record.keys() != FIELDS:
+            raise ValueError(f"a key has not exactly the fields {sorted(FIELDS)}")
+        expires = record["expires"]
+        return Key(
+            key_id=_text(record["key_id"]),
+            digest=_text(record["digest"]),
+            scope=Scope(_text(record["scope"])),
+            label=_text(record["label"]),
+            created=_text(record["created"]),
+            expires_at=None if expires is None else _unix_s(_text(expires)) - self._unix_ahead_s,
+            limits=Limits(
+                requests_per_minute=_bound(record["requests_per_minute"]),
+                tokens_per_minute=_bound(record["tokens_per_minute"]),
+            ),
+        )
+
+
+def _text(value: Json) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a text, found {value!r}")
+    return value
+
+
+def _bound(value: Json) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"expected a whole number or null, found {value!r}")
+    return value
+
+
+def _unix_s(date: str) -> float:
+    moment = datetime.fromisoformat(date)
+    if moment.tzinfo is None:
+        raise ValueError(f"date {date!r} has no time zone")
+    return moment.timestamp()
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    """Differs for any two files that were put in one place, within what a file system can tell."""
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that dies with its process."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, OWNER_ONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another process holds {path}, it is changing the keys: try again") from error
+        yield
+    finally:
+        os.close(descriptor)

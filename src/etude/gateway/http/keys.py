@@ -1,0 +1,299 @@
+"""Who may do what, and how much of it: keys, their scopes and budgets.
+
+Owns which key a secret is, what its scope allows, whose session it opens, and two token buckets for each key. Pure:
+time comes in as ``now``, on one clock for all calls. How keys are kept on disk is :mod:`etude.gateway.http.keyfile`'s.
+
+No secret is kept, only its SHA-256. A slow hash or a salt would protect secrets that can be guessed; ours have 256
+random bits, so nobody can find one that has a given digest, and a stolen file of digests opens nothing. For the same
+reason a key is simply looked up by digest: how long that takes may tell how much of the digest of a guess agrees with
+one that is known, but not how to find a secret for it.
+"""
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from etude.types import SHA256_HEX
+
+SECRET_BYTES = 32
+"""Randomness of a secret: 43 characters in base 64."""
+KEY_ID_BYTES = 6
+"""Randomness of a key's id: unique among some thousands, not secret."""
+MINUTE_S = 60.0
+"""Over which budgets are counted, and for how much of it they may be saved up."""
+OVER_BUDGET = "key_budget_exceeded"
+"""Error code of a call that its key's budget refused."""
+MAX_KEYS = 65_536
+"""Keys in a ring; sessions are bounded far below this."""
+
+
+class Scope(StrEnum):
+    """What a key is for."""
+
+    PRODUCTION = "production"
+    """A product's traffic; it has sessions of its own."""
+    ROLLOUT = "rollout"
+    """One rollout: it opens its own session and nothing else, and dies with it, or with the key that opened that."""
+    ADMIN = "admin"
+    """The people and processes that run the gateway. It does not sample: what is sampled belongs to somebody."""
+
+
+class Action(StrEnum):
+    """What can be done at a gateway."""
+
+    SAMPLE = "sample"
+    """Call the model, in a session of one's own."""
+    SESSIONS = "sessions"
+    """Open sessions, and close one's own; an admin closes any."""
+    KEYS = "keys"
+    """See, make and revoke keys."""
+    ENGINES = "engines"
+    """See, add and remove engines."""
+    METRICS = "metrics"
+    """Read the metrics."""
+
+
+ALLOWED: Mapping[Scope, frozenset[Action]] = MappingProxyType(
+    {
+        Scope.PRODUCTION: frozenset({Action.SAMPLE, Action.SESSIONS}),
+        Scope.ROLLOUT: frozenset({Action.SAMPLE}),
+        Scope.ADMIN: frozenset({Action.SESSIONS, Action.KEYS, Action.ENGINES, Action.METRICS}),
+    }
+)
+"""Scope → what its keys may do; nothing else is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a key may use up; ``None`` for no bound."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and completions together."""
+
+    def __post_init__(self) -> None:
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            bound = getattr(self, name)
+            if bound is not None and bound < 1:
+                raise ValueError(f"{name}={bound}: expected at least 1, or none for no bound")
+
+
+NO_LIMITS = Limits()
+"""As much as admission grants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key without its secret."""
+
+    key_id: str
+    """Names it in logs and lists; no secret."""
+    digest: str
+    """SHA-256 of the secret, in hex."""
+    scope: Scope
+    session_id: str | None = None
+    """The one session of a rollout's key."""
+    opener: str | None = None
+    """Id of the key that opened that session: on its account calls are made, and without it none are."""
+    limits: Limits = NO_LIMITS
+    expires_at: float | None = None
+    """On the clock of its ring; ``None``: never."""
+    created: str = ""
+    """UTC, ISO 8601, for people."""
+    label: str = ""
+    """What it is for, for people."""
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
+            raise ValueError(f"digest {self.digest!r} of key {self.key_id!r} is no SHA-256 in hex")
+        if (self.scope is Scope.ROLLOUT) != (self.session_id is not None):
+            raise ValueError(f"key {self.key_id!r} has scope {self.scope} and session {self.session_id!r}")
+        if self.opener is not None and self.session_id is None:
+            raise ValueError(f"key {self.key_id!r} has an opener, {self.opener!r}, and no session that it opened")
+
+    @property
+    def account(self) -> str:
+        """Id of the key on whose account calls are made."""
+        return self.key_id if self.opener is None else self.opener
+
+
+def new_secret(scope: Scope) -> str:
+    """A random secret. Its form, ``etude-<scope>-`` and 43 characters, is what scanners for leaked keys look for."""
+    return f"etude-{scope}-{secrets.token_urlsafe(SECRET_BYTES)}"
+
+
+def new_key_id() -> str:
+    """A random id for a key."""
+    return secrets.token_hex(KEY_ID_BYTES)
+
+
+def digest_of(secret: str) -> str:
+    """SHA-256 of a secret, in hex."""
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def may(key: Key, action: Action) -> bool:
+    """Whether the scope of ``key`` allows ``action``."""
+    return action in ALLOWED[key.scope]
+
+
+def may_enter(key: Key, session_id: str, owner: str) -> bool:
+    """Whether ``key`` may sample in an open session: it is the session's own key, or the session's owner."""
+    if not may(key, Action.SAMPLE):
+        return False
+    return session_id == key.session_id if key.scope is Scope.ROLLOUT else owner == key.key_id
+
+
+def may_close(key: Key, owner: str) -> bool:
+    """Whether ``key`` may close a session of ``owner``."""
+    return may(key, Action.SESSIONS) and (key.scope is Scope.ADMIN or owner == key.key_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bucket:
+    """A token bucket: fills up with ``per_minute`` in a minute and holds no more; may be overdrawn."""
+
+    per_minute: int
+    level: float
+    at: float
+
+    def filled(self, now: float) -> float:
+        """What is in it now."""
+        self.level = min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / MINUTE_S)
+        self.at = max(self.at, now)
+        return self.level
+
+    def wait_s(self, needed: float, now: float) -> float:
+        """Until ``needed`` are in it; 0 if they are."""
+        return max(0.0, needed - self.filled(now)) * MINUTE_S / self.per_minute
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A key and what it has left; ``None`` where it has no bound."""
+
+    key: Key
+    requests: _Bucket | None
+    tokens: _Bucket | None
+
+
+@dataclass(slots=True)
+class Keyring:
+    """The keys of a gateway, found by secret."""
+
+    _by_digest: dict[str, _Entry] = field(default_factory=dict)
+    _by_id: dict[str, _Entry] = field(default_factory=dict)
+    _by_session: dict[str, _Entry] = field(default_factory=dict)
+    _filed: frozenset[str] = frozenset()  # ids of the keys that came with replace()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter([entry.key for entry in self._by_id.values()])
+
+    def add(self, key: Key, now: float) -> None:
+        """Let a key in, with full budgets.
+
+        Raises ``ValueError`` if its id, secret or session is known, and if there are as many keys as may be.
+        """
+        if key.key_id in self._by_id or key.digest in self._by_digest or key.session_id in self._by_session:
+            raise ValueError(f"key {key.key_id!r}: there is one with this id, secret or session")
+        if len(self) >= MAX_KEYS:
+            raise ValueError(f"there are {len(self)} keys: revoke some first")
+        entry = _Entry(
+            key=key,
+            requests=_bucket(key.limits.requests_per_minute, now),
+            tokens=_bucket(key.limits.tokens_per_minute, now),
+        )
+        self._by_id[key.key_id] = self._by_digest[key.digest] = entry
+        if key.session_id is not None:
+            self._by_session[key.session_id] = entry
+
+    def revoke(self, key_id: str) -> Key | None:
+        """Let a key out; ``None`` if there is none of this id."""
+        entry = self._by_id.pop(key_id, None)
+        if entry is None:
+            return None
+        del self._by_digest[entry.key.digest]
+        if entry.key.session_id is not None:
+            del self._by_session[entry.key.session_id]
+        return entry.key
+
+    def end_session(self, session_id: str) -> Key | None:
+        """Revoke the key of a session that is over; ``None`` if it had none."""
+        entry = self._by_session.get(session_id)
+        return None if entry is None else self.revoke(entry.key.key_id)
+
+    def replace(self, keys: Iterable[Key], now: float) -> None:
+        """Let ``keys`` take the place of those that came this way before: what is in a file now, of what was.
+
+        What a key that stays has used up stays used up. A key that was added by hand and has been written since is one
+        of them. Raises ``ValueError`` if one has the id or the secret of another key, and then changes nothing.
+        """
+        wanted = {key.key_id: key for key in keys}
+        if len(self) - len(self._filed & self._by_id.keys()) + len(wanted) > MAX_KEYS:
+            raise ValueError(f"there would be more than {MAX_KEYS} keys: revoke some first")
+        for key in wanted.values():
+            for entry in (self._by_id.get(key.key_id), self._by_digest.get(key.digest)):
+                if entry is not None and entry.key.key_id not in self._filed and not _same(entry.key, key):
+                    raise ValueError(f"key {key.key_id!r} has the id or the secret of {entry.key.key_id!r}")
+        for key_id in (self._filed | wanted.keys()) & self._by_id.keys():
+            if self._by_id[key_id].key != wanted.get(key_id):
+                self.revoke(key_id)
+        for key_id in wanted.keys() - self._by_id.keys():
+            self.add(wanted[key_id], now)
+        self._filed = frozenset(wanted)
+
+    def authenticate(self, secret: str, now: float) -> Key | None:
+        """The key that has this secret and is alive, as must be who opened its session; ``None`` for anything else."""
+        entry = self._by_digest.get(digest_of(secret))
+        if entry is None:
+            return None
+        account = self._account(entry.key)
+        if account is None or (account.key.expires_at is not None and now >= account.key.expires_at):
+            return None
+        return entry.key
+
+    def refused_for_s(self, key: Key, now: float) -> float:
+        """0 lets a call go ahead and counts it as a request; anything else is when to try again, and counts nothing.
+
+        A call is let in while the key has any token left: how many it will take is not known before. What it took too
+        much is missing afterwards.
+        """
+        entry = self._account(key)
+        if entry is None:
+            return 0.0  # it was revoked while the call was being read
+        waits_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
+        if not any(waits_s) and entry.requests is not None:
+            entry.requests.level -= 1.0
+        return max(waits_s)
+
+    def spend(self, key: Key, tokens: int, now: float) -> None:
+        """Count the tokens that a call of ``key`` took."""
+        entry = self._account(key)
+        if entry is not None and entry.tokens is not None:
+            entry.tokens.filled(now)
+            entry.tokens.level -= tokens
+
+    def _account(self, key: Key) -> _Entry | None:
+        """Who pays for a key's calls, and has to be there for them."""
+        return self._by_id.get(key.account)
+
+
+def retry_after(seconds: float) -> int:
+    """Whole seconds for a ``Retry-After`` header: not less than ``seconds``, and at least 1."""
+    return max(1, math.ceil(seconds))
+
+
+def _bucket(per_minute: int | None, now: float) -> _Bucket | None:
+    return None if per_minute is None else _Bucket(per_minute=per_minute, level=per_minute, at=now)
+
+
+def _same(one: Key, other: Key) -> bool:
+    """Whether they are one key, though a file may know some fields less exactly."""
+    return (one.key_id, one.digest, one.session_id) == (other.key_id, other.digest, other.session_id)

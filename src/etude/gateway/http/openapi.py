@@ -1,0 +1,264 @@
+"""The OpenAPI 3.1 document of the gateway: what can be asked of it, and how its answers and errors look.
+
+Owns the paths, and the schemas of what those who run a gateway ask. The schema of a model call lies beside the parser
+of its dialect. The parsers are what counts; this is for those who write clients, and for tests that send what a schema
+allows and what it does not.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from etude.gateway.api import chat, completions, messages, responses
+from etude.gateway.api.calls import MODEL
+from etude.gateway.api.openai import nullable
+from etude.gateway.api.schemas import FLAG, TEXT, either, listed, record, whole, word
+from etude.gateway.api.turn_kind import KINDS
+from etude.gateway.http.key_api import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
+from etude.types import Json
+
+MEANINGS: Mapping[int, str] = MappingProxyType(
+    {
+        400: "The request cannot be read, or asks for what is not understood; the message names the field.",
+        401: "No key, or none that is known.",
+        403: "The key does not allow this.",
+        404: "There is nothing of this name, or it is another key's.",
+        408: "The body did not arrive in time.",
+        409: "The name is taken; or the wanted weight version is not served yet: see Retry-After; or a forked session "
+        "was not asked what it was asked before.",
+        413: "The body is too large.",
+        429: "Too much at a time: try again after Retry-After seconds.",
+        500: "The gateway failed, or an engine's record of what it sampled does not fit; a retry need not help.",
+        503: "No engine can answer now: try again after Retry-After seconds.",
+        504: "No answer before the deadline of the call.",
+        529: "Anthropic's number for 503.",
+    }
+)
+"""Status → what it means."""
+READING = (400, 401, 403, 404, 429, 500, 503)
+"""Errors of a request without a body."""
+WRITING = (*READING, 408, 409, 413)
+"""Errors of a request with one."""
+CALLING = (*WRITING, 504, 529)
+"""Errors of a model call."""
+
+OPENAI: Json = {"$ref": "#/components/schemas/OpenAIError"}
+ANTHROPIC: Json = {"$ref": "#/components/schemas/AnthropicError"}
+
+OPENAI_ERROR = record(
+    "error", error=record("message type code", message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT)
+)
+"""An error of OpenAI's APIs, and of what those who run the gateway ask."""
+ANTHROPIC_ERROR = record(
+    "type error", type=word("error"), error=record("type message", type=TEXT, message=TEXT), request_id=nullable(TEXT)
+)
+"""An error of Anthropic's API."""
+
+COUNT: Json = {"type": "integer", "minimum": 0}
+LABEL: Json = {"type": "string", "maxLength": MAX_TEXT}
+NAME: Json = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]*$"}
+"""What stands in a path without being escaped."""
+URL: Json = {"type": "string", "maxLength": MAX_TEXT, "pattern": "^https?://[A-Za-z0-9_.:/-]+$"}
+BUDGET = nullable(whole(1, MAX_BUDGET))
+
+NEW_SESSION = record("session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT)
+"""A session that was opened, the one key that opens it, and how many turns it begins with."""
+WANTED_SESSION = record("", fork_of=TEXT)
+"""A session that begins as another one, whose calls are to be made again and are answered as they were."""
+KEY = record(
+    "key_id scope",
+    key_id=TEXT,
+    scope=word("production", "rollout", "admin"),
+    label=TEXT,
+    created=TEXT,
+    expires_s=nullable({"type": "number"}),
+    session_id=nullable(TEXT),
+    requests_per_minute=BUDGET,
+    tokens_per_minute=BUDGET,
+    api_key=TEXT,
+)
+"""A key; its secret is there once only, when it is made."""
+WANTED_KEY = record(
+    "scope",
+    scope=word("production", "admin"),
+    label=nullable(LABEL),
+    expires_s=nullable({"type": "number", "exclusiveMinimum": 0, "maximum": MAX_AGE_S}),
+    requests_per_minute=BUDGET,
+    tokens_per_minute=BUDGET,
+)
+"""A key to be made. Rollouts' keys are made with their sessions."""
+ENGINE = record(
+    "name url region state reason inflight version digest running waiting",
+    name=TEXT,
+    url=TEXT,
+    region=TEXT,
+    state=word("healthy", "suspect", "stale", "dead"),
+    reason=TEXT,
+    inflight=COUNT,
+    version=nullable(COUNT),
+    digest=nullable(TEXT),
+    running=nullable(COUNT),
+    waiting=nullable(COUNT),
+)
+"""An engine, as the gateway sees it."""
+ENGINES = record("engines", engines=listed(ENGINE))
+WANTED_ENGINE = record("name url", name=NAME, url=URL, region=nullable(LABEL))
+"""An engine to be added."""
+HEALTH = record(
+    "engine engines draining inflight sessions",
+    engine=nullable(record("version digest", version=COUNT, digest=TEXT)),
+    engines={"type": "object", "additionalProperties": COUNT},
+    draining=FLAG,
+    inflight=COUNT,
+    sessions=COUNT,
+)
+"""The oldest weights that a healthy engine serves, engines by state, calls in flight, open sessions."""
+
+
+def document() -> dict[str, Json]:
+    """The whole document, ready to be written as JSON."""
+    calls = _call_paths()
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "étude gateway",
+            "version": "1",
+            "description": "A model behind the APIs of OpenAI and Anthropic; every sampled token is kept for training.",
+        },
+        "security": [{"bearer": []}, {"x-api-key": []}],
+        "paths": {**calls, **_below_session(calls), **_control_paths(), **_open_paths()},
+        "components": {
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+            "schemas": {"OpenAIError": OPENAI_ERROR, "AnthropicError": ANTHROPIC_ERROR},
+        },
+    }
+
+
+def _call_paths() -> dict[str, dict[str, Json]]:
+    """What harnesses ask."""
+    chosen = _shape("id object created model choices usage")
+    responded = _shape("id object created_at status model output usage")
+    said = _shape("id type role content model stop_reason usage")
+    either_error = either(OPENAI, ANTHROPIC)  # by what the client says it is
+    tokens = _content(record("input_tokens", input_tokens=COUNT))
+    counted = _operation("How many tokens a prompt has", tokens, (*WRITING, 529), ANTHROPIC)
+    listing = _operation("The models there are", _content(_shape("object data has_more")), READING, either_error)
+    fared = _content(record("calls waited_s unserved", calls=COUNT, waited_s={"type": "number"}, unserved=FLAG))
+    waits = _operation("How long the calls of a session waited for engines", fared, READING, either_error)
+    model = _operation("One model", _content(_shape("id object created type display_name")), READING, either_error)
+    return {
+        chat.DIALECT.path: _call("OpenAI's chat completions", chat.SCHEMA, chosen),
+        completions.DIALECT.path: _call("OpenAI's completions of a raw prompt", completions.SCHEMA, chosen),
+        responses.DIALECT.path: _call("OpenAI's responses", responses.SCHEMA, responded),
+        messages.DIALECT.path: _call("Anthropic's messages", messages.SCHEMA, said, ANTHROPIC),
+        messages.COUNT_PATH: {"post": {**counted, "requestBody": _body(messages.COUNT_SCHEMA)}},
+        "/v1/models": {"get": listing},
+        "/v1/models/{model}": {"parameters": [_in_path("model", word(MODEL))], "get": model},
+        "/v1/waits": {"get": waits},
+    }
+
+
+def _below_session(paths: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:
+    """The same paths in a session: named by its id, or by its key, which then is the only one that is needed."""
+    found: dict[str, Json] = {}
+    for path, item in paths.items():
+        parameters = item.get("parameters", [])
+        assert isinstance(parameters, list), "the parameters of a path are a list"
+        operations = {name: value for name, value in item.items() if name != "parameters"}
+        found[f"/s/{{session}}{path}"] = {**operations, "parameters": [_in_path("session", NAME), *parameters]}
+    return found
+
+
+def _control_paths() -> dict[str, Json]:
+    """What those who run the gateway ask."""
+    opened = _operation("Open a session", _content(NEW_SESSION), WRITING)
+    closed = _operation("Close a session, for its turns", _content({}, "application/octet-stream"), READING)
+    made = _operation("Make a key; its secret is shown this once", _content(KEY), WRITING)
+    added = _operation("Add an engine", _content(ENGINE), WRITING)
+    removed = _operation("Take an engine out: it gets no new calls", _content(ENGINES), READING)
+    return {
+        "/sessions": {"post": {**opened, "requestBody": _body(WANTED_SESSION, required=False)}},
+        "/sessions/{id}": {"parameters": [_in_path("id", NAME)], "delete": closed},
+        "/keys": {
+            "get": _operation("All keys", _content(record("keys", keys=listed(KEY))), READING),
+            "post": {**made, "requestBody": _body(WANTED_KEY)},
+        },
+        "/keys/{id}": {
+            "parameters": [_in_path("id", NAME)],
+            "delete": _operation("Revoke a key", _content(KEY), READING),
+        },
+        "/engines": {
+            "get": _operation("All engines", _content(ENGINES), READING),
+            "post": {**added, "requestBody": _body(WANTED_ENGINE)},
+        },
+        "/engines/{name}": {"parameters": [_in_path("name", NAME)], "delete": removed},
+        "/metrics": {"get": _operation("For Prometheus", _content(TEXT, "text/plain"), READING)},
+    }
+
+
+def _open_paths() -> dict[str, Json]:
+    """What anybody may ask."""
+    well, sick = _response("Calls are answered", _content(HEALTH)), _response("They are not", _content(HEALTH))
+    described = _operation("What this gateway understands", _content(_shape("openapi info paths")), (500,))
+    return {
+        "/healthz": {
+            "get": {"summary": "How it is", "responses": {"200": well, "503": sick}, "security": []},
+        },
+        "/openapi.json": {"get": {**described, "security": []}},
+    }
+
+
+def _call(summary: str, request: Json, answer: Json, error: Json = OPENAI) -> dict[str, Json]:
+    """A model call: a conversation in, an answer out, whole or as events."""
+    operation = _operation(summary, {**_content(answer), **_content(TEXT, "text/event-stream")}, CALLING, error)
+    return {"post": {**operation, "parameters": _headers(), "requestBody": _body(request)}}
+
+
+def _operation(summary: str, content: Json, errors: Sequence[int], error: Json = OPENAI) -> dict[str, Json]:
+    answers: dict[str, Json] = {"200": _response("As asked", content)}
+    answers |= {str(status): _response(MEANINGS[status], _content(error)) for status in errors}
+    return {"summary": summary, "responses": answers}
+
+
+def _response(description: str, content: Json) -> Json:
+    return {"description": description, "content": content}
+
+
+def _content(schema: Json, media: str = "application/json") -> dict[str, Json]:
+    return {media: {"schema": schema}}
+
+
+def _body(schema: Json, *, required: bool = True) -> Json:
+    return {"required": required, "content": _content(schema)}
+
+
+def _shape(fields: str) -> Json:
+    """An object that has these fields, and maybe others: what is in them is their API's reference's to say."""
+    required: list[Json] = [*fields.split()]
+    return {"type": "object", "required": required}
+
+
+def _in_path(name: str, schema: Json) -> Json:
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _headers() -> list[Json]:
+    """Headers of a model call, all of them optional."""
+    digits, visible = "[0-9]{1,9}", "[!-~]+"
+    return [
+        _header("X-Etude-Session", "A session of this key, by a name of the caller's.", NAME),
+        _header("X-Etude-Min-Version", "The oldest weight version that may answer.", _pattern(digits)),
+        _header("X-Etude-Deadline-S", "Seconds until an answer is of no use.", _pattern(f"{digits}(\\.{digits})?")),
+        _header("X-Etude-Turn", "What the call is for; a summary is recorded as one.", word(*KINDS)),
+        _header("X-Request-Id", "Random, the same with each retry; it gets the recorded answer.", _pattern(visible)),
+    ]
+
+
+def _header(name: str, description: str, schema: Json) -> Json:
+    return {"name": name, "in": "header", "description": description, "schema": schema}
+
+
+def _pattern(spelt: str) -> Json:
+    return {"type": "string", "pattern": f"^{spelt}$", "maxLength": MAX_TEXT}

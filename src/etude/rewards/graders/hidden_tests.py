@@ -1,0 +1,360 @@
+"""The reward of a task with hidden test files: judged where the agent has never been, by means it cannot know.
+
+    agent's world ──export──▶ artefacts ──carry──▶ base world: the original image and what is carried, nothing else
+                                                    ├─fork─▶ plain paper: every named test has to pass
+                                                    ├─fork─▶ probes: arguments in, results out      (if there are any)
+                                                    └─fork─▶ mixed papers: canaries among them; which, is drawn
+
+Hidden tests come into a fork after the artefacts and never into another place. What is printed is not read. A test
+counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
+tests it, so a reward takes that no canary passed (:mod:`etude.rewards.graders.test_plans`). Only work that passes every
+test is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task
+in a world that nobody has touched: none of which anything passes there. Where there is neither a canary nor a probe,
+nothing could prove any work, so that there is no reward, not even of zero.
+
+Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
+tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
+passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
+:class:`~etude.errors.SandboxError`, and no reward at all. Where only time was short, machines are slower here than
+where the task was made, an emulated processor perhaps, or busy: the work is judged again with as much time as the
+untouched world took. The task keeps that until it is measured anew, which is when its tests next run out of time.
+
+An agent that takes up all of the room that its work is given here has itself to blame
+(:class:`~etude.errors.AgentFault`).
+
+Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
+knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
+"""
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+from etude.errors import AgentFault, SandboxError, Unsupported
+from etude.protocols import HarnessResult, Images, Reward, Sandbox, SandboxProvider
+from etude.rewards.graders.artefacts import Ground, carry
+from etude.rewards.graders.functions import SUBMITTED
+from etude.rewards.graders.probes import check_interpreter, count_passed
+from etude.rewards.graders.test_plans import Paper, Papers, module_of, test_of
+from etude.rewards.graders.test_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
+from etude.sandbox_spec import SandboxSpec, World
+from etude.sandboxes.images.archives import Entry, read_archive, write_archive
+from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.types import Task, TestChecks
+
+ARTEFACT_LIMIT_BYTES = 64 << 20
+ARCHIVE_LIMIT_BYTES = 1 << 40
+"""Of what is written again: as much as was read, which was limited."""
+PREPARE_TIMEOUT_S = 60.0
+"""For a world to be made ready."""
+GRACE_S = 600.0
+"""How much longer than its grading a world may live."""
+PACE = 4.0
+"""How many times more time a task's tests are given, again and again, until they take as long as on a slow machine."""
+SOUND_TASKS = 4096
+"""Tasks that are remembered to run in an untouched world."""
+
+
+class _TooSlow(Exception):
+    """A world that nobody has touched takes longer for its tests than the agent's was given."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"{timeout_s:g} s are what it takes")
+        self.timeout_s = timeout_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untouched:
+    """Result of a task's tests in a world that nobody has touched."""
+
+    needed_s: float
+    """Seconds that they may take here."""
+    idle: frozenset[str]
+    """Node ids, without parameters, of which something passed."""
+
+
+class HiddenTestGrader:
+    """Grades by :class:`~etude.types.TestChecks`; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(
+        self,
+        sandboxes: SandboxProvider,
+        images: Images,
+        *,
+        slack_s: float = 900.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        """``sandboxes`` stay the caller's to close; they must be able to fork.
+
+        ``slack_s`` is what a grading may take beyond the task's own time (``rollouts.grading_timeout_s``): half of it
+        is for tests on a slow machine, the rest for worlds to be made. ``rng`` draws canaries (default: the system's
+        own randomness).
+        """
+        self._sandboxes = sandboxes
+        self._images = images
+        self._slack_s = slack_s
+        self._rng = rng or random.SystemRandom()
+        self._sound: OrderedDict[str, Untouched] = OrderedDict()
+        """By task."""
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
+
+        Parts: ``about_passed`` and ``others_passed``, shares of the named tests; ``probes_passed``, a share of calls,
+        where the task has probes; ``canaries_refused``, a share, where canaries were sat; ``cheat_canary``, 1 if one
+        passed; ``artefacts_left``, the number of files that were not taken along; ``submitted``, 0 or 1; or, beside
+        the last one, ``artefacts_refused`` alone, 1 where there was too much to take along, or nothing that can be.
+        The shares alone prove nothing: without canaries a test may have been made to pass.
+
+        Raises :class:`~etude.errors.SandboxError` for trouble of ours, also for a task that cannot be graded, and
+        :class:`~etude.errors.ConfigError` for an image that is gone.
+        """
+        left: tuple[Entry, ...] | None = None
+        with suppress(ValueError):  # once for all runs: that sandbox need not live as long as they take
+            left = await _artefacts(sandbox, task)
+        known = self._sound.get(task.task_id)
+        timeout_s = known.needed_s if known else _test_checks(task).timeout_s
+        while True:
+            try:
+                return await self._grade(task, left, timeout_s, submitted=float(result.reason == SUBMITTED))
+            except _TooSlow as slow:
+                timeout_s = slow.timeout_s
+
+    async def guarded(self, task: Task) -> frozenset[str]:
+        """The node ids that can be canaries. A task that has none, and no probe, cannot be graded.
+
+        Raises :class:`~etude.errors.SandboxError`, also for tests that do not run in a world that nobody has touched.
+        """
+        async with self._untouched(task) as world:
+            seen = await _read_modules(world, _test_checks(task))
+        return (await self._papers(task, seen, math.inf)).guarded
+
+    async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Reward:
+        """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
+        the tests.
+
+        Raises :class:`_TooSlow`.
+        """
+        checks = _test_checks(task)
+        async with self._untouched(task) as base:
+            seen = await _read_modules(base, checks)
+            try:
+                original = await _artefacts(base, task)
+            except (ValueError, AgentFault) as error:
+                raise SandboxError(
+                    f"task {task.task_id} ({task.template}): its artefacts {list(checks.artefacts)} cannot be carried "
+                    f"even as they were: {error}; name only what an agent has to change, or set the task aside"
+                ) from error
+            dropped = None
+            if left is not None:
+                with suppress(ValueError):
+                    dropped = await _furnish(base, checks, original, left)
+            if dropped is None:
+                return Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
+            findings = await self._examine(task, base, seen, timeout_s)
+        parts = {**findings.parts(checks), "artefacts_left": float(dropped), "submitted": submitted}
+        return Reward(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
+
+    async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
+        """Sit one paper after another, as long as all is well; ``seen`` are the test modules that the agent had."""
+        checks = _test_checks(task)
+        if not checks.probes and not (await self._papers(task, seen, timeout_s)).guarded:
+            raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
+        plain = await _sit(base, task, Paper(real=frozenset(checks.must_pass)), timeout_s)
+        if not plain.passed or plain.result.timed_out:
+            await self._check_sound(task, timeout_s, has_time=not plain.result.timed_out)
+        findings = Findings(passed=plain.passed)
+        if checks.probes:
+            findings = replace(findings, probed=await _probe(base, checks, timeout_s))
+        if not findings.passed.issuperset(checks.must_pass):
+            return findings
+        papers = await self._papers(task, seen, timeout_s)
+        for _ in range(papers.mixed_papers):
+            if not findings.is_proved(checks):
+                break
+            paper = papers.mixed()
+            report = await _sit(base, task, paper, timeout_s)
+            if not report.started or report.result.timed_out:
+                await self._check_sound(task, timeout_s, has_time=False)
+            findings = findings.with_paper(paper, report)
+        return findings
+
+    async def _papers(self, task: Task, seen: Mapping[str, str], timeout_s: float) -> Papers:
+        """Raises as :meth:`_check_sound` does."""
+        checks = _test_checks(task)
+        idle = (await self._check_sound(task, timeout_s, has_time=True)).idle
+        return Papers(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
+
+    async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
+        """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
+
+        :class:`_TooSlow` if they take longer there than ``timeout_s``. Asked once per task; without ``has_time``
+        always, since a machine may be too busy now.
+        """
+        if has_time and task.task_id in self._sound:
+            return self._sound[task.task_id]
+        checks = _test_checks(task)
+        longest_s = checks.timeout_s * (1 + self._slack_s / 2 / checks.grading_s)
+        async with self._untouched(task) as world:
+            try:
+                report = await _run(world, task, Paper(), longest_s)
+            except AgentFault as fault:  # where no agent was
+                raise SandboxError(f"the world of task {task.task_id} is too small for its tests: {fault}") from fault
+        others = checks.must_pass[checks.about :]
+        in_time = report.ended and not report.result.timed_out
+        if not (report.started and in_time and (not others or report.passed.intersection(others))):
+            more = ", or raise rollouts.grading_timeout_s: machines are slow" if report.result.timed_out else ""
+            raise SandboxError(
+                f"the hidden tests of task {task.task_id} ({task.template}) do not run in a world that nobody has "
+                f"touched (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
+                f"set it aside{more}\n{report.tail}"
+            )
+        needed_s = checks.timeout_s
+        while needed_s < report.result.seconds:
+            needed_s *= PACE
+        names = frozenset(map(test_of, checks.must_pass))
+        untouched = Untouched(needed_s=min(needed_s, longest_s), idle=report.passed & names)
+        self._sound[task.task_id] = untouched
+        if len(self._sound) > SOUND_TASKS:
+            self._sound.popitem(last=False)
+        if untouched.needed_s > timeout_s:
+            raise _TooSlow(untouched.needed_s)
+        return untouched
+
+    @asynccontextmanager
+    async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
+        """A world of the task as its agent found it."""
+        world = task.world or World()
+        spec = replace(self._spec(world), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
+        if not world.services:
+            sandbox = await self._sandboxes.create(task.files, spec)
+        elif isinstance(self._sandboxes, ServicedSandboxes):
+            sandbox = await self._sandboxes.create(task.files, spec, world.services)
+        else:
+            raise Unsupported(f"task {task.task_id} has services: grade it in ServicedSandboxes")
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    def _spec(self, world: World) -> SandboxSpec:
+        return world_spec(world, self._images.open(world.image) if world.image else None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What has been seen of one agent's work so far."""
+
+    passed: frozenset[str]
+    """Node ids that passed wherever they were real."""
+    probed: int = 0
+    """Calls of probes that returned what they should."""
+    canaries: int = 0
+    """Canaries sat."""
+    cheated: frozenset[str] = frozenset()
+    """Node ids whose canaries passed, as they themselves did."""
+
+    def with_paper(self, paper: Paper, report: Report) -> "Findings":
+        """What is known after another paper. A run that did not even start has proved nothing, so nothing passed."""
+        return replace(
+            self,
+            passed=self.passed - (paper.real - report.passed) if report.started else frozenset(),
+            canaries=self.canaries + len(paper.canaries),
+            cheated=self.cheated | (paper.canaries & report.passed),
+        )
+
+    def is_proved(self, checks: TestChecks) -> bool:
+        """Whether every test and every probe passed, and no canary did."""
+        is_complete = self.passed.issuperset(checks.must_pass) and self.probed == _calls(checks)
+        return is_complete and not self.cheated
+
+    def parts(self, checks: TestChecks) -> dict[str, float]:
+        """As figures."""
+        about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
+        parts = {"about_passed": _share(about, self.passed), "others_passed": _share(others, self.passed)}
+        if checks.probes:
+            parts["probes_passed"] = self.probed / max(_calls(checks), 1)
+        if self.canaries:
+            parts["canaries_refused"] = 1 - len(self.cheated) / self.canaries
+        parts["cheat_canary"] = float(bool(self.cheated))
+        return parts
+
+
+async def _artefacts(world: Sandbox, task: Task) -> tuple[Entry, ...]:
+    """What lies where a task's artefacts are. ``ValueError`` for what cannot be carried."""
+    return read_archive(await world.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
+
+
+async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
+    """Put the agent's files into an untouched world; returns how many were left behind.
+
+    ``ValueError`` for files that cannot be there.
+    """
+    ground = Ground.of((*checks.files, *map(module_of, checks.must_pass)), checks.command)
+    carried = carry(original, agents, ground)
+    tar = write_archive(carried.entries, ARCHIVE_LIMIT_BYTES)
+    if carried.removed:
+        names = "\0".join(carried.removed)
+        done = await base.exec(["xargs", "-0", "rm", "-rf", "--"], stdin=names, timeout_s=PREPARE_TIMEOUT_S)
+        if done.exit_code != 0:
+            raise SandboxError(f"a world to grade in could not be made ready: {done.stderr.strip()[-200:]}")
+    await base.load(tar)
+    return len(carried.left)
+
+
+async def _sit(base: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
+    """Run the tests of a paper in a fork of ``base``."""
+    (fork,) = await base.fork()
+    try:
+        return await _run(fork, task, paper, timeout_s)
+    finally:
+        await fork.close()
+
+
+async def _run(world: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
+    """Put the hidden tests into a world, as a paper has them, and run them there."""
+    checks = _test_checks(task)
+    if len(checks.must_pass) > REPORT_LIMIT:
+        raise SandboxError(f"task {task.task_id} names {len(checks.must_pass)} tests, at most {REPORT_LIMIT}: split it")
+    run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
+    for path, text in {**checks.files, **paper.files, **run.files}.items():
+        await world.write_file(path, text)
+    done = await world.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
+    return run.read(done, paper.canaries.union(checks.must_pass, map(test_of, checks.must_pass)))
+
+
+async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
+    """Count the calls of probes that return what they should, in a fork that has no test."""
+    (fork,) = await base.fork()
+    try:
+        return await count_passed(fork, checks.probes, timeout_s)
+    finally:
+        await fork.close()
+
+
+async def _read_modules(base: Sandbox, checks: TestChecks) -> dict[str, str]:
+    """The modules that an agent finds where the hidden ones will be; and see that the world can be probed."""
+    seen: dict[str, str] = {}
+    for path in checks.files:
+        with suppress(ValueError):
+            seen[path] = await base.read_file(path) or ""
+    if checks.probes:
+        await check_interpreter(base)
+    return seen
+
+
+def _test_checks(task: Task) -> TestChecks:
+    if not isinstance(task.checks, TestChecks):
+        raise ValueError(f"task {task.task_id} has {type(task.checks).__name__}: this grader takes TestChecks")
+    return task.checks
+
+
+def _calls(checks: TestChecks) -> int:
+    return sum(len(probe.cases) for probe in checks.probes)
+
+
+def _share(nodes: Sequence[str], passed: frozenset[str]) -> float:
+    return sum(node in passed for node in nodes) / len(nodes) if nodes else 1.0

@@ -1,0 +1,219 @@
+"""The reward of a database migration: does the database hold, and refuse, what it should once it was applied?
+
+    agent's world ──migration.sql, as text──▶ a new world ── unseen rows ── migration ── questions
+
+Only the migration is taken over. It is applied to a fresh copy of the database, with rows that the agent has not seen,
+as the role that owns it and has no other rights; questions are asked by a role that did not exist when it ran. Names in
+a question mean PostgreSQL's own functions, operators, casts and catalogues and nothing that the migration made: tables
+are named with their schema, settings of the database are cleared and pinned, and pinned again after each setup, which
+may have fired triggers. Each question has a connection and a transaction of its own, which is rolled back.
+
+Owns the order of things and the verdict. Messages are :mod:`etude.rewards.graders.postgres_client`'s, databases
+:mod:`etude.sandboxes.services`', what is asked is the task's.
+"""
+
+import inspect
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.errors import SandboxError
+from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.rewards.graders import postgres_client
+from etude.rewards.graders.postgres_client import LOST, Step
+from etude.sandbox_spec import SandboxSpec, World
+from etude.sandboxes.function_calls import same_value
+from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, ServicedSandboxes, world_spec
+from etude.types import Json, Query, QueryChecks, Task
+
+SUBMITTED = "submit"
+"""The one reason for stopping that asks for a reward."""
+MIGRATION_CHARACTERS = 1 << 18
+"""A hundred times what a migration takes; a longer one is not applied."""
+MIGRATION_TIMEOUT_S = 30.0
+"""A thousand times what a right migration of a task takes."""
+QUESTION_TIMEOUT_S = 5.0
+GRACE_S = 20.0
+"""Beyond the steps' own deadlines: for the client to start and to write its answers."""
+ATTEMPTS = 2
+"""A server that dies under a migration may have died of something else; one that dies twice has died of it."""
+SERVER_GONE = frozenset({LOST, "57P01", "57P02", "57P03"})
+"""States that say that no server answers: a broken connection, a shutdown, a crash, a recovery."""
+
+OWNER_SETTINGS = {"statement_timeout": f"{MIGRATION_TIMEOUT_S:.0f}s", "client_min_messages": "error"}
+PINNED = {
+    "search_path": "pg_catalog, pg_temp",
+    "DateStyle": "ISO, YMD",
+    "IntervalStyle": "postgres",
+    "TimeZone": "UTC",
+    "bytea_output": "hex",
+    "extra_float_digits": "1",
+    "standard_conforming_strings": "on",
+    "transform_null_equals": "off",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    "client_min_messages": "error",
+    "statement_timeout": f"{QUESTION_TIMEOUT_S:.0f}s",
+}
+"""Settings of whoever asks; those that a session starts with outrank those of the database."""
+PIN = "SELECT " + ", ".join(f"pg_catalog.set_config('{name}', '{value}', true)" for name, value in PINNED.items())
+"""Again, after SQL that may have run functions of the migration's: they can change settings, too."""
+NOW = "SET CONSTRAINTS ALL IMMEDIATE"
+"""What a deferred constraint has to say, it says here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one attempt found out."""
+
+    applied: bool
+    right: int
+    """Questions with the right answer."""
+    gone: bool
+    """Whether the server died on the way."""
+
+
+class QueryGrader:
+    """Rewards 1 for a submitted migration after which every question has the right answer.
+
+    Implements :class:`~etude.protocols.Grader` for tasks with :class:`~etude.types.QueryChecks`.
+    """
+
+    def __init__(self, sandboxes: ServicedSandboxes, *, spec_of: Callable[[World], SandboxSpec] = world_spec) -> None:
+        """``sandboxes`` stays the caller's to close; ``spec_of`` knows the images that worlds refer to."""
+        self._sandboxes = sandboxes
+        self._spec_of = spec_of
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """Apply the migration to a fresh database and ask: 1.0 if the agent submitted and all is right, else 0.0.
+
+        Parts: ``applied``, 0 or 1; ``queries_right``, the share of questions that were answered right, 0 if it was not
+        applied; ``submitted``. A migration that is missing, fails, hangs, leaves a transaction open or takes the server
+        down with it is not applied. Raises :class:`~etude.errors.SandboxError` when no database comes up, and like
+        ``sandboxes``; ``ValueError`` for a task without a world or with other checks.
+        """
+        checks, world = task.checks, task.world
+        if not isinstance(checks, QueryChecks) or world is None or not (asked := len(checks.queries)):
+            raise ValueError(f"task {task.task_id} of family {task.family!r} has no database to ask")
+        try:
+            text = await sandbox.read_file(checks.path)
+        except ValueError:
+            text = None  # a folder, a link out of the world, a device
+        verdict = Verdict(False, 0, False)
+        if text is not None and len(text) <= MIGRATION_CHARACTERS and "\0" not in text:
+            verdict = await self._judge(checks, world, text)
+        submitted = result.reason == SUBMITTED
+        return Reward(
+            value=float(submitted and verdict.applied and verdict.right == asked),
+            parts={
+                "applied": float(verdict.applied),
+                "queries_right": verdict.right / asked,
+                "submitted": float(submitted),
+            },
+        )
+
+    async def _judge(self, checks: QueryChecks, world: World, migration: str) -> Verdict:
+        steps = migration_steps(checks, migration, f"asker_{secrets.token_hex(8)}")
+        for _ in range(ATTEMPTS):
+            fresh = await self._sandboxes.create({}, self._spec_of(world), world.services)
+            try:
+                check_ours(await _answers(fresh, [unseen_step(checks)]))
+                verdict = judge(checks, await _answers(fresh, steps))
+            finally:
+                await fresh.close()
+            if not verdict.gone:
+                break
+        return verdict
+
+
+def unseen_step(checks: QueryChecks) -> Step:
+    """What is done with a fresh database before the migration: its rows give way to those that are unseen."""
+    timeout_s = 2 * MIGRATION_TIMEOUT_S
+    return _step(
+        OWNER, DATABASE, PINNED | {"search_path": "public", "statement_timeout": "0"}, [checks.unseen], timeout_s
+    )
+
+
+def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[Step]:
+    """What is done with the database then, in order: the migration, the asker's role, a step for each question."""
+    role = f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
+    return [
+        _step(OWNER, DATABASE, OWNER_SETTINGS, [migration], MIGRATION_TIMEOUT_S),
+        _step(SUPERUSER, "postgres", PINNED, [f"ALTER DATABASE {DATABASE} RESET ALL", role], MIGRATION_TIMEOUT_S),
+        *(
+            _step(asker, DATABASE, PINNED, _question(query), QUESTION_TIMEOUT_S, vital=False)
+            for query in checks.queries
+        ),
+    ]
+
+
+def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
+    """Raise :class:`~etude.errors.SandboxError` unless :func:`unseen_step` succeeded: no migration has run yet, so
+    whatever is wrong is wrong with the sandbox or the task.
+    """
+    if not answers:
+        raise SandboxError("a grading sandbox could not ask its database: is python3 in its base system?")
+    if answers[0]["state"]:
+        raise SandboxError(f"the unseen rows of a task were refused: {answers[0]['state']} {answers[0]['message']}")
+
+
+def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> Verdict:
+    """What the answers to :func:`migration_steps` say; ``None`` stands for a client that did not live to write them.
+
+    Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
+    """
+    gone = not answers or any(answer["state"] in SERVER_GONE for answer in answers)
+    if not answers or gone or answers[0]["state"] or answers[0]["open"]:
+        return Verdict(False, 0, gone)
+    _, role, *answered = answers
+    if role["state"]:
+        raise SandboxError(f"no role to ask a migrated database: {role['state']} {role['message']}")
+    right = sum(is_right(query, answer) for query, answer in zip(checks.queries, answered, strict=True))
+    return Verdict(True, right, False)
+
+
+def is_right(query: Query, answer: dict[str, Json]) -> bool:
+    """Whether a question was answered with the rows, or refused for the reason, that it should be."""
+    if query.fails_with:
+        return answer["state"] == query.fails_with and answer["done"] == len(_question(query)) - 1
+    rows: Json = [list(row) for row in query.rows]
+    return not answer["state"] and not answer["cut"] and same_value(answer["rows"], rows)
+
+
+def _question(query: Query) -> list[str]:
+    """The scripts of one question; the last one asks."""
+    setup = [f"{query.setup}\n;{NOW};{PIN}"] if query.setup else []
+    return ["BEGIN", *setup, f"{query.sql}\n;{NOW}"]
+
+
+def _step(
+    user: str, database: str, settings: dict[str, str], scripts: list[str], timeout_s: float, *, vital: bool = True
+) -> Step:
+    return {
+        "user": user,
+        "database": database,
+        "settings": settings,
+        "scripts": scripts,
+        "timeout_s": timeout_s,
+        "vital": vital,
+    }
+
+
+async def _answers(sandbox: Sandbox, steps: Sequence[Step]) -> list[dict[str, Json]] | None:
+    """The answers to some steps, or ``None`` if the client in there did not live to write them all."""
+    file = f".answers-{secrets.token_hex(8)}"
+    timeout_s = sum(step["timeout_s"] for step in steps) + GRACE_S
+    command = ["python3", "-I", "-S", "-c", inspect.getsource(postgres_client), SOCKETS, file]
+    await sandbox.exec(command, stdin=json.dumps(steps), timeout_s=timeout_s)
+    return read_answers(await sandbox.read_file(file))
+
+
+def read_answers(written: str | None) -> list[dict[str, Json]] | None:
+    """The answers that a client wrote; ``None`` if it did not, or they cannot be read: cut off, as by a full disk, or
+    rows of JSON nested a thousand levels deep.
+    """
+    try:
+        return None if written is None else json.loads(written)
+    except (ValueError, RecursionError):
+        return None

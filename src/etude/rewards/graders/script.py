@@ -1,0 +1,353 @@
+"""The reward of a task that brings its own verifier: a program that writes a reward file (Harbor).
+
+    agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root     (for each run)
+                                                            ├── reward files cleared, /tests put in place
+                                                            ├── verifier, with its own deadline
+                                                            ├── what it left running is killed
+                                                            └── /logs/verifier/reward.json or reward.txt
+
+The agent has never been where it is graded; of its world the verifier sees the artefacts alone, as the agent left them:
+what it deleted of them is deleted there, too, and links that lead elsewhere are left behind. What the verifier prints
+is its log, never a verdict.
+
+Who is to blame for a verifier that crashes, hangs or writes no reward? Once per task the verifier is run in a world
+that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with its log,
+and the task is to be set aside. If it does, what differs is the agent's work: it is graded once more, and when there is
+no verdict again the reward is 0 with the part ``verified`` at 0. So nobody gains by breaking the verifier, and nobody
+pays for a verifier that was broken before.
+
+A verdict is as good as its verifier: one that runs the agent's code as root, or in its own process, can be told
+anything by it. ``/tests`` and ``/logs`` are root's and nobody else's to write, and the working folder is the user
+``agent``'s, so a verifier that runs what the agent left as ``agent`` keeps its word to itself.
+
+Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified again,
+each time in another fresh world, as it was or with a test made to fail (:mod:`etude.rewards.graders.canaries`), by a
+coin that falls on either side. It must be paid the same for the one, and less, by a step of what the task pays, for the
+other. Code that cannot tell which is which, and would be paid all the same, is right one time in 2^runs − 1, and gets 0
+else.
+:class:`~etude.types.TestChecks` are the stronger form.
+"""
+
+import asyncio
+import errno
+import json
+import math
+import os
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+from typing import Literal
+
+from etude.errors import AgentFault, ConfigError, SandboxError
+from etude.protocols import ExecResult, HarnessResult, Images, Reward, Sandbox, SandboxProvider
+from etude.rewards.graders.canaries import TestSource
+from etude.rewards.graders.functions import SUBMITTED
+from etude.sandbox_spec import SandboxSpec, World
+from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
+from etude.sandboxes.services import world_spec
+from etude.types import Json, ScriptChecks, Task
+
+TESTS, LOGS = "/tests", "/logs/verifier"
+REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
+"""Where a verifier writes its verdict; JSON is looked for first."""
+REWARD_LIMIT_CHARACTERS = 64 << 10
+"""Of a reward file."""
+PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
+"""Of a reward's parts, and of the name of one."""
+ARTEFACT_LIMIT_BYTES = 256 << 20
+PREPARE_TIMEOUT_S = 60.0
+"""For a world to be made ready; removing a large working folder takes a while."""
+GRACE_S = 300.0
+"""How much longer than its verifier a world may live."""
+LOG_CHARACTERS = 2000
+"""Of a verifier's output, in an error."""
+SIGNALS = range(129, 129 + 64)
+"""Exit codes of a program that a signal ended."""
+CANARY_RUNS = 4
+"""Runs of a verifier with a canary over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for them."""
+ROUNDING = 1e-6
+"""Largest distance of a reward that was written as a decimal from the one that the task names."""
+STANDINGS = 4096
+"""Tasks whose verifiers' standing is remembered."""
+OPEN_GIT: Mapping[str, str] = MappingProxyType(
+    {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+)
+"""Lets git work in a folder of the agent's, as the root of a world that ends with the verdict."""
+IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
+"""Where links among the artefacts may lead, beside the working folder: the image's own files, which the agent could
+read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``, where a verifier's command line is.
+"""
+TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
+"""A test of a module that belongs to no class."""
+CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
+PREPARE = f"""
+umask 022 && rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts && chmod 755 /logs || exit 1
+if id agent >/dev/null 2>&1; then chown -R -h agent: . ; fi
+"""
+"""The verifier's folders are root's, and what the agent left is the agent's, where there is such a user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a verifier said."""
+
+    value: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoVerdict:
+    """Why there is none."""
+
+    reason: str
+    log: str = ""
+    """The end of what the verifier printed."""
+
+
+class ScriptGrader:
+    """Runs verifiers of :class:`~etude.types.ScriptChecks`; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(self, sandboxes: SandboxProvider, images: Images, *, rng: random.Random | None = None) -> None:
+        """``sandboxes`` stay the caller's to close; they must be ``CONFINED``, for verifiers live in ``/tests``.
+
+        ``rng`` draws canaries (default: the system's own randomness).
+        """
+        self._sandboxes = sandboxes
+        self._images = images
+        self._rng = rng or random.SystemRandom()
+        self._standings: OrderedDict[str, _Standing] = OrderedDict()
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+        """The verifier's verdict on the artefacts, whether or not the agent submitted them.
+
+        Parts: ``verified``, 0 when the agent's work left the verifier without a verdict; ``submitted``, 0 or 1;
+        ``cheat_canary``, 1 when a failing test made no difference; ``repeated``, 0 when the same test did; and what the
+        reward file has beside ``reward``.
+        Raises :class:`~etude.errors.SandboxError` for a verifier that does not work without the agent either, and
+        :class:`~etude.errors.ConfigError` for an image that is gone or a canary that has no test.
+        """
+        checks = _script_checks(task)
+        artefacts = await self._export(task, checks, sandbox)
+        verdict = await self._verify(task, checks, artefacts)
+        if isinstance(verdict, NoVerdict):
+            await self._check_untouched(task, checks)
+            verdict = await self._verify(task, checks, artefacts)
+        submitted = float(result.reason == SUBMITTED)
+        if isinstance(verdict, NoVerdict):
+            return Reward(value=0.0, parts={"verified": 0.0, "submitted": submitted})
+        parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
+        doubt = await self._doubt(task, checks, artefacts, verdict.value) if verdict.value > 0 and checks.canary else {}
+        return Reward(value=0.0 if doubt else verdict.value, parts={**parts, **doubt})
+
+    async def _doubt(
+        self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict, value: float
+    ) -> Mapping[str, float]:
+        """Parts that say why a verdict of ``value`` is not believed; none: it is."""
+        twins = self._rng.randrange(1, 1 << CANARY_RUNS)  # one at least
+        for run in range(CANARY_RUNS):
+            is_twin = bool(twins >> run & 1)
+            verifier = failing_twin(checks, self._rng) if is_twin else checks
+            told = await self._verify(task, verifier, artefacts)
+            paid = told.value if isinstance(told, Verdict) else 0.0
+            if is_twin and paid >= value:
+                return {"cheat_canary": 1.0}
+            if not is_twin and paid != value:
+                return {"repeated": 0.0}
+        return {}
+
+    async def _check_untouched(self, task: Task, checks: ScriptChecks) -> None:
+        """Raise :class:`~etude.errors.SandboxError` unless the verifier works where no agent has been."""
+        standing = self._standings.setdefault(task.task_id, _Standing())
+        self._standings.move_to_end(task.task_id)
+        if len(self._standings) > STANDINGS:
+            self._standings.popitem(last=False)
+        async with standing.lock:
+            if standing.verdict is None:
+                untouched = await self._sandboxes.create(task.files, self._spec(task, checks, user="agent"))
+                try:
+                    artefacts = await self._export(task, checks, untouched)
+                finally:
+                    await untouched.close()
+                try:
+                    standing.verdict = await self._verify(task, checks, artefacts)
+                except AgentFault as fault:  # where no agent was
+                    standing.verdict = NoVerdict(reason=f"the world is too small for it: {fault}")
+        if isinstance(standing.verdict, NoVerdict):
+            raise SandboxError(
+                f"the verifier of task {task.task_id} ({task.template}) gives no verdict in a world that nobody has "
+                f"touched: {standing.verdict.reason}; repair the task, or set it aside\n{standing.verdict.log}"
+            )
+
+    async def _export(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> bytes | NoVerdict:
+        """The artefacts of ``sandbox``, once for all runs: it need not live as long as they take."""
+        try:
+            tar = await sandbox.export(checks.artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES)
+            return await asyncio.to_thread(without_far_links, tar, (task.world or World()).workdir)
+        except ValueError as error:
+            return NoVerdict(reason=f"the artefacts cannot be taken along: {error}")
+
+    async def _verify(self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict) -> Verdict | NoVerdict:
+        """Put the artefacts into a fresh world and run the verifier there."""
+        if isinstance(artefacts, NoVerdict):
+            return artefacts
+        world = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
+        try:
+            await _prepare(world, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
+            try:
+                await world.load(artefacts)
+            except ValueError as error:
+                return NoVerdict(reason=f"the artefacts cannot be unpacked: {error}")
+            verdict = await _run(world, checks)
+            return _paid(verdict, checks.rewards) if checks.canary else verdict
+        finally:
+            await world.close()
+
+    def _spec(self, task: Task, checks: ScriptChecks, *, user: Literal["agent", "root"]) -> SandboxSpec:
+        world = task.world or World()
+        image = self._images.open(world.image) if world.image else None
+        return replace(world_spec(world, image), user=user, ttl_s=checks.timeout_s + GRACE_S)
+
+
+class _Standing:
+    """Whether one task's verifier works where no agent has been; not known before it is asked."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.verdict: Verdict | NoVerdict | None = None
+
+
+def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
+    """The same verifier with one of its canary's tests, at random, made to fail.
+
+    Raises :class:`~etude.errors.ConfigError` for a file that is not there, or has no such test.
+    """
+    path = checks.canary
+    text = checks.files.get(path, "")
+    names = TEST.findall(text)
+    if not names:
+        raise ConfigError(f"canary {path!r} is no file with tests: the verifier has {list(checks.files)}")
+    if missing := sorted({*checks.canary_tests} - {*names}):
+        raise ConfigError(f"canary_tests = {missing}: {path!r} has {names}")
+    source = TestSource(text)
+    name = rng.choice(checks.canary_tests or names)
+    return replace(checks, files={**checks.files, path: source.altered([source.alteration(name, rng)])})
+
+
+def _paid(verdict: Verdict | NoVerdict, rewards: Sequence[float]) -> Verdict | NoVerdict:
+    """A verdict of exactly one of the rewards that a task pays; of anything else there is none."""
+    if isinstance(verdict, NoVerdict):
+        return verdict
+    nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))
+    if abs(nearest - verdict.value) > ROUNDING:
+        reason = (
+            f"its reward is {verdict.value!r}, and the task pays {list(rewards)}: name all in metadata.etude.rewards"
+        )
+        return NoVerdict(reason=reason)
+    return replace(verdict, value=nearest)
+
+
+def without_far_links(tar: bytes, workdir: str) -> bytes:
+    """Artefacts without the links that lead neither into the working folder nor to the image's own files.
+
+    Folders above an archived link are folders, so leading ``..`` mean what they say; anywhere else they could climb out
+    of a folder that is a link itself. Raises ``ValueError`` for a tar that is none.
+    """
+    entries = read_archive(tar)
+    near = [entry for entry in entries if entry.kind is not EntryKind.LINK or _leads_near(entry, workdir)]
+    return tar if len(near) == len(entries) else write_archive(near, limit_bytes=len(tar))
+
+
+def _leads_near(link: Entry, workdir: str) -> bool:
+    target = PurePosixPath(link.target)
+    place = PurePosixPath(workdir, link.name).parent
+    parts = list(target.parts)
+    while parts and parts[0] == "..":
+        parts.pop(0)
+        place = place.parent
+    if ".." in parts:
+        return False
+    end = place.joinpath(*parts)
+    return end.is_relative_to(workdir) or end.parts[1:2] in {(folder,) for folder in IMAGE_FOLDERS}
+
+
+def read_reward(json_text: str | None, text: str | None) -> Verdict:
+    """What a verifier's reward files say; ``None`` for one that is not there.
+
+    A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
+    are parts. Raises ``ValueError`` with the reason for anything else.
+    """
+    written = text if json_text is None else json_text
+    if written is None:
+        raise ValueError(f"it wrote neither {REWARD_JSON} nor {REWARD_TEXT}")
+    if len(written) > REWARD_LIMIT_CHARACTERS:
+        raise ValueError(f"its reward file has {len(written)} characters, at most {REWARD_LIMIT_CHARACTERS}")
+    if json_text is None:
+        return Verdict(value=_reward("reward", _number(written.strip())), parts={})
+    try:
+        value: Json = json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{REWARD_JSON} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        return Verdict(value=_reward("reward", value), parts={})
+    if not value or len(value) > PARTS_LIMIT or max(map(len, value)) > NAME_LIMIT_CHARACTERS:
+        raise ValueError(f"{REWARD_JSON} has {len(value)} parts, or one with a long name: expected 1 to {PARTS_LIMIT}")
+    rewards = {name: _reward(name, part) for name, part in value.items()}
+    if "reward" not in rewards and len(rewards) > 1:
+        raise ValueError(f"{REWARD_JSON} has the parts {sorted(rewards)} and no 'reward': which one counts?")
+    main = "reward" if "reward" in rewards else next(iter(rewards))
+    return Verdict(value=rewards[main], parts={name: part for name, part in rewards.items() if name != "reward"})
+
+
+async def _prepare(world: Sandbox, argv: list[str]) -> None:
+    done = await world.exec(argv, timeout_s=PREPARE_TIMEOUT_S)
+    if os.strerror(errno.ENOSPC) in done.stderr:
+        raise AgentFault(f"the artefacts leave a verifier's world no room: {_log(done)}")
+    if done.exit_code != 0 or done.timed_out:
+        raise SandboxError(f"a verifier's world could not be made ready: exit code {done.exit_code}: {_log(done)}")
+
+
+async def _run(world: Sandbox, checks: ScriptChecks) -> Verdict | NoVerdict:
+    """Put the verifier in place, run it and read what it wrote."""
+    await _prepare(world, ["sh", "-c", PREPARE])
+    for path, text in checks.files.items():
+        await world.write_file(f"{TESTS}/{path}", text)
+    programs = [f"{TESTS}/{path}" for path, text in checks.files.items() if text.startswith("#!")]
+    if programs:
+        await _prepare(world, ["chmod", "a+x", "--", *programs])
+    done = await world.exec(checks.command, timeout_s=checks.timeout_s, environment={**OPEN_GIT, **checks.environment})
+    await world.kill_processes()
+    if done.timed_out:
+        return NoVerdict(reason=f"it was not done after {checks.timeout_s:g} s", log=_log(done))
+    if done.exit_code in SIGNALS:
+        return NoVerdict(reason=f"signal {done.exit_code - SIGNALS[0] + 1} ended it", log=_log(done))
+    try:
+        return read_reward(await world.read_file(REWARD_JSON), await world.read_file(REWARD_TEXT))
+    except ValueError as error:
+        return NoVerdict(reason=f"exit code {done.exit_code}, and {error}", log=_log(done))
+
+
+def _script_checks(task: Task) -> ScriptChecks:
+    if not isinstance(task.checks, ScriptChecks):
+        raise TypeError(f"task {task.task_id} has {type(task.checks).__name__}, no verifier of its own")
+    return task.checks
+
+
+def _log(done: ExecResult) -> str:
+    return f"{done.stdout}\n{done.stderr}".strip()[-LOG_CHARACTERS:]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{REWARD_TEXT} has {text[:60]!r}: expected a number") from None
+
+
+def _reward(name: str, value: Json) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 or math.isnan(value):
+        raise ValueError(f"its {name} is {str(value)[:60]}: expected a number from 0 to 1")
+    return float(value)

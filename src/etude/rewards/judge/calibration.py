@@ -1,0 +1,244 @@
+"""How far a judge agrees with people, and where it leans: from labelled items and its judgements of them. Pure.
+
+    items (JSON lines: task, work, label, author) ─┐
+    what the judge made of each ───────────────────┴─▶ agreement, bias ──▶ report, good for one pin
+
+A run trusts a judge whose report is about the very pin it would use and whose agreement reaches
+``judge.min_agreement``. What counts is the *lower end* of the interval of Cohen's weighted kappa: a set that is too
+small to tell fails by itself. The report carries the items, so that a run can judge some of them again and see whether
+the judge is still the same.
+
+Owns the format of both files. The formulas are :mod:`etude.rewards.judge.statistics`'.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from etude.errors import ConfigError
+from etude.rewards.judge.rubrics import Rubric
+from etude.rewards.judge.statistics import (
+    TAIL,
+    Estimate,
+    Indices,
+    Numbers,
+    correlation,
+    estimate,
+    ranks,
+    weighted_kappa,
+)
+from etude.rewards.judge.votes import Judgement
+from etude.types import Mask
+
+FEWEST_ITEMS = 8
+"""Below, an interval is no more than a guess."""
+MOST_ITEMS = 2_000
+"""All are in a run's folder."""
+ITEM_KEYS = ({"task", "work", "label"}, {"task", "work", "label", "author"})
+"""What a line may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """A text with what people say that it is worth."""
+
+    task: str
+    work: str
+    label: int
+    author: str = ""
+    """The model that wrote it, where that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often, and how far, judge and labels agree."""
+
+    items: int
+    """That the judge had a verdict on."""
+    unjudged: int
+    """That it had none on."""
+    invalid_votes: int
+    exact: float
+    """Share of the judged items with the label's very score."""
+    within_one: float
+    kappa: Estimate
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of *all* items with the label's very score: none at all is no hit."""
+        return self.exact * self.items / max(1, self.items + self.unjudged)
+
+    @property
+    def worst_kappa(self) -> float:
+        """The lower end of kappa's interval. Resamples of a judge that was never wrong are never wrong either: for such
+        a judge it is at most Clopper and Pearson's lower end for the share of items judged rightly.
+        """
+        never_wrong = (TAIL / 100) ** (1 / max(1, self.items)) if self.exact == 1.0 else 1.0
+        return min(self.kappa.low, never_wrong)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """Where errors (score − label) lean. A correlation whose interval has no 0 in it is one to look at."""
+
+    mean_error: Estimate
+    """Lenient above 0, severe below."""
+    length: Estimate
+    """Rank correlation with the number of characters: above 0, longer is better liked than it should be."""
+    verbosity: Estimate
+    """Likewise with words per different word: above 0, saying things twice pays."""
+    order: Estimate | None
+    """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes an item."""
+    self_preference: Estimate | None
+    """Mean error on what the judge's own model wrote minus that on the rest; ``None`` where authors are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What is known of one judge of one aspect."""
+
+    aspect: str
+    pin: str
+    model: str
+    identity: str
+    """What the endpoint said that it was."""
+    date: str
+    agreement: Agreement
+    bias: Bias
+    items: tuple[Item, ...]
+
+
+def parse_items(text: str, rubric: Rubric, source: str) -> tuple[Item, ...]:
+    """Read labelled items, one JSON object a line. Raises :class:`~etude.errors.ConfigError` naming the line."""
+    items: list[Item] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            fields = orjson.loads(line)
+            if not isinstance(fields, dict) or set(fields) not in ITEM_KEYS:
+                raise ValueError("expected the keys task, work, label and, where it is known, author")
+            label = fields["label"]
+            if type(label) is not int or not rubric.lowest <= label <= rubric.highest:
+                raise ValueError(f"label {label!r}: expected {rubric.lowest} to {rubric.highest}")
+            if not all(isinstance(fields.get(key, ""), str) for key in ("task", "work", "author")):
+                raise ValueError("task, work and author are texts")
+        except ValueError as error:
+            raise ConfigError(f"{source}, line {number}: {error}") from error
+        items.append(Item(**fields))
+    if not FEWEST_ITEMS <= len(items) <= MOST_ITEMS:
+        raise ConfigError(f"{source} has {len(items)} items: expected {FEWEST_ITEMS} to {MOST_ITEMS}")
+    return tuple(items)
+
+
+def agreement_of(items: Sequence[Item], judgements: Sequence[Judgement]) -> Agreement:
+    """Compare judgements with labels, item by item."""
+    labels_N, scores_N = _judged(items, judgements)
+    errors_N = np.abs(scores_N - labels_N)
+    judged = len(labels_N)
+    return Agreement(
+        items=judged,
+        unjudged=len(items) - judged,
+        invalid_votes=sum(len(judgement.invalid) for judgement in judgements),
+        exact=float((errors_N == 0).mean()) if judged else 0.0,
+        within_one=float((errors_N <= 1).mean()) if judged else 0.0,
+        kappa=estimate(lambda drawn: weighted_kappa(labels_N[drawn], scores_N[drawn]), judged),
+    )
+
+
+def bias_of(items: Sequence[Item], judgements: Sequence[Judgement], model: str) -> Bias:
+    """Where the errors of a judge, which is ``model``, lean."""
+    judged = [item for item, judgement in zip(items, judgements, strict=True) if judgement.score is not None]
+    labels_N, scores_N = _judged(items, judgements)
+    errors_N = scores_N - labels_N
+    own_N = np.array([item.author == model for item in judged], np.bool_)
+    known = all(item.author for item in judged) and bool(own_N.any()) and not own_N.all()
+    return Bias(
+        mean_error=_mean(errors_N),
+        length=_leaning(errors_N, [float(len(item.work)) for item in judged]),
+        verbosity=_leaning(errors_N, [_verbosity(item.work) for item in judged]),
+        order=_order(judgements),
+        self_preference=_difference(errors_N, own_N) if known else None,
+    )
+
+
+def dump_calibration(calibration: Calibration) -> str:
+    """The report as indented JSON, for a file that is kept beside its rubric."""
+    return orjson.dumps(asdict(calibration), option=orjson.OPT_INDENT_2).decode() + "\n"
+
+
+def parse_calibration(text: str, source: str) -> Calibration:
+    """Read a report. Raises :class:`~etude.errors.ConfigError` for one that is none."""
+    try:
+        tree = orjson.loads(text)
+        bias: dict[str, Any] = {name: value and Estimate(**value) for name, value in tree["bias"].items()}
+        agreement = tree["agreement"] | {"kappa": Estimate(**tree["agreement"]["kappa"])}
+        items = tuple(Item(**item) for item in tree["items"])
+        parts = {"agreement": Agreement(**agreement), "bias": Bias(**bias), "items": items}
+        return Calibration(**(tree | parts))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source} is no calibration: {error}; write it with `etude judge calibrate`") from error
+
+
+def distrust(calibration: Calibration | None, pin: str, min_agreement: float) -> str:
+    """Why a judge with this ``pin`` is not to be trusted on the word of its calibration; empty: it is."""
+    if calibration is None:
+        return "it was never calibrated"
+    if calibration.pin != pin:
+        return "its model, prompt, rubric or way of voting is not the one that was calibrated"
+    agreement, low = calibration.agreement, calibration.agreement.worst_kappa
+    if agreement.unjudged > agreement.items:
+        return f"it had no verdict on {agreement.unjudged} of {agreement.unjudged + agreement.items} items"
+    if not low >= min_agreement:
+        return f"its weighted kappa may be as low as {low:.2f}, and judge.min_agreement is {min_agreement:g}"
+    return ""
+
+
+def _judged(items: Sequence[Item], judgements: Sequence[Judgement]) -> tuple[Numbers, Numbers]:
+    """Labels and scores [N] of the items with a verdict."""
+    pairs = [
+        (item.label, judgement.score)
+        for item, judgement in zip(items, judgements, strict=True)
+        if judgement.score is not None
+    ]
+    both = np.array(pairs, np.float64).reshape(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def _mean(values_N: Numbers) -> Estimate:
+    return estimate(lambda drawn: values_N[drawn].mean(-1), len(values_N))
+
+
+def _leaning(errors_N: Numbers, by: Sequence[float]) -> Estimate:
+    """Rank correlation; items keep the ranks that they have among all."""
+    errors, others = ranks(errors_N), ranks(np.array(by, np.float64))
+    return estimate(lambda drawn: correlation(errors[drawn], others[drawn]), len(errors))
+
+
+def _order(judgements: Sequence[Judgement]) -> Estimate | None:
+    differences: list[float] = []
+    for judgement in judgements:
+        descending = [vote.score for vote in judgement.votes if vote.score is not None and vote.descending]
+        ascending = [vote.score for vote in judgement.votes if vote.score is not None and not vote.descending]
+        if descending and ascending:
+            differences.append(float(np.mean(descending) - np.mean(ascending)))
+    return _mean(np.array(differences, np.float64)) if differences else None
+
+
+def _difference(errors_N: Numbers, own_N: Mask) -> Estimate:
+    """Of two means. A draw of one side alone, which is rare, counts as no difference."""
+
+    def gap(drawn: Indices) -> Numbers:
+        errors, own = errors_N[drawn], own_N[drawn]
+        sides = own.sum(-1), (~own).sum(-1)
+        mixed = (sides[0] > 0) & (sides[1] > 0)
+        means = (errors * own).sum(-1) / np.maximum(sides[0], 1), (errors * ~own).sum(-1) / np.maximum(sides[1], 1)
+        return np.where(mixed, means[0] - means[1], 0.0)
+
+    return estimate(gap, len(errors_N))
+
+
+def _verbosity(text: str) -> float:
+    words = text.lower().split()
+    return len(words) / len(set(words)) if words else 0.0

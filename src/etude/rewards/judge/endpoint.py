@@ -1,0 +1,201 @@
+"""One call of a judge over HTTP: an OpenAI chat completion, repeated while the endpoint says "later".
+
+Owns the wire and the meaning of its answers. Any server of that API will do, our own gateway among them; whether
+replies are held to a JSON schema is the recipe's to say, for an endpoint that ignores the wish looks like one that has
+it. The key is sent and appears nowhere else: not in an error, a log or a cache. Does not know rubrics.
+"""
+
+import asyncio
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+import orjson
+
+from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
+from etude.rewards.judge.budget import Spend
+from etude.rewards.judge.prompts import Message
+from etude.types import Json
+
+BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+"""Statuses that mean: later. Anthropic says 529."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0
+"""Between attempts; doubled each time, then up to halved at random so that callers do not come back together."""
+LONGEST_WISH_S = 60.0
+"""Pause that an endpoint may ask for; deadlines are the caller's."""
+REFUSED = (400, 413, 422)
+"""Statuses that mean: not this question, now or later."""
+LONGEST_BODY = 1 << 20
+"""Bytes of an answer that are read: a verdict has some hundred."""
+SHOWN = 200
+"""Characters of an answer that an error quotes."""
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+"""The caller has the deadline."""
+HIDDEN_KEY = "[key]"
+"""What stands in an error where an endpoint repeated our key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One question to a model."""
+
+    messages: Sequence[Message]
+    schema: Json
+    """What the reply must look like, where the endpoint holds it to that."""
+    max_tokens: int
+    temperature: float
+    seed: int
+    """Different for each vote: an endpoint that repeats itself for equal questions would vote several times alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What came back."""
+
+    text: str
+    was_cut: bool
+    used: Spend | None
+    """``None``: the endpoint does not count."""
+    identity: str
+    """What the endpoint says it is: name and fingerprint of its model."""
+
+
+class Answering(Protocol):
+    """Something that can be asked; :class:`Endpoint` is one."""
+
+    @property
+    def trouble(self) -> str:
+        """Why a call had to be repeated last; empty: none had."""
+        ...
+
+    async def ask(self, call: Call) -> Said:
+        """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure, and its kind
+        :class:`~etude.errors.JudgeLost` for what no patience can.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a judge is and how it is spoken to."""
+
+    url: str
+    """Of the API, up to and with ``/v1``."""
+    model: str
+    key: str = ""
+    structured: bool = False
+    """Whether it takes ``response_format`` with a JSON schema."""
+    limit_name: str = "max_tokens"
+    """What it calls the bound of a reply."""
+
+    def __repr__(self) -> str:
+        return f"Address(url={self.url!r}, model={self.model!r})"
+
+
+class Endpoint:
+    """Asks a model over HTTP; implements :class:`Answering`. The caller bounds how long."""
+
+    def __init__(self, http: aiohttp.ClientSession, address: Address) -> None:
+        self._http = http
+        self._address = address
+        self._headers = {"Content-Type": "application/json"}
+        self._trouble = ""
+        if address.key:
+            self._headers["Authorization"] = f"Bearer {address.key}"
+
+    @property
+    def trouble(self) -> str:
+        """Why a call had to be repeated last; empty: none had."""
+        return self._trouble
+
+    async def ask(self, call: Call) -> Said:
+        """Ask until there is an answer; whoever calls sets the deadline.
+
+        Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
+        :class:`~etude.errors.JudgeDeclined` where it refuses this very question.
+        """
+        body = orjson.dumps(self._body(call))
+        for attempt in itertools.count():
+            answer = await self._attempt(body)
+            if isinstance(answer, Said):
+                return answer
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
+            await asyncio.sleep(max(pause_s, answer))
+        raise AssertionError("endless")
+
+    def _body(self, call: Call) -> Mapping[str, Json]:
+        body: dict[str, Json] = {
+            "model": self._address.model,
+            "messages": [{"role": message["role"], "content": message["content"]} for message in call.messages],
+            self._address.limit_name: call.max_tokens,
+            "temperature": call.temperature,
+            "seed": call.seed,
+        }
+        if self._address.structured:
+            wanted: Json = {"name": "verdict", "strict": True, "schema": call.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+        return body
+
+    async def _attempt(self, body: bytes) -> Said | float:
+        """An answer, or for how many seconds the endpoint asks to be left alone."""
+        url = self._address.url.rstrip("/") + "/chat/completions"
+        try:
+            async with self._http.post(
+                url, data=body, headers=self._headers, timeout=NO_TIMEOUT, allow_redirects=False
+            ) as response:
+                status, wish = response.status, response.headers.get("Retry-After")
+                if status in BUSY:
+                    self._trouble = f"HTTP {status}"
+                    return _seconds(wish)
+                raw = await response.content.read(LONGEST_BODY)
+                while len(raw) < LONGEST_BODY and (more := await response.content.read(LONGEST_BODY - len(raw))):
+                    raw += more
+        except aiohttp.ClientError as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+            return 0.0
+        return self._read(status, raw)
+
+    def _read(self, status: int, raw: bytes) -> Said:
+        try:
+            answer = orjson.loads(raw)
+            if status == 200:
+                return read_answer(answer)
+        except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+            pass
+        said = raw.decode(errors="replace")
+        if self._address.key:
+            said = said.replace(self._address.key, HIDDEN_KEY)  # before it is cut: half a key is a secret, too
+        shown = said[:SHOWN]
+        words = f"the judge at {self._address.url} answered HTTP {status}: {shown!r}"
+        if status == 400 and "response_format" in shown:
+            raise JudgeLost(f"{words}; set judge.structured = false")
+        raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
+
+
+def read_answer(answer: dict[str, object]) -> Said:
+    """What a completion says. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for what is none."""
+    match answer:
+        case {"choices": [{"message": {"content": str() | None as text}, **choice}, *_]}:
+            used = None
+            match answer.get("usage"):
+                case {"prompt_tokens": int(prompt), "completion_tokens": int(completion)}:
+                    used = Spend(calls=1, prompt_tokens=prompt, completion_tokens=completion)
+            names = [answer.get("model"), answer.get("system_fingerprint")]
+            return Said(
+                text=text or "",
+                was_cut=choice.get("finish_reason") == "length",
+                used=used,
+                identity=" ".join(str(name) for name in names if name),
+            )
+    raise ValueError("no completion")
+
+
+def _seconds(wish: str | None) -> float:
+    """What ``Retry-After`` asks for, if it is a number of seconds; dates are left to the pauses."""
+    if wish is None or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", wish):
+        return 0.0
+    return min(LONGEST_WISH_S, float(wish))

@@ -1,0 +1,138 @@
+"""Hints by a judge: which turns of a session went wrong, and what one would have said just before each.
+
+    transcript, each turn in a fence of its own ──▶ one call ──▶ {"hints": [{"turn": 3, "text": "…"}], "nonce": "…"}
+
+What hints are for is :mod:`etude.rewards.shaping.hints`': the same policy with the hint in sight teaches the one
+without. A reply that cannot be read is asked for once more and then is no hint at all: nothing is lost by that but the
+hint. The text of a hint enters the context of a teacher, so it is one line of bounded length and without markers of
+roles.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.rewards.judge.budget import Allowance
+from etude.rewards.judge.injection_guard import fenced, spelled
+from etude.rewards.judge.judge import Judge, Wanted, draw_tokens
+from etude.rewards.judge.prompts import Exhibit, Message, Tokens, conversation
+from etude.rewards.judge.verdicts import Fault, read_object
+from etude.types import Hint, Json, Task
+
+SOURCE = "judge"
+"""Who says so."""
+LONGEST_HINT = 200
+"""Characters."""
+TURN_CHARACTERS = 2_000
+"""That are shown of one turn."""
+FEWEST_CHARACTERS = 80
+"""That are shown of each turn of a session that is long beyond measure."""
+TRIES = 2
+"""A reply that cannot be read is asked for once more."""
+
+QUESTION = """\
+{task}
+{turns}
+
+These are the turns of one session, numbered from 0. Name at most {most} turns in which the agent made a clear \
+mistake that one short sentence, said to it just before that turn, would have prevented: a malformed call, a wrong \
+argument, an error ignored. Most turns need none. Say what to do, not what was done, in at most {longest} characters.
+Answer with one JSON object and nothing else:
+{{"hints": [{{"turn": 0, "text": "one sentence"}}], "nonce": "{nonce}"}}"""
+
+SCHEMA: Json = {
+    "type": "object",
+    "properties": {
+        "hints": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"turn": {"type": "integer"}, "text": {"type": "string"}},
+                "required": ["turn", "text"],
+                "additionalProperties": False,
+            },
+        },
+        "nonce": {"type": "string"},
+    },
+    "required": ["hints", "nonce"],
+    "additionalProperties": False,
+}
+"""Of a reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """How much of a session is shown."""
+
+    most: int
+    """Hints."""
+    characters: int
+    """Of each turn."""
+
+
+class HintJudge:
+    """Asks a judge for hints; at most ``most`` a session."""
+
+    def __init__(self, judge: Judge, allowance: Allowance, *, most: int = 1) -> None:
+        """``allowance`` is what the hints of one rollout may take."""
+        self._judge = judge
+        self._allowance = allowance
+        self._most = most
+
+    async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
+        """Hints for turns of a session, in their order, at most one for each; none for a session without turns.
+
+        Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
+        """
+        found = await self.ask(task.prompt, transcript_turns) if transcript_turns else ()
+        return () if isinstance(found, Fault) else found
+
+    async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | Fault:
+        """Hints for a session of at least one turn, or why the last reply cannot be read. Raises like :meth:`hints`."""
+        purse = self._judge.purse.portion(self._allowance)
+        room = self._judge.manner.text_characters // len(transcript_turns)
+        shown = _Shown(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
+        exhibit = Exhibit(task=task, work="\n".join(transcript_turns))
+        found: tuple[Hint, ...] | Fault = ()
+        for attempt in range(TRIES):
+            tokens = draw_tokens(exhibit)
+            messages = ask_for_hints(task, transcript_turns, tokens, shown)
+            wanted = Wanted(about="hints", schema=SCHEMA)
+            said = await self._judge.converse(messages, wanted, purse, seed=attempt)
+            found = read_hints(said.text, len(transcript_turns), tokens.nonce)
+            if not isinstance(found, Fault):
+                return found[: self._most]
+        return found
+
+
+def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _Shown) -> tuple[Message, ...]:
+    """The messages of one call about a session."""
+    fences = [fenced(text, f"turn {turn}", tokens.mark, shown.characters) for turn, text in enumerate(turns)]
+    question = QUESTION.format(
+        task=fenced(task, "task", tokens.mark, TURN_CHARACTERS),
+        turns="\n".join(fences),
+        most=shown.most,
+        longest=LONGEST_HINT,
+        nonce=tokens.nonce,
+    )
+    return conversation(tokens.mark, question)
+
+
+def read_hints(reply: str, turns: int, nonce: str) -> tuple[Hint, ...] | Fault:
+    """The hints in a reply about a session of so many turns, the first one of each turn, or why it cannot be read."""
+    found = read_object(reply)
+    if isinstance(found, Fault):
+        return found
+    if found.keys() != {"hints", "nonce"} or not isinstance(found["hints"], list):
+        return Fault.WRONG_KEYS
+    if found["nonce"] != nonce:
+        return Fault.WRONG_NONCE
+    hints: dict[int, Hint] = {}
+    for entry in found["hints"]:
+        match entry:
+            case {"turn": int(turn), "text": str(text), **rest} if not rest and 0 <= turn < turns:
+                line = spelled(" ".join(text.split()))[:LONGEST_HINT]
+                if line and turn not in hints:
+                    hints[turn] = Hint(turn=turn, text=line, source=SOURCE)
+            case _:
+                return Fault.WRONG_KEYS
+    return tuple(hint for _, hint in sorted(hints.items()))

@@ -1,0 +1,249 @@
+"""How an agent behaved, in numbers: terms of a reward that is otherwise blind to it. Pure.
+
+    turns as they were spoken, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
+
+What Composer 2 had to add to its reward in the middle of its run (arXiv 2603.24477, section 4.2): to-dos that were
+created and left open, long thoughts smuggled into code comments, a collapse to the terminal alone; and what training on
+real users met with: broken calls, and questions where there was something to do.
+
+A term says how bad it is, from 0, so its weight is negative. Its exact definition is its docstring; whoever changes
+what it counts raises its version, and recipes that were written for the old one are refused. Each is a blunt measure
+that a model can learn to satisfy without being any better: small weights, and eyes on the rollouts.
+
+Owns the terms. Does not own how calls are read (:mod:`etude.harnesses.actions`), how comments are found
+(:mod:`etude.rewards.shaping.comments`) or what a term is worth (:mod:`etude.rewards.shaping.parts`).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+from etude.harnesses.actions import THOUGHTS, Action, read_calls
+from etude.harnesses.tools import SUBMIT
+from etude.rewards.monitor.acts import PATHS, TEXTS, Surface, acts_of
+from etude.rewards.shaping.comments import read_prose
+from etude.rewards.transcript import SpokenTurn
+from etude.sandbox_spec import WORKDIR
+from etude.types import TurnKind
+
+MALFORMED = "malformed"
+"""In a harness's counts: calls that it could not read."""
+CODE_LINES_PER_COMMENT = 4
+"""Lines of code that deserve a line of comment; the standard library writes one for five or six."""
+COMMENT_LETTERS = 100
+"""Of a comment that count as one line: all in one line is no shorter."""
+MIN_CALLS = 8
+"""Calls from which on it says something that all were of one tool."""
+ENDINGS = frozenset({SUBMIT, "answer", "finish", "final_answer"})
+"""Tools that end a session: everybody calls one once."""
+THINKING = re.compile(
+    r"\b(?:let me|let's (?:see|try|think|check)|wait\b(?:[,.!—-]| no\b| actually\b)|hmm+|"
+    r"(?-i:I) (?:think|guess|wonder|should|will|could|need|can|must|am|was|have to|don't know|realize|realise)\b|"
+    r"i'(?:m|ll|d|ve)\b|maybe (?-i:I)\b|not sure (?:if|why|whether|how)|on second thought|what if (?:we|i)\b|"
+    r"ok(?:ay)?,? (?:so|now|let)\b|actually,|(?:first|now|next),? (?:i|let)\b|the user (?:wants|asked|said))",
+    re.IGNORECASE,
+)
+"""Somebody who thinks aloud, in the first person or with himself; a variable ``i`` does not."""
+HEARD_NUMBER = re.compile(r"\s*\d+[\s:|→-]*")
+"""Before a line of a file that a tool shows."""
+HEARD_MARK = re.compile(r"#+|//+|/\*+|<!--|--")
+"""Before a comment in one."""
+QUESTION = re.compile(r"\?[\"'”’)\s*_`]*\Z")
+"""The end of a text that asks."""
+FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What an agent wrote into files, line by line; a comment that it had read or written before is not counted."""
+
+    code_lines: int = 0
+    comment_lines: int = 0
+    docstring_lines: int = 0
+    thinking_lines: int = 0
+    """Of comments and docstrings, those that read like thinking aloud."""
+
+    @property
+    def lines(self) -> int:
+        """Of all kinds."""
+        return self.code_lines + self.comment_lines + self.docstring_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conduct:
+    """Of one rollout, what terms look at."""
+
+    counts: Mapping[str, int]
+    """The harness's: tool → calls; empty where it counts none."""
+    measures: Mapping[str, float]
+    """The harness's."""
+    tools: Mapping[str, int]
+    """Tool → calls, as they are read from what was said."""
+    written: Written
+    acting_turns: int
+    """Turns that were no summaries."""
+    asking_turns: int
+    """Of those, the ones that called no tool and ended in a question."""
+    sampled_tokens: int
+    """Of all turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One way to behave, as a number."""
+
+    measure: Callable[[Conduct], float | None]
+    """``None``: the harness does not say what it takes."""
+    version: int
+    low: float
+    high: float
+    """What it can be."""
+    optional: bool = False
+    """Whether it may be missing: it takes what only a harness can say, and not every one does."""
+
+
+def observe(
+    turns: Sequence[SpokenTurn],
+    *,
+    counts: Mapping[str, int],
+    measures: Mapping[str, float],
+    sampled_tokens: int,
+    bare_shell: bool = False,
+) -> Conduct:
+    """What a rollout's terms look at; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
+    acting = [(index, turn) for index, turn in enumerate(turns) if turn.kind is TurnKind.ACT]
+    calls = [(index, read_calls(turn.said, bare_shell=bare_shell)) for index, turn in acting]
+    actions = [Action(tool=tool, arguments=given, turn=index) for index, made in calls for tool, given in made]
+    return Conduct(
+        counts=counts,
+        measures=measures,
+        tools=Counter(action.tool for action in actions),
+        written=_written(actions, turns),
+        acting_turns=len(acting),
+        asking_turns=sum(not made and _asks(turns[index].said) for index, made in calls),
+        sampled_tokens=sampled_tokens,
+    )
+
+
+def measure(conduct: Conduct) -> dict[str, float]:
+    """Every term that can be measured, by name."""
+    values = ((name, term.measure(conduct)) for name, term in TERMS.items())
+    return {name: value for name, value in values if value is not None}
+
+
+def open_todos(conduct: Conduct) -> float | None:
+    """To-do items left open / opened; 0 where none was opened, nothing where the harness keeps no such list."""
+    opened, left = conduct.measures.get("todo_opened"), conduct.measures.get("todo_open")
+    if opened is None or left is None:
+        return None
+    return left / opened if opened else 0.0
+
+
+def excess_comments(conduct: Conduct) -> float:
+    """Lines of comment beyond 1 + ⌊code lines / 4⌋, as a share of all lines written; 0 where nothing was written.
+
+    A comment of more than 100 letters counts as several lines; docstrings are no comments here.
+    """
+    written = conduct.written
+    allowed = 1 + written.code_lines // CODE_LINES_PER_COMMENT
+    return max(0, written.comment_lines - allowed) / written.lines if written.lines else 0.0
+
+
+def thinking_comments(conduct: Conduct) -> float:
+    """Lines of comments and docstrings that think aloud (``THINKING``), as a share of all lines written; 0 of none."""
+    written = conduct.written
+    return written.thinking_lines / written.lines if written.lines else 0.0
+
+
+def tool_monoculture(conduct: Conduct) -> float:
+    """1 − H, at least 0, H being the entropy of the tools that were called, in bits: 1 where all calls are of one tool,
+    0 where two were used alike, or more. 0 below 8 calls. Calls that end a session are not counted.
+    """
+    counts = [count for tool, count in conduct.tools.items() if tool not in ENDINGS]
+    total = sum(counts)
+    if total < MIN_CALLS:
+        return 0.0
+    return max(0.0, 1.0 + math.fsum(count / total * math.log2(count / total) for count in counts))
+
+
+def malformed_calls(conduct: Conduct) -> float | None:
+    """Calls that the harness could not read / calls; nothing where the harness has counted none."""
+    total = sum(conduct.counts.values())
+    return conduct.counts.get(MALFORMED, 0) / total if total else None
+
+
+def asking(conduct: Conduct) -> float:
+    """Turns that call no tool and end in a question / turns that are no summaries; 0 where there is none."""
+    return conduct.asking_turns / conduct.acting_turns if conduct.acting_turns else 0.0
+
+
+def sampled_tokens(conduct: Conduct) -> float:
+    """Tokens that the model sampled, of all turns: what it takes to wait for it."""
+    return float(conduct.sampled_tokens)
+
+
+TERMS: Mapping[str, Term] = MappingProxyType(
+    {
+        "open_todos": Term(measure=open_todos, version=1, low=0.0, high=1.0, optional=True),
+        "excess_comments": Term(measure=excess_comments, version=1, low=0.0, high=1.0),
+        "thinking_comments": Term(measure=thinking_comments, version=1, low=0.0, high=1.0),
+        "tool_monoculture": Term(measure=tool_monoculture, version=1, low=0.0, high=1.0),
+        "malformed_calls": Term(measure=malformed_calls, version=1, low=0.0, high=1.0, optional=True),
+        "asking": Term(measure=asking, version=1, low=0.0, high=1.0),
+        "sampled_tokens": Term(measure=sampled_tokens, version=1, low=0.0, high=math.inf),
+    }
+)
+"""Name behind ``behaviour.`` → the term."""
+
+
+def _asks(said: str) -> bool:
+    text = FENCE.sub("", THOUGHTS.sub("", said)).strip()
+    return bool(QUESTION.search(text[-COMMENT_LETTERS:]))
+
+
+def _written(actions: Sequence[Action], turns: Sequence[SpokenTurn]) -> Written:
+    """Everything that was written, added up."""
+    code = comments = docstrings = thinking = heard = 0
+    known: set[str] = set()
+    for action in actions:
+        for turn in turns[heard : action.turn + 1]:
+            known.update(_shown(turn.heard))
+        heard = action.turn + 1
+        for text, suffix in _texts(action):
+            prose = read_prose(text, suffix)
+            said = [line for line in prose.comments if line not in known]
+            explained = [line for line in prose.docstrings if line not in known]
+            code += prose.code_lines
+            comments += _lines(said)
+            docstrings += _lines(explained)
+            thinking += _lines([line for line in (*said, *explained) if THINKING.search(line)])
+            known.update(said, explained)
+    return Written(code_lines=code, comment_lines=comments, docstring_lines=docstrings, thinking_lines=thinking)
+
+
+def _texts(action: Action) -> Iterator[tuple[str, str]]:
+    """The program texts that an action writes or runs, with the suffix of their file; Python where there is none."""
+    acts = acts_of(action, workdir=WORKDIR, known=frozenset())
+    path = next((act.text for act in acts if act.where in PATHS), "")
+    for act in acts:
+        if act.surface is Surface.CODE and (path or act.where not in TEXTS):
+            yield act.text, PurePosixPath(path).suffix if path else ".py"
+        elif act.surface in (Surface.CREATE, Surface.ALTER):
+            path = act.text
+
+
+def _shown(heard: str) -> Iterator[str]:
+    """The texts that a comment or docstring may have in what an agent was shown."""
+    for line in heard.split("\n"):
+        number, mark = HEARD_NUMBER.match(line), HEARD_MARK.search(line)
+        yield line[number.end() if number else 0 :].strip()
+        if mark:
+            yield line[mark.end() :].strip(" \t*")
+
+
+def _lines(texts: Sequence[str]) -> int:
+    return sum(math.ceil(len(text) / COMMENT_LETTERS) for text in texts)

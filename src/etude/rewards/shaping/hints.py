@@ -1,0 +1,160 @@
+"""Hints for single turns of a rollout: which turn made a mistake, and what would have been worth knowing before it.
+
+    turns ──words──▶ rules, one after the other ──▶ at most one hint a turn ──▶ the earliest few
+                     └─ where that leaves room: a judge
+
+A hint is for the turn that *made* the mistake, not for the one that read about it: the same model with the hint before
+its eyes is the teacher of exactly that turn (:mod:`etude.trainer.distillation`). Where several rules apply to a turn,
+the first one of the table speaks, a recipe's before the built-in ones, any rule before a judge. Of a rollout's mistakes
+the earliest are hinted at: later ones were made with earlier ones before the model's eyes, and their time comes once
+those are gone.
+
+Owns that choice and the rules about the built-in tools. Does not know how a hint gets into a context
+(:mod:`etude.tokens.reminders`) or what is learnt from it.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, final
+
+from etude.config.hints import HintRule
+from etude.errors import JudgeUnavailable
+from etude.harnesses import tools
+from etude.rewards.transcript import SpokenTurn, attributed
+from etude.types import Hint, Ids, Task, Turn
+
+HINT_CHARACTERS = 1_000
+"""Length to which a hint is cut: it is a remark, and it is read once more for every turn that it is for."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A kind of mistake, and the hint for a turn that makes it."""
+
+    name: str
+    where: Literal["said", "answered"]
+    """What shows it: the turn's own words, or what came back."""
+    pattern: re.Pattern[str]
+    """Is looked for anywhere in there."""
+    text: str
+
+    @classmethod
+    def of(cls, rule: HintRule) -> Self:
+        """A rule of a recipe."""
+        return cls(name=rule.name, where=rule.where, pattern=re.compile(rule.pattern, re.MULTILINE), text=rule.text)
+
+    def applies(self, turn: SpokenTurn) -> bool:
+        """Whether a turn makes the mistake."""
+        return self.pattern.search(turn.said if self.where == "said" else turn.answered) is not None
+
+
+def _answered(name: str, observation: str, text: str) -> Rule:
+    """A rule about a call that a tool answered with ``observation``; a request may stand on the lines below."""
+    pattern = re.compile(rf"\A{re.escape(observation)}(?:\n|\Z)")
+    return Rule(name=name, where="answered", pattern=pattern, text=text)
+
+
+TOOL_RULES: tuple[Rule, ...] = (
+    _answered(
+        "malformed call",
+        tools.BAD_CALL,
+        "Reminder: answer with one call and nothing else. The calls are: read FILE; read FILE N; edit FILE N with the "
+        "new text of line N on the lines below; test; todo TEXT; done N; submit; answer TEXT.",
+    ),
+    _answered(
+        "bad edit",
+        tools.BAD_EDIT,
+        "Reminder: edit FILE N replaces a line that is there. Take the path and the number of the line from what read "
+        "FILE shows.",
+    ),
+    _answered(
+        "no such file",
+        tools.NO_FILE,
+        "Reminder: only files that the task or an earlier result names are there. Take the path from them, letter by "
+        "letter.",
+    ),
+    _answered(
+        "no such item",
+        tools.NO_TODO,
+        "Reminder: done N closes the item that todo TEXT was answered with: take its number N from there.",
+    ),
+)
+"""What the built-in tools answer to calls that went wrong → what helps."""
+
+
+class Adviser(Protocol):
+    """Somebody who reads a rollout and says what would have helped, e.g. a judge model."""
+
+    async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
+        """Hints for some turns, by their index in ``transcript_turns``.
+
+        Raises :class:`~etude.errors.JudgeUnavailable` while it cannot be asked.
+        """
+        ...
+
+
+@final
+class HintFinder:
+    """Finds the hints of a rollout."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        *,
+        most: int,
+        fits: Callable[[Ids], bool],
+        adviser: Adviser | None = None,
+    ) -> None:
+        """``most`` hints a rollout, for turns whose context ``fits`` one. The adviser is asked after the rules."""
+        self._rules = tuple(rules)
+        self._most = most
+        self._fits = fits
+        self._adviser = adviser
+
+    async def find(self, task: Task, turns: Sequence[Turn], spoken: Sequence[SpokenTurn]) -> tuple[Hint, ...]:
+        """The hints of a rollout, by turn; ``spoken`` are its turns in words.
+
+        Where the adviser cannot be asked there are fewer: a rollout is worth as much without one.
+        """
+        teachable = {index for index, turn in enumerate(turns) if self._is_teachable(turn)}
+        found = chosen(ruled(spoken, self._rules), teachable, self._most)
+        if self._adviser is None or len(found) == self._most:
+            return found
+        try:
+            advised = await self._adviser.hints(task, [page(turn) for turn in spoken])
+        except JudgeUnavailable as error:
+            logger.warning("a rollout of %s has no hints of a judge: %s", task.task_id, error)
+            return found
+        return chosen([*found, *advised], teachable, self._most)
+
+    def _is_teachable(self, turn: Turn) -> bool:
+        return len(turn.completion_ids) > 0 and self._fits(turn.prompt_ids)
+
+
+def ruled(turns: Sequence[SpokenTurn], rules: Sequence[Rule]) -> tuple[Hint, ...]:
+    """What rules say of a rollout: of each turn what the first that applies says."""
+    first = (next((rule for rule in rules if rule.applies(turn)), None) for turn in turns)
+    return tuple(
+        Hint(turn=index, text=rule.text, source=rule.name) for index, rule in enumerate(first) if rule is not None
+    )
+
+
+def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint, ...]:
+    """At most ``most`` hints, for different turns, by turn: those named first of each ``teachable`` turn, and of these
+    the earliest. What is too long is cut.
+    """
+    by_turn: dict[int, Hint] = {}
+    for hint in hints:
+        if hint.turn in teachable:
+            by_turn.setdefault(hint.turn, hint)
+    kept = (by_turn[turn] for turn in sorted(by_turn)[:most])
+    return tuple(Hint(turn=hint.turn, text=hint.text[:HINT_CHARACTERS], source=hint.source) for hint in kept)
+
+
+def page(turn: SpokenTurn) -> str:
+    """A turn as an adviser reads it."""
+    return attributed(heard=turn.heard, said=turn.said, answered=turn.answered)

@@ -1,0 +1,148 @@
+"""Where a run's sandboxes come from: a provider of the recipe's kind, and in it the worlds of its tasks.
+
+    recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ TaskWorlds.open(task)
+
+Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from etude.clock import SystemClock
+from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.errors import ConfigError
+from etude.protocols import Grader, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.fresh_sandbox import FreshGrader
+from etude.rewards.graders.functions import HiddenTests
+from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.rewards.graders.kinds import GraderByKind
+from etude.rewards.graders.queries import QueryGrader
+from etude.rewards.graders.script import ScriptGrader
+from etude.sandbox_spec import SandboxSpec, World
+from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.pool.provider import SandboxPool
+from etude.sandboxes.pool.slots import PoolLimits
+from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+
+KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
+"""Holds the key of a remote server of sandboxes."""
+NOTHING = SandboxSpec()
+"""More than its world that an agent is shown or may reach."""
+IMAGES = "images"
+"""Folder of images beside the tasks of a folder."""
+
+
+def base_store(config: SandboxConfig) -> ImageStore:
+    """Where base systems are: the recipe's folder of images, or the user's."""
+    return ImageStore(Path(config.images) if config.images else None)
+
+
+def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
+    """Where the images of tasks are: beside them, or with the base systems."""
+    beside = Path(tasks.folder) / IMAGES
+    return ImageStore(beside) if tasks.folder and beside.is_dir() else base_store(sandboxes)
+
+
+def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
+    """The provider of a recipe, over the base systems of ``store``; the caller closes it.
+
+    Raises :class:`~etude.errors.ConfigError` for one that this machine does not have, and for ``local``, which has no
+    machine around its files.
+    """
+    provider: SandboxProvider
+    match config.kind:
+        case "ns":
+            provider = NamespaceSandboxes(bases=store.bases)
+        case "gvisor":
+            provider = GvisorSandboxes(bases=store.bases)
+        case "qemu":
+            provider = QemuSandboxes(store=store)
+        case "remote":
+            key = os.environ.get(KEY_VARIABLE, "")
+            if not key:
+                raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
+            provider = RemoteSandboxes(config.url, key)
+        case "local":
+            raise ConfigError("sandboxes.kind = 'local' opens no worlds: use ns")
+    if config.warm:
+        return SandboxPool(provider, PoolLimits(live=config.warm), clock=SystemClock())
+    return provider
+
+
+class PlainWorlds:
+    """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.Worlds`."""
+
+    def __init__(self, provider: SandboxProvider) -> None:
+        """``provider`` stays the caller's to close."""
+        self._provider = provider
+
+    async def open(self, task: Task) -> Sandbox:
+        """A fresh sandbox with the task's files. Raises :class:`~etude.errors.ConfigError` for one that needs more."""
+        if task.world is not None:
+            raise ConfigError(f"task {task.task_id!r} needs a machine around its files: set sandboxes.kind = 'ns'")
+        return await self._provider.create(task.files)
+
+
+class TaskWorlds:
+    """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.Worlds`."""
+
+    def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
+        """``provider`` is closed with this; ``beside`` says what every agent is shown and may reach that is no part of
+        its task's world. Graders come before rollouts where there is a pool: rollouts that wait for their grades hold
+        sandboxes, and would hold all of them for ever.
+        """
+        if isinstance(provider, SandboxPool):
+            self.sandboxes = ServicedSandboxes(provider.claimant("rollouts"))
+            self._grading = ServicedSandboxes(provider.claimant("grading", priority=-1))
+        else:
+            self.sandboxes = self._grading = ServicedSandboxes(provider)
+        self._provider = provider
+        self._images = images
+        self._beside = beside
+
+    async def open(self, task: Task) -> Sandbox:
+        """A fresh sandbox as the task's world says, its services up, with its files.
+
+        Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
+        """
+        return await self._open(task.files, task.world or World())
+
+    async def open_empty(self) -> Sandbox:
+        """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
+        return await self._open({}, World())
+
+    def spec_of(self, world: World) -> SandboxSpec:
+        """How a world's sandbox shall be."""
+        return world_spec(world, self._images.open(world.image) if world.image else None)
+
+    def grader(self, slack_s: float) -> GraderByKind:
+        """Grades any kind of checks in sandboxes of the same provider.
+
+        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``.
+        """
+        graders: Mapping[type[Checks], Grader] = {
+            FunctionChecks: FreshGrader(HiddenTests(), self._grading),
+            TestChecks: HiddenTestGrader(self._grading, self._images, slack_s=slack_s),
+            ScriptChecks: ScriptGrader(self._grading, self._images),
+            QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
+            AnswerChecks: AnswerGrader(),
+        }
+        return GraderByKind(graders)
+
+    async def _open(self, files: Mapping[str, str], world: World) -> Sandbox:
+        spec = self.spec_of(world)
+        mounts, allow = {**spec.mounts, **self._beside.mounts}, (*spec.allow, *self._beside.allow)
+        return await self.sandboxes.create(files, replace(spec, mounts=mounts, allow=allow), world.services)
+
+    async def close(self) -> None:
+        """Close every sandbox; calling it twice is harmless."""
+        for part in (self.sandboxes, self._grading, self._provider):
+            await part.close()

@@ -1,0 +1,210 @@
+"""The ranks of one trainer: rank 0 decides, the others do the same at the same time.
+
+    rank 0     claim batch ──▶ step ──▶ save ──▶ gather ──▶ publish, commit ──▶ …
+    the others     ▲ order       ▲ order   ▲ order     idle, until the next order
+
+Rank 0 alone knows the ledger, the weight log and the events. Before every act in which all ranks take part it sends an
+order, and a batch with it; everything else is the same on all ranks because it follows from the same orders. Orders are
+JSON and batches safetensors: nothing is unpickled. One process is a crew of one, which sends nothing.
+
+Rank 0 waits for batches; so that the others' wait has a deadline all the same, it says ``IDLE`` now and then. When a
+rank dies the others' next act fails, ``torchrun`` ends them all, and the next start goes on from the checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from types import TracebackType
+from typing import Self, final
+
+from etude.models.decoder import Decoder
+from etude.trainer.batching.encoding import decode, encode
+from etude.trainer.batching.packing import MicroBatch
+from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.distillation import NO_COURSE, Course, Lesson
+from etude.trainer.losses import Totals
+from etude.trainer.parallel import Grid, whole_model
+from etude.trainer.policy import PolicyTrainer, StepStats
+from etude.types import Trajectory
+
+IDLE_S = 60.0
+"""How often rank 0 tells the others that there is nothing to do: well within their patience."""
+
+
+NOTHING = Totals(tokens=0, trajectories=0)
+"""Of the acts that have no batch."""
+
+
+class Act(StrEnum):
+    """What ranks do together."""
+
+    RESTORE = "restore"
+    STEP = "step"
+    SAVE = "save"
+    GATHER = "gather"
+    IDLE = "idle"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One act and what it is done with."""
+
+    act: Act
+    step: int = 0
+    totals: Totals = NOTHING
+    shares: tuple[tuple[MicroBatch, ...], ...] = ()
+    """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
+    lessons: tuple[tuple[MicroBatch, ...], ...] = ()
+    """For each share its pieces of the lessons: indices of pairs, student and teacher, that are sent behind them."""
+
+
+@final
+class Crew:
+    """One process's place among the ranks; on rank 0, or alone, the way to all of them."""
+
+    def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None) -> None:
+        self._policy = policy
+        self._checkpoints = checkpoints
+        self._grid = grid
+        self._told_s: float | None = None
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares a batch is divided."""
+        return 1 if self._grid is None else self._grid.shares
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the others go. After an error they find out by themselves: nobody knows what they are waiting for."""
+        if kind is None:
+            self._tell(Order(act=Act.END))
+
+    @property
+    def saved(self) -> int:
+        """The newest step that has a checkpoint; 0: none."""
+        return max(self._checkpoints.steps(), default=0)
+
+    def restore(self, step: int) -> None:
+        """Go back to the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
+        self._tell(Order(act=Act.RESTORE, step=step))
+        self._restore(step)
+
+    def step(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        shares: Sequence[Sequence[MicroBatch]],
+        totals: Totals,
+        before_update: Callable[[], None] = lambda: None,
+        course: Course = NO_COURSE,
+    ) -> StepStats:
+        """One optimiser step on a batch and a course, each divided into :attr:`shares`; statistics are of all ranks.
+
+        Raises as :meth:`PolicyTrainer.step` does, on every rank.
+        """
+        order = Order(
+            act=Act.STEP,
+            step=step,
+            totals=totals,
+            shares=tuple(map(tuple, shares)),
+            lessons=course.shares,
+        )
+        views = [view for lesson in course.lessons for view in (lesson.student, lesson.teacher)]
+        everything = [*trajectories, *views]
+        self._tell(order, lambda: encode(everything))
+        return self._step(order, everything, before_update)
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of ``step``."""
+        self._tell(Order(act=Act.SAVE, step=step))
+        self._save(step)
+
+    def whole_model(self) -> Decoder:
+        """The model with whole weights; alone, the model itself, which the next step changes."""
+        if self._grid is None:
+            return self._policy.model
+        self._tell(Order(act=Act.GATHER))
+        model = whole_model(self._policy.model)
+        assert model is not None
+        return model
+
+    def idle(self, now_s: float) -> None:
+        """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
+        if self._told_s is None or now_s - self._told_s >= IDLE_S:
+            self._told_s = now_s
+            self._tell(Order(act=Act.IDLE))
+
+    def follow(self) -> None:
+        """On all ranks but 0: do as rank 0 says, until it lets go."""
+        while (order := self._hear()).act is not Act.END:
+            match order.act:
+                case Act.RESTORE:
+                    self._restore(order.step)
+                case Act.STEP:
+                    self._step(order, decode(self._said()), lambda: None)
+                case Act.SAVE:
+                    self._save(order.step)
+                case Act.GATHER:
+                    whole_model(self._policy.model, keep=False)
+                case _:
+                    pass
+
+    def _restore(self, step: int) -> None:
+        optimisation = self._policy.optimisation
+        optimisation.restore(self._checkpoints.load(step, optimisation.like))
+
+    def _save(self, step: int) -> None:
+        self._checkpoints.save(step, self._policy.optimisation.tensors())
+
+    def _step(self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]) -> StepStats:
+        """``everything`` is the batch and, behind it, the two views of each lesson."""
+        share = 0 if self._grid is None else self._grid.share
+        pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
+        views = everything[order.totals.trajectories :]
+        lessons = [Lesson(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
+        taught = [tuple(lessons[index] for index in piece) for piece in order.lessons[share]] if lessons else []
+        stats = self._policy.step(order.step, pieces, order.totals, before_update, taught)
+        return stats if self._grid is None else summed(stats, self._grid)
+
+    def _tell(self, order: Order, payload: Callable[[], bytes] | None = None) -> None:
+        if self._grid is None:
+            return
+        self._grid.broadcast(json.dumps(asdict(order)).encode())
+        if payload is not None:
+            self._grid.broadcast(payload())
+
+    def _hear(self) -> Order:
+        fields = json.loads(self._said())
+        for name in ("shares", "lessons"):
+            fields[name] = tuple(tuple(tuple(piece) for piece in share) for share in fields[name])
+        return Order(**fields | {"act": Act(fields["act"]), "totals": Totals(**fields["totals"])})
+
+    def _said(self) -> bytes:
+        assert self._grid is not None
+        return self._grid.broadcast(b"")
+
+
+def summed(stats: StepStats, grid: Grid) -> StepStats:
+    """The statistics of all ranks; ranks that share a context have counted the same tokens, and pairs of their own."""
+    counted = ("trained_tokens", "entropy", "truncated_share", "masked_share", "hinted_tokens", "hint_nats")
+    pairs = ("replayed_pairs", "flipped_pairs", "replaced_pairs")
+    totals = dict(zip(counted + pairs, grid.total([getattr(stats, name) for name in counted + pairs]), strict=True))
+    repeated = grid.world // grid.shares
+    return replace(
+        stats,
+        trained_tokens=round(totals["trained_tokens"]) // repeated,
+        entropy=totals["entropy"] / repeated,
+        truncated_share=totals["truncated_share"] / repeated,
+        masked_share=totals["masked_share"] / repeated,
+        hinted_tokens=round(totals["hinted_tokens"]) // repeated,
+        hint_nats=totals["hint_nats"] / repeated,
+        replayed_pairs=round(totals["replayed_pairs"]),
+        flipped_pairs=round(totals["flipped_pairs"]),
+        replaced_pairs=round(totals["replaced_pairs"]),
+    )

@@ -1,0 +1,345 @@
+"""The store of images on this machine: layers by their content, images over them, base systems, disks made of layers.
+
+    folder/
+      layers/DIGEST/        a directory tree, see etude.sandboxes.images.layers
+      images/DIGEST.json    base, layers, environment, working folder
+      names/NAME            the digest of an image
+      bases/NAME/           the root directory of a base system, and what belongs to it (etude.sandboxes.images.debian)
+      disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
+      incoming/             what is being written; renamed into its place when it is whole
+
+Files in a layer keep their owner and mode, so that one of root's may lend root's rights to whoever runs it: the folders
+above them let nobody through but the user whose store this is.
+
+Everything under a digest is written once and never changed, so readers take no lock, and an interrupted writer leaves
+nothing but a folder in ``incoming``, which the next writer sweeps. Owns the folder; not how sandboxes use it.
+"""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from uuid import uuid4
+
+import orjson
+
+from etude.errors import ConfigError, DamagedError, SandboxError
+from etude.sandbox_spec import WORKDIR, Image
+from etude.sandboxes.images.layers import AGENT, OWNED, copy_tree, digest_tree, entries, remove_tree, size_of
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
+"""Names of images and base systems."""
+FOLDERS = ("images", "names")
+PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
+"""Where files of images are, which nobody else may run."""
+DISK_TIMEOUT_S = 1800.0
+"""For ``mksquashfs`` to pack one layer."""
+DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
+"""Nothing is compressed: a machine without hardware virtualisation would spend its time unpacking. Files keep their
+times: Python believes its compiled files by them.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredImage:
+    """One line of a list of images."""
+
+    image: Image
+    names: tuple[str, ...]
+    size_bytes: int
+    """Of the plain files in its layers, those shared with other images included."""
+
+
+class ImageStore:
+    """Layers and images in one folder; any number of processes may use it at once."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """``folder`` is made when it is missing; the default is :func:`default_folder`.
+
+        Raises :class:`~etude.errors.ConfigError` when it cannot be closed to other users.
+        """
+        self.folder = (folder or default_folder()).absolute()
+        for name in FOLDERS:
+            (self.folder / name).mkdir(mode=0o755, parents=True, exist_ok=True)
+        for name in PRIVATE_FOLDERS:
+            (self.folder / name).mkdir(mode=0o700, exist_ok=True)
+            _close_to_others(self.folder / name)
+
+    @property
+    def bases(self) -> Mapping[str, Path]:
+        """The root directories of the stored base systems, by name."""
+        roots = {folder.name: folder / "root" for folder in sorted((self.folder / "bases").iterdir())}
+        return MappingProxyType({name: root for name, root in roots.items() if root.is_dir()})
+
+    @property
+    def images(self) -> Sequence[StoredImage]:
+        """Every image, those with names first."""
+        names: dict[str, list[str]] = {}
+        for file in sorted((self.folder / "names").iterdir()):
+            names.setdefault(file.read_text(encoding="utf-8"), []).append(file.name)
+        digests = [*names, *sorted({file.stem for file in (self.folder / "images").glob("*.json")} - set(names))]
+        images = [(self.open(digest), tuple(names.get(digest, ()))) for digest in digests]
+        return [
+            StoredImage(image=image, names=named, size_bytes=sum(map(size_of, image.layers))) for image, named in images
+        ]
+
+    def add_layer(self, tree: Path, *, owned: Sequence[str] = OWNED) -> str:
+        """Copy what is in ``tree`` in and return its digest; a layer that is there already is left as it is.
+
+        What is under the places ``owned`` belongs to the agent, the rest to root, unless it is user 1000's on this
+        machine. Raises ``ValueError`` for what no layer can hold and :class:`~etude.errors.SandboxError` when the
+        tree cannot be read or the store is full.
+        """
+        try:
+            with self.incoming() as folder:
+                digest = copy_tree(tree, folder / "layer", owned)
+                settle(folder / "layer", self.layer(digest))
+        except OSError as error:
+            raise SandboxError(f"{tree} cannot be stored as a layer in {self.folder}: {error}") from error
+        return digest
+
+    def layer(self, digest: str) -> Path:
+        """Where a layer is, or would be."""
+        return self.folder / "layers" / digest
+
+    def add(
+        self,
+        layers: Sequence[str],
+        *,
+        base: str = "",
+        environment: Mapping[str, str] | None = None,
+        workdir: str = WORKDIR,
+        name: str = "",
+    ) -> Image:
+        """Store an image of layers, lowest first, and give it a name, which another image may have had.
+
+        Raises :class:`~etude.errors.ConfigError` for a layer or base system that is not stored, ``ValueError`` for a
+        name that is none.
+        """
+        missing = [digest for digest in layers if not DIGEST.fullmatch(digest) or not self.layer(digest).is_dir()]
+        if missing:
+            raise ConfigError(f"layers {missing} are not in {self.folder}: store them with add_layer")
+        self._check_base(base)
+        settings = {"base": base, "layers": list(layers), "environment": dict(environment or {}), "workdir": workdir}
+        data = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
+        digest = hashlib.sha256(data).hexdigest()
+        self._write(self.folder / "images" / f"{digest}.json", data)
+        if name:
+            self._check_name(name)
+            self._write(self.folder / "names" / name, digest.encode())
+        return self.open(digest)
+
+    def open(self, reference: str) -> Image:
+        """An image by its digest or name.
+
+        Raises :class:`~etude.errors.ConfigError` when it, one of its layers or its base system is not stored.
+        """
+        digest = self._resolve(reference)
+        try:
+            stored = orjson.loads((self.folder / "images" / f"{digest}.json").read_bytes())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"image {reference!r} is not in {self.folder}: build it with `etude images build` or "
+                "`etude tasks build`, or set ETUDE_IMAGES to the folder that has it"
+            ) from None
+        except orjson.JSONDecodeError as error:
+            raise DamagedError(f"image {digest} in {self.folder} is no JSON: {error}; build it again") from error
+        layers = tuple(map(self.layer, stored["layers"]))
+        missing = [layer.name for layer in layers if not layer.is_dir()]
+        if missing:
+            raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
+        self._check_base(stored["base"])
+        return Image(
+            digest=digest,
+            base=stored["base"],
+            layers=layers,
+            environment=stored["environment"],
+            workdir=stored["workdir"],
+        )
+
+    def verify(self, image: Image) -> None:
+        """Compare an image's layers with their digests. Raises :class:`~etude.errors.DamagedError` if one differs.
+
+        A layer that was stored with places of its own for the agent is verified by root only, who can set owners.
+        """
+        for layer in image.layers:
+            found = {digest_tree(layer), digest_tree(layer, owned=())}
+            if layer.name not in found:
+                raise DamagedError(f"layer {layer.name} of image {image.digest or image} was changed: build it again")
+
+    def remove(self, reference: str) -> None:
+        """Forget an image and its names; :meth:`collect` then frees its layers. Same errors as :meth:`open`."""
+        digest = self._resolve(reference)
+        file = self.folder / "images" / f"{digest}.json"
+        if not file.exists():
+            raise ConfigError(f"image {reference!r} is not in {self.folder}")
+        for name in (self.folder / "names").iterdir():
+            if name.read_text(encoding="utf-8") == digest:
+                name.unlink()
+        file.unlink()
+
+    def collect(self) -> int:
+        """Remove layers that no image has, and disks of other layers than those that are left; return how many layers.
+
+        Nobody may be adding images or using disks meanwhile.
+        """
+        images = [orjson.loads(file.read_bytes()) for file in (self.folder / "images").glob("*.json")]
+        used = {digest for image in images for digest in image["layers"]}
+        unused = [layer for layer in (self.folder / "layers").iterdir() if layer.name not in used]
+        for layer in unused:
+            remove_tree(layer)
+        for disk in (self.folder / "disks").glob("*.squashfs"):
+            if disk.stem not in used:
+                disk.unlink()
+        return len(unused)
+
+    def disk_image(self, layer: Path) -> Path:
+        """A squashfs of a layer, made when it is not there; slow, so not for an event loop.
+
+        ``layer`` may be outside of the store. Raises :class:`~etude.errors.SandboxError` when it cannot be made.
+        """
+        try:
+            digest = layer.name if layer.parent == self.folder / "layers" else digest_tree(layer)
+            disk = self.folder / "disks" / f"{digest}.squashfs"
+            if not disk.exists():
+                with self.incoming() as folder:
+                    pack(layer, folder / "disk")
+                    settle(folder / "disk", disk)
+        except (OSError, ValueError) as error:
+            raise SandboxError(f"layer {layer} cannot be made a disk: {error}") from error
+        return disk
+
+    @contextmanager
+    def incoming(self) -> Iterator[Path]:
+        """A fresh folder on the store's file system, removed in the end; those of dead writers are swept.
+
+        Raises :class:`~etude.errors.ConfigError` in another user's store, who could run what is ours.
+        """
+        for name in PRIVATE_FOLDERS:
+            owner = (self.folder / name).stat().st_uid
+            if owner != os.geteuid():
+                raise ConfigError(
+                    f"{self.folder / name} belongs to user {owner}, who could run what user {os.geteuid()} stores "
+                    "there: set ETUDE_IMAGES to a folder of your own"
+                )
+        parent = self.folder / "incoming"
+        hidden = parent / f".{uuid4().hex}"
+        hidden.mkdir()
+        lock = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = hidden.rename(parent / hidden.name[1:])  # from now on others may sweep it, if the lock lets them
+        try:
+            for other in parent.glob("[!.]*"):
+                _sweep(other)
+            yield folder
+        finally:
+            remove_tree(folder)
+            os.close(lock)
+
+    def _resolve(self, reference: str) -> str:
+        if DIGEST.fullmatch(reference):
+            return reference
+        self._check_name(reference)
+        try:
+            return (self.folder / "names" / reference).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            known = sorted(file.name for file in (self.folder / "names").iterdir())
+            raise ConfigError(f"no image is called {reference!r} in {self.folder}: it has {known}") from None
+
+    def _check_base(self, base: str) -> None:
+        if base and base not in self.bases:
+            raise ConfigError(
+                f"base system {base!r} is not in {self.folder}, which has {list(self.bases)}: "
+                f"build it with `etude images build {base}`"
+            )
+
+    def _check_name(self, name: str) -> None:
+        if not NAME.fullmatch(name) or DIGEST.fullmatch(name):
+            raise ConfigError(f"{name!r} is no name of an image: letters, digits and ._:- only, at most 100")
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with self.incoming() as folder:
+            (folder / "file").write_bytes(data)
+            (folder / "file").replace(path)
+
+
+def default_folder() -> Path:
+    """``$ETUDE_IMAGES``, else ``etude/images`` in the user's cache folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("ETUDE_IMAGES") or cache / "etude" / "images")
+
+
+def _close_to_others(folder: Path) -> None:
+    """Let nobody but its user reach what is in a folder of a store, which may be an old one."""
+    status = folder.stat()
+    if os.geteuid() not in (0, status.st_uid):
+        raise ConfigError(f"{folder} belongs to user {status.st_uid}: set ETUDE_IMAGES to a folder of your own")
+    if status.st_mode & 0o077:
+        try:
+            folder.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(f"{folder} is open to other users: {error}; set its mode to 700") from error
+
+
+def settle(source: Path, target: Path) -> None:
+    """Move something whole to its place; if another writer was faster, theirs stays."""
+    try:
+        source.rename(target)
+    except OSError:
+        if not target.exists():
+            raise
+
+
+def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED) -> None:
+    """Make the squashfs ``disk`` of a tree; everything in it belongs to root or the agent, whoever owns the tree.
+
+    Raises :class:`~etude.errors.SandboxError` with what ``mksquashfs`` said.
+    """
+    program = shutil.which("mksquashfs")
+    if program is None:
+        raise SandboxError("'mksquashfs' is not installed: on Debian or Ubuntu, apt-get install squashfs-tools")
+    argv = [program, str(tree), str(disk), *DISK_OPTIONS]
+    if os.geteuid() != 0:
+        argv += ["-all-root", "-pf", "/dev/stdin"]
+    done = subprocess.run(
+        argv,
+        input=b"" if os.geteuid() == 0 else _agents_files(tree, owned),
+        capture_output=True,
+        timeout=DISK_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise SandboxError(f"mksquashfs of {tree} failed: {done.stderr.decode(errors='replace').strip()[-400:]}")
+
+
+def _agents_files(tree: Path, owned: Sequence[str]) -> bytes:
+    """Lines for ``mksquashfs -pf`` that give the agent what the user who packs could not."""
+    lines = [
+        b'"%s" m %o %d %d' % (re.sub(rb'(["\\])', rb"\\\1", os.fsencode(entry.path)), entry.mode, AGENT, AGENT)
+        for entry in entries(tree, owned)
+        if entry.owner == AGENT
+    ]
+    return b"\n".join([*lines, b""])
+
+
+def _sweep(folder: Path) -> None:
+    """Remove a folder of ``incoming`` whose lock nobody holds."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return  # somebody else's, or just gone
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_tree(folder)
+    except OSError:
+        pass  # its writer is alive, or another user's
+    finally:
+        os.close(lock)

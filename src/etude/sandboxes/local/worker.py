@@ -1,0 +1,210 @@
+"""The process between a provider and a zygote: ``python -m etude.sandboxes.local.worker OPTIONS``.
+
+    provider ──Request on stdin──▶ worker ──descriptors──▶ zygote ──fork──▶ command
+             ◀──Answer on stdout──        ◀──what the command prints──────────┘
+
+Owns the deadline and the cap on output of one command at a time. Frames are a 4-byte big-endian length and JSON;
+nothing is ever unpickled. The first frame it writes holds the capabilities. It ends when its stdin does, and everything
+below it ends with it. Standard library alone; does not fork commands (:mod:`etude.sandboxes.local.zygote`).
+"""
+
+import json
+import math
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from typing import TypedDict
+
+from etude.sandboxes import isolation
+from etude.sandboxes.inputs import in_memory
+from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, Invocation, Order, Zygote, preload
+from etude.sandboxes.outputs import CappedOutput
+
+LENGTH = struct.Struct(">I")
+"""Precedes every frame."""
+REQUESTS, ANSWERS = 0, 1
+"""Descriptors that the provider holds the other ends of."""
+READ_BYTES = 1 << 16
+"""What a pipe can hold."""
+
+
+class Request(TypedDict):
+    """One command to run."""
+
+    root: str
+    """Name of the sandbox's directory in the scratch directory."""
+    workdir: str
+    """Where the command runs, below the root."""
+    environment: dict[str, str]
+    """Added to the zygote's own."""
+    argv: list[str]
+    stdin: str
+    timeout_s: float
+    output_limit: int
+    """Bytes kept of each of stdout and stderr."""
+
+
+class Answer(TypedDict):
+    """How it ended; the fields of :class:`~etude.protocols.ExecResult` and what went wrong in the sandbox itself."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+    truncated: bool
+    seconds: float
+    error: str
+    """Not empty: the command was not run."""
+
+
+def main() -> None:
+    """Confine this process, fork the zygote off and serve."""
+    options = json.loads(sys.argv[1])
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # event loops differ in what they let a new process inherit
+    preload()
+    scratch = os.open(options["scratch"], os.O_PATH | os.O_DIRECTORY)
+    if options["run_as"] is not None:
+        isolation.become_user(options["run_as"])
+    namespaces = options["isolate"] and isolation.enter_namespaces()
+    isolation.die_with_parent()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    zygote = os.fork()
+    if zygote == 0:
+        ours.close()
+        Zygote(theirs, scratch, namespaces=namespaces).serve()
+    theirs.close()
+    try:
+        Worker(ours).serve()
+    finally:
+        ours.close()
+        os.waitpid(zygote, 0)
+
+
+class Worker:
+    """Has commands run by a zygote, one after the other."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def serve(self) -> None:
+        """Pass the capabilities on, then answer requests until the provider hangs up."""
+        _write_frame(self._hear())
+        while request := _read_frame():
+            _write_frame(json.dumps(self.execute(json.loads(request))).encode())
+
+    def execute(self, request: Request) -> Answer:
+        """Run one command to its end and collect what it printed."""
+        start = time.monotonic()
+        stdout, stderr = _Output(request["output_limit"]), _Output(request["output_limit"])
+        self._start(request, stdout, stderr)
+        exit_code, error, timed_out = self._collect(stdout, stderr, start + request["timeout_s"])
+        return Answer(
+            exit_code=exit_code,
+            stdout=stdout.close(),
+            stderr=stderr.close(),
+            timed_out=timed_out,
+            truncated=stdout.truncated or stderr.truncated,
+            seconds=time.monotonic() - start,
+            error=error,
+        )
+
+    def _start(self, request: Request, stdout: "_Output", stderr: "_Output") -> None:
+        """Give the zygote its command as four descriptors: what it is, and its standard input, output and errors.
+
+        What it is and its input are files in memory, so nobody has to feed them.
+        """
+        cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
+        invocation = Invocation(request["workdir"], request["environment"], request["argv"])
+        message = json.dumps(Order(root=request["root"], cpu_s=cpu_s)).encode()
+        files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
+        descriptors = [*files, stdout.writer, stderr.writer]
+        socket.send_fds(self._control, [message], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _collect(self, stdout: "_Output", stderr: "_Output", deadline: float) -> tuple[int, str, bool]:
+        """Read until the zygote says that all is over: exit code, error, and whether time ran out."""
+        outputs = {output.reader: output for output in (stdout, stderr)}
+        poller = select.poll()
+        for descriptor in (REQUESTS, self._control.fileno(), *outputs):
+            poller.register(descriptor, select.POLLIN)
+        timed_out = False
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 and not timed_out:
+                self._control.send(KILL)
+                timed_out = True
+            ready = {fd for fd, _ in poller.poll(None if timed_out else math.ceil(left_s * 1000))}
+            if REQUESTS in ready:
+                sys.exit()  # nobody sends a request before its answer: the provider has hung up
+            if self._control.fileno() in ready:
+                ending = json.loads(self._hear())
+                return ending["exit_code"], ending["error"], timed_out
+            for descriptor in ready:
+                if not outputs[descriptor].read():
+                    poller.unregister(descriptor)
+
+    def _hear(self) -> bytes:
+        message = self._control.recv(MESSAGE_LIMIT_BYTES)
+        if not message:
+            sys.exit("a sandbox zygote died; its worker ends too")
+        return message
+
+
+class _Output:
+    """One output pipe of a command."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        self._kept = CappedOutput(limit_bytes)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether something was thrown away."""
+        return self._kept.truncated
+
+    def read(self) -> bool:
+        """Take what is there; false when there is nothing."""
+        try:
+            chunk = os.read(self.reader, READ_BYTES)
+        except BlockingIOError:
+            return False
+        self._kept.add(chunk)
+        return bool(chunk)
+
+    def close(self) -> str:
+        """All that was kept; every writer is dead by now."""
+        while self.read():
+            pass
+        os.close(self.reader)
+        return self._kept.text
+
+
+def _read_frame() -> bytes:
+    """The next frame, or nothing once the provider has hung up."""
+    header = _read_exactly(LENGTH.size)
+    return _read_exactly(LENGTH.unpack(header)[0]) if header else b""
+
+
+def _read_exactly(size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(REQUESTS, size - len(data))
+        if not chunk:
+            return b""
+        data += chunk
+    return bytes(data)
+
+
+def _write_frame(data: bytes) -> None:
+    left = memoryview(LENGTH.pack(len(data)) + data)
+    while left:
+        left = left[os.write(ANSWERS, left) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The warm process that commands are forked from: one ``fork`` instead of an interpreter's start.
+
+    worker ──(root, cpu seconds) + invocation, stdin, stdout, stderr──▶ zygote ──fork──▶ command
+       ▲                                                                  │
+       └────────────────── exit code, once all of it is dead ─────────────┘
+
+The zygote never reads what a command is given or prints: it passes descriptors on, so nothing of one task can be found
+in the memory of the next one's process. Isolation is the kernel's: another user, namespaces, ``chroot``, no
+capabilities, limits, and a filter of system calls (:mod:`etude.sandboxes.ns.seccomp`), without which a command could
+change the limits of the zygote, and so of all later commands, and leave them memory and keys in its namespaces. What
+the machine grants is reported, never assumed:
+
+    chroot             a command sees no file outside its root
+    network_off        it has no network, not even the machine's own
+    process_namespace  it sees, signals and changes no process but its own, and all of those die with it
+    process_limit      it cannot use up the machine's processes
+
+Not isolated: the kernel itself, timing, and how many files a command creates. That is a guard for a model under
+training, not against a hostile tenant; use a virtual machine there.
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn, Self, TypedDict
+
+from etude.sandboxes import isolation
+from etude.sandboxes.local import program
+from etude.sandboxes.ns.seccomp import filter_program
+
+PRELOADED = (
+    *("bisect", "collections", "collections.abc", "copy", "dataclasses", "datetime", "decimal", "enum", "fractions"),
+    *("functools", "heapq", "io", "itertools", "json", "math", "operator", "os", "random", "re", "statistics"),
+    *("string", "sys", "textwrap", "time", "types", "typing", "unicodedata"),
+    *("encodings.ascii", "encodings.latin_1"),
+)
+"""Standard modules that programs find loaded; behind ``chroot``, or as another user, there may be no others."""
+MESSAGE_LIMIT_BYTES = 4 << 10
+"""Longest message between worker and zygote."""
+KILL = b"kill"
+"""What the worker sends when time is up."""
+PACKAGE_ROOT = str(Path(__file__).parents[3])
+"""Where the worker finds étude, and no program should."""
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/home/agent"}
+"""What every command finds there: nothing of the provider's."""
+
+
+def preload() -> None:
+    """Import what programs may import, while this process can still reach it."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+class Order(TypedDict):
+    """One command, as far as it concerns the zygote."""
+
+    root: str
+    """Name of the sandbox's directory in the scratch directory."""
+    cpu_s: int
+
+
+class Invocation(NamedTuple):
+    """A command, which its own process alone reads."""
+
+    workdir: str
+    environment: Mapping[str, str]
+    argv: Sequence[str]
+
+    def to_bytes(self) -> bytes:
+        """Write it as texts that end at a NUL, which none holds: cheaper to read than JSON in a process just forked."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return b"\0".join(map(os.fsencode, [self.workdir, *variables, "", *self.argv]))
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> Self:
+        """Read what was written."""
+        workdir, *rest = map(os.fsdecode, data.split(b"\0"))
+        end = rest.index("")
+        variables = (variable.partition("=") for variable in rest[:end])
+        return cls(workdir, {name: value for name, _, value in variables}, rest[end + 1 :])
+
+
+class Zygote:
+    """Serves one command at a time until the worker hangs up."""
+
+    def __init__(self, control: socket.socket, scratch: int, *, namespaces: bool) -> None:
+        self._control = control
+        self._scratch = scratch
+        self._namespaces = namespaces
+        self._chroot = False
+
+    def serve(self) -> NoReturn:
+        """Get ready, report the capabilities, then fork a command per request; never returns."""
+        self._prepare()
+        self._chroot = self._namespaces and self._can_chroot()
+        apart = _install_filter() and self._namespaces
+        self._answer(
+            {
+                "chroot": self._chroot,
+                "network_off": apart,
+                "process_namespace": apart,
+                "process_limit": self._namespaces,
+            }
+        )
+        gc.collect()
+        gc.freeze()  # the collector of a fork would copy every page it marks
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_LIMIT_BYTES, 4)
+            if not message:
+                os._exit(0)
+            if message == KILL:
+                continue  # it crossed the last answer
+            try:
+                self._answer(self._run(message, descriptors))
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _prepare(self) -> None:
+        isolation.die_with_parent()
+        isolation.limit_process(own_user_namespace=self._namespaces)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one signal that Python would let a command end process 1 by
+        sys.path[:] = [folder for folder in sys.path if folder != PACKAGE_ROOT]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "etude"]:
+            del sys.modules[name]  # a program that has a module of this name must find its own
+        os.environ.clear()
+        os.environ.update(ENVIRONMENT)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+
+    def _can_chroot(self) -> bool:
+        """Try it in a child: a security module may forbid what a namespace permits."""
+        child = os.fork()
+        if child == 0:
+            try:
+                isolation.enter_root(self._scratch, chroot=True)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
+        order: Order = json.loads(message)
+        root = -1
+        try:
+            root = os.open(order["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)
+            child = os.fork()
+            if child == 0:
+                try:
+                    program.run(self._become_command(root, descriptors, order["cpu_s"]))
+                finally:
+                    os._exit(1)
+            try:
+                _wait_for(child, self._control)
+            finally:
+                exit_code = isolation.end_command(child)
+            return {"exit_code": exit_code, "error": ""}
+        except OSError as error:
+            return {"exit_code": 0, "error": f"no process in sandbox {order['root']!r}: {error}"}
+        finally:
+            if root >= 0:
+                os.close(root)
+
+    def _answer(self, value: Mapping[str, bool | int | str]) -> None:
+        self._control.send(json.dumps(value).encode())
+
+    def _become_command(self, root: int, descriptors: list[int], cpu_s: int) -> Sequence[str]:
+        """Confine this process; returns what it shall run."""
+        invocation, *streams = descriptors
+        os.setsid()
+        isolation.die_with_parent()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        isolation.limit_cpu(cpu_s)
+        isolation.enter_root(root, chroot=self._chroot)
+        command = Invocation.of_bytes(os.read(invocation, os.fstat(invocation).st_size))
+        os.chdir(command.workdir.lstrip("/") or ".")
+        os.environ.update(command.environment)
+        for target, descriptor in enumerate(streams):
+            os.dup2(descriptor, target)
+        os.closerange(3, isolation.DESCRIPTOR_LIMIT)
+        return command.argv
+
+
+def _install_filter() -> bool:
+    """Install the filter of system calls, which commands inherit; false where processor or kernel have none."""
+    try:
+        isolation.install_filter(filter_program(os.uname().machine, shared=True))
+    except (KeyError, OSError):
+        return False
+    return True
+
+
+def _wait_for(child: int, control: socket.socket) -> None:
+    """Wait until a child has ended or the worker wants it ended. Reaps nothing."""
+    descriptor = os.pidfd_open(child)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    poller.register(control, select.POLLIN)
+    ready = [fd for fd, _ in poller.poll()]
+    os.close(descriptor)
+    if control.fileno() in ready and not control.recv(len(KILL)):
+        isolation.end_command(child)
+        os._exit(0)  # the worker is gone

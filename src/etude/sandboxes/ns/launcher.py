@@ -1,0 +1,389 @@
+"""The launcher of namespace sandboxes: ``python -m etude.sandboxes.ns.launcher CONTROL``, a connected socket.
+
+    provider ──create──▶ launcher ──calls──▶ first process, which builds its root and becomes init
+             ──exec────▶          ──calls──▶ command in the sandbox's namespaces       (etude.sandboxes.ns.child)
+             ──job─────▶          ──fork───▶ étude's own work in there                 (etude.sandboxes.ns.jobs)
+             ◀─ended───           ◀─pidfd──
+
+One small process for each provider, so that forks are cheap and hold no secret. Owns every process, group and mount of
+its provider's sandboxes; when the provider hangs up, or is killed, it ends them all and then itself, and when it is
+killed, the kernel ends them. As root it gives every sandbox a range of users of its own and shows files through
+mappings of owners; as anybody else it becomes root of a user namespace that has this one user, and sandboxes do, too.
+
+Single-threaded: waits for messages and for processes, each of which is a descriptor. Standard library alone, and what
+of étude needs no more.
+"""
+
+import gc
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from etude.sandboxes.ns import kernel, wire
+from etude.sandboxes.ns.boxes import Box, Running
+from etude.sandboxes.ns.cgroups import Cgroups, close_doors, find_hierarchies, launcher_name, writable
+from etude.sandboxes.ns.child import End, Tools, become_job, command_process, how_it_failed
+from etude.sandboxes.ns.init import open_init
+from etude.sandboxes.ns.lifecycle import Grounds, Nursery, Unmade
+from etude.sandboxes.ns.mounts import Parcel, make_device_tree
+from etude.sandboxes.ns.root import make_bare_root
+from etude.sandboxes.ns.seccomp import filter_program
+from etude.sandboxes.ns.syscalls import MACHINES, NOT_MADE, CallList, Player, Result
+
+CLOSE_TIMEOUT_S = 20.0
+"""For all processes to be gone at the end."""
+IDLE_S = 0.01
+"""For nothing to happen before something is done ahead: who makes a sandbox will soon want something of it."""
+PROCESS_NUMBER_BYTES = 32
+"""More than any process number has digits."""
+ALL_USERS = ["0", "0", "4294967295"]
+"""What ``/proc/self/uid_map`` says in the machine's own user namespace."""
+
+
+class Launcher:
+    """Makes sandboxes, runs what they are told to, and sees all of it to its end."""
+
+    def __init__(self, control: socket.socket, options: Mapping[str, str]) -> None:
+        if kernel.MACHINE not in MACHINES:
+            raise OSError(f"sandboxes with namespaces are written for {' and '.join(MACHINES)}, not {kernel.MACHINE}")
+        folder = Path(options["folder"])
+        self._control = control
+        self._receiver = wire.Receiver(control)
+        maps_range = enter_namespaces()
+        devices = make_device_tree(folder / "dev", is_root=maps_range)
+        name = launcher_name(os.getpid())
+        found = find_hierarchies(_text("/proc/self/mountinfo"), _text("/proc/self/cgroup")) if maps_range else []
+        self._tools = Tools(
+            cgroups=Cgroups(writable(found, name), name),
+            player=Player(kernel.MACHINE),
+            init=open_init(kernel.MACHINE),
+            filter=filter_program(kernel.MACHINE),
+            bare=open_bare_namespace(folder / "bare"),
+            maps_range=maps_range,
+        )
+        self._own_processes = _open("/proc/self/ns/pid")
+        self._selector = selectors.DefaultSelector()
+        grounds = Grounds(options["skeleton"], devices)
+        self._nursery = Nursery(self._tools, grounds, self._selector, self._tell)
+        self._nursery.prepare()
+        self._running: dict[int, Running] = {}
+        self._hung_up = False
+
+    @property
+    def grants(self) -> wire.Grants:
+        """What the machine grants."""
+        controllers = sorted(self._tools.cgroups.controllers)
+        return wire.Grants(error="", maps_range=self._tools.maps_range, controllers=controllers)
+
+    def serve(self) -> None:
+        """Do what the provider asks for until it hangs up; then end every process and remove every group."""
+        self._selector.register(self._control, selectors.EVENT_READ, self._receive)
+        while not self._hung_up:
+            if not self._step(IDLE_S if self._nursery.wants_plot else None):
+                self._nursery.prepare()
+        self._selector.unregister(self._control)
+        self._nursery.end_all()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while (self._nursery or self._running) and time.monotonic() < deadline_s:
+            self._step(0.1)
+        self._tools.cgroups.close()
+
+    def _step(self, timeout_s: float | None) -> bool:
+        """Do what there is to do; false if that is nothing."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            if key.fd in self._selector.get_map():  # what came before it may have ended it
+                key.data()
+        return bool(events)
+
+    def _receive(self) -> None:
+        """Do one thing; what goes wrong with a sandbox is told, and no other suffers from it."""
+        try:
+            message = self._receiver.receive()
+        except ConnectionResetError:
+            message = None
+        if message is None:
+            self._hung_up = True
+            return
+        body = message.body
+        try:
+            self._do(body, message.descriptors)
+        except OSError as error:
+            refused = isinstance(error, Unmade) and error.refused
+            self._tell({"kind": "failed", "id": body.get("id", 0), "error": str(error), "refused": refused})
+        finally:
+            for descriptor in message.descriptors:
+                os.close(descriptor)
+
+    def _do(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        match body["kind"]:
+            case "create":
+                self._create(body, *descriptors)
+            case "exec":
+                self._start_command(body, descriptors)
+            case "job":
+                self._start_job(body, *descriptors)
+            case "kill":
+                self._kill(body["id"])
+            case "stats":
+                self._tell_stats(body)
+            case "close":
+                if not self._nursery.end(body["box"]):
+                    self._tell({"kind": "closed", "box": body["box"], "error": ""})
+            case other:
+                raise AssertionError(f"a provider sent {other!r}")
+
+    def _create(self, body: Mapping[str, Any], files: int) -> None:
+        unsettled, listeners = self._nursery.create(body, files)
+        try:
+            self._tell({"kind": "created", "id": body["id"], "unsettled": unsettled}, listeners)
+        finally:
+            for listener in listeners:
+                os.close(listener)
+
+    def _start_command(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Run a command; one whose program cannot be executed ends as it does in a shell."""
+        box = self._nursery.find(body["box"])
+        box.may_run = True
+        doors = self._tools.cgroups.open_doors(box.name)
+        try:
+            calls, born = command_process(self._tools, box, body, descriptors, doors)
+            process = self._play(box, calls, born)
+        finally:
+            close_doors(doors)
+        try:
+            failed = how_it_failed(calls, body["argv"][0])
+        except OSError:
+            if 0 < process < NOT_MADE:
+                os.waitpid(process, 0)
+            raise
+        running = self._watch(body, box, process)
+        if failed is not None:
+            message, running.code = failed
+            os.write(descriptors[2], f"{message}\n".encode("utf-8", "surrogateescape"))
+
+    def _play(self, box: Box, calls: CallList, born: Result | None) -> int:
+        """Make a command's calls in its sandbox's process namespace; returns its number."""
+        if born is not None:
+            kernel.show_process()  # the command before hid it; files of its own in /proc would be root's otherwise
+            os.waitpid(self._tools.player.play(calls), 0)
+            return calls.result(born)
+        kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+        try:
+            return self._tools.player.play(calls)
+        finally:
+            kernel.enter(self._own_processes, kernel.CLONE_NEWPID)
+
+    def _start_job(self, body: Mapping[str, Any], source: int, answers: int) -> None:
+        """Do something inside; a copy is made of what was written, into the folder ``into``."""
+        if body["job"] == "kill":
+            self._nursery.find(body["box"]).may_run = False
+        if body["job"] != "copy":
+            self._run(body, lambda box: become_job(box, self._tools, body, (source, -1, answers)))
+            return
+        box = self._nursery.find(body["box"])
+        request = {**body, "overlays": box.overlays, "maps_range": self._tools.maps_range}
+        users = os.open(f"/proc/{box.process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with Parcel(users if self._tools.maps_range else None) as parcel:
+                parcel.add(body["into"], 0, mapped=True)
+                descriptors = (box.upper, parcel.trees[0], answers)
+                self._run(request, lambda box: become_job(box, self._tools, request, descriptors))
+        finally:
+            os.close(users)
+
+    def _kill(self, number: int) -> None:
+        """End a command with its session, or a job."""
+        running = self._running.get(number)
+        if running is None or running.ender is not None:
+            return  # it has ended or is about to
+        with suppress(ProcessLookupError):
+            if running.is_job:
+                running.timed_out, running.was_stopped = True, running.is_stopped()
+                signal.pidfd_send_signal(running.pidfd, signal.SIGKILL)
+                return
+            request = {"id": -number, "box": running.box.number, "job": "end", "session": running.number_inside()}
+            nothing = os.open(os.devnull, os.O_RDWR)
+            try:
+                self._start_job(request, nothing, nothing)
+            finally:
+                os.close(nothing)
+            running.ender = self._running[-number]
+
+    def _run(self, body: Mapping[str, Any], become: Callable[[Box], NoReturn]) -> None:
+        """Fork a process into a sandbox's process namespace; it enters the others by itself."""
+        box = self._nursery.find(body["box"])
+        process = _fork_into(box, self._own_processes) if self._tools.maps_range else _fork_through(box)
+        if process == 0:
+            self._selector.close()
+            become(box)
+        self._watch(body, box, process)
+
+    def _watch(self, body: Mapping[str, Any], box: Box, process: int) -> Running:
+        running = Running(body["id"], box, process, is_job="job" in body)
+        self._running[running.number] = running
+        self._selector.register(running.pidfd, selectors.EVENT_READ, lambda: self._reap(running))
+        return running
+
+    def _reap(self, running: Running) -> None:
+        """A command or job has ended; it is over when what ends its descendants has, too."""
+        _, status = os.waitpid(running.process, 0)
+        self._selector.unregister(running.pidfd)
+        os.close(running.pidfd)
+        code = os.waitstatus_to_exitcode(status) if running.code is None else running.code
+        died = code == -signal.SIGKILL and running.box.is_dying()
+        agents = running.is_job and code < 0 and not died and is_agents_doing(running, self._tools)
+        running.end = {
+            "kind": "ended",
+            "id": running.number,
+            "status": code,
+            "sandbox_died": died,
+            "agents_doing": agents,
+        }
+        for one in [running, *(other for other in self._running.values() if other.ender is running)]:
+            if one.end is not None and (one.ender is None or one.ender.end is not None):
+                del self._running[one.number]
+                if one.number > 0:
+                    self._tell(one.end)
+
+    def _tell_stats(self, body: Mapping[str, Any]) -> None:
+        box = self._nursery.find(body["box"])
+        disk = os.fstatvfs(box.upper)
+        usage = self._tools.cgroups.usage(box.name)
+        written = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        self._tell({"kind": "stats", "id": body["id"], "disk_bytes": written, **usage._asdict()})
+
+    def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # nobody is left to hear it; the loop sees that next
+            wire.send(self._control, body, descriptors)
+
+
+def is_agents_doing(job: Running, tools: Tools) -> bool:
+    """True if a job was killed, or held up, by what runs in its sandbox, and not by the machine.
+
+    That takes memory that is used up, or a process inside that may send the job signals: of the same user.
+    """
+    by_signal = job.box.may_run and (job.box.as_root or not tools.maps_range)
+    if job.timed_out:
+        return by_signal and job.was_stopped
+    return by_signal or tools.cgroups.ran_out(job.box.name)
+
+
+def _fork_into(box: Box, own_processes: int) -> int:
+    """Fork into a sandbox's process namespace, by being about to for a moment; returns twice, as ``fork`` does."""
+    kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+    process = -1
+    try:
+        process = os.fork()
+    finally:
+        if process != 0:
+            kernel.enter(own_processes, kernel.CLONE_NEWPID)
+    return process
+
+
+def _fork_through(box: Box) -> int:
+    """Fork into a sandbox's process namespace by way of a child, which has us as its child's parent.
+
+    For who is not the machine's root: into its namespace of processes there is a way out, but none back.
+    """
+    ours, theirs = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+            process = kernel.clone(kernel.CLONE_PARENT)
+        except OSError:
+            os._exit(1)
+        if process != 0:
+            os.write(theirs, str(process).encode())
+            os._exit(0)
+        return 0
+    os.close(theirs)
+    try:
+        said = os.read(ours, PROCESS_NUMBER_BYTES)
+    finally:
+        os.close(ours)
+        os.waitpid(between, 0)
+    if not said:
+        raise OSError(f"no process can be started in sandbox {box.number}")
+    return int(said)
+
+
+def enter_namespaces() -> bool:
+    """Take a mount namespace of our own, and a user namespace unless we are the machine's root; true if we are.
+
+    The machine's root is never a user of a sandbox: files of the kernel ask for the user, not for its powers.
+    """
+    user, group = os.geteuid(), os.getegid()
+    is_root = user == 0 and _text("/proc/self/uid_map").split() == ALL_USERS
+    kernel.unshare(kernel.CLONE_NEWNS | (0 if is_root else kernel.CLONE_NEWUSER))
+    if not is_root:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(text, encoding="ascii")
+    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    return is_root
+
+
+def open_bare_namespace(folder: Path) -> int:
+    """A mount namespace that has nothing of the machine, in which sandboxes begin."""
+    folder.mkdir()
+    ready, gone = os.pipe(), os.pipe()
+    process = os.fork()
+    if process == 0:
+        with End():
+            kernel.unshare(kernel.CLONE_NEWNS)
+            make_bare_root(str(folder))
+            os.write(ready[1], b"1")
+            os.close(gone[1])
+            os.read(gone[0], 1)
+            os._exit(0)
+    os.close(ready[1])
+    try:
+        if not os.read(ready[0], 1):
+            raise OSError("no mount namespace of its own can be made for sandboxes")
+        return _open(f"/proc/{process}/ns/mnt")
+    finally:
+        for descriptor in (ready[0], *gone):
+            os.close(descriptor)
+        os.waitpid(process, 0)
+
+
+def main() -> None:
+    """Serve one provider, whose socket has the number that the command line says."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal's interrupt is the provider's to answer
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three for each sandbox
+    gc.disable()  # what it would touch, every child would copy
+    options = wire.Receiver(control).receive()
+    assert options is not None, "the provider hung up before it said anything"
+    try:
+        launcher = Launcher(control, options.body)
+    except OSError as error:
+        wire.send(control, wire.Grants(error=str(error), maps_range=False, controllers=[]))
+        return
+    gc.freeze()
+    wire.send(control, launcher.grants)
+    launcher.serve()
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""How sandboxes come and go: the part of the launcher that owns them from their first process to their last.
+
+    create:          plot ─▶ group ─▶ mounts ─▶ first process: its list of calls is made, its descriptors are taken
+    close, or death: reaped ─▶ group removed ─▶ told; the plot is free for another
+
+A plot is a user namespace with a range of users of its own; it takes a process to make one, so the next is made in idle
+moments, and it is used again: nothing that a command may do changes one. What the kernel counts for each user of the
+machine (watches, waiting signals, message queues) it charges to who made a namespace as well, so a plot is made by the
+first user of its range: no sandbox takes from another, nor from the machine's root. Standard library alone.
+"""
+
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from etude.sandboxes.ns import kernel, wire
+from etude.sandboxes.ns.boxes import Box, BoxState
+from etude.sandboxes.ns.cgroups import CPU, MEMORY, PROCESSES, close_doors
+from etude.sandboxes.ns.child import Cradle, End, Tools, first_process
+from etude.sandboxes.ns.mounts import Parcel, is_unsettled, plan_root
+from etude.sandboxes.ns.network import Place
+from etude.sandboxes.ns.root import AGENT, RootPlan
+from etude.sandboxes.ns.syscalls import NOT_MADE, Failure
+
+CAP_SYS_ADMIN = 21
+FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
+"""Ranges of users: a sandbox has one of its own, where no system gives out users."""
+COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
+"""Counts of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
+SPARE_PLOTS = 2
+"""How many are kept ready."""
+PARTING_BYTES = 64
+"""Of what a first process sends with its descriptors, which is next to nothing."""
+FILE_CALLS = ("openat2", "write")
+"""What fails when a first file cannot be written."""
+UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG, errno.ENOENT)
+"""How, if that is not the machine's fault but the path's."""
+
+
+class Grounds(NamedTuple):
+    """What all sandboxes of a launcher see."""
+
+    skeleton: str
+    """The tree that makes the machine's programs a base system."""
+    devices: str
+    """Their ``/dev``."""
+
+
+class Plot(NamedTuple):
+    """A user namespace."""
+
+    slot: int
+    """Which range of users it has."""
+    users: int
+    """Its descriptor."""
+
+
+class Unmade(OSError):
+    """A sandbox could not be made."""
+
+    def __init__(self, message: str, *, refused: bool) -> None:
+        super().__init__(message)
+        self.refused = refused
+        """Whether that is the caller's fault: a first file that is none."""
+
+
+class Nursery:
+    """All sandboxes of a launcher."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        grounds: Grounds,
+        selector: selectors.BaseSelector,
+        tell: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """``selector`` has callbacks as its data; ``tell`` sends something to the provider."""
+        self._tools = tools
+        self._grounds = grounds
+        self._selector = selector
+        self._tell = tell
+        self._boxes: dict[int, Box] = {}
+        self._plots: deque[Plot] = deque()
+        self._used: dict[int, Plot] = {}
+        self._first_slot = int.from_bytes(os.urandom(2), "little") % SLOTS
+        self._slots_taken = 0
+        self._is_full = False
+
+    def __len__(self) -> int:
+        """How many sandboxes are not gone yet."""
+        return len(self._boxes)
+
+    @property
+    def wants_plot(self) -> bool:
+        """Whether there is something to do ahead."""
+        return len(self._plots) < SPARE_PLOTS and not self._is_full
+
+    def prepare(self) -> None:
+        """Make a plot, unless there can be no more: then those that there are will do."""
+        try:
+            self._plots.append(self._make_plot())
+        except OSError:
+            self._is_full = True
+            if not self._boxes and not self._plots:
+                raise
+
+    def create(self, creation: Mapping[str, Any], files: int) -> tuple[bool, list[int]]:
+        """Make a sandbox; returns whether its files must be settled, and its listeners, which are the caller's.
+
+        Raises :class:`Unmade`, or ``OSError`` for what goes wrong out here.
+        """
+        plot = self._plots.popleft() if self._plots else self._make_plot()
+        box = Box(creation, plot.slot)
+        try:
+            self._tools.cgroups.make(box.name, _limits(creation))
+            listeners = self._bear(box, plot, files)
+        except BaseException:
+            box.close()
+            self._tools.cgroups.remove(box.name)
+            self._plots.append(plot)
+            raise
+        self._boxes[box.number], self._used[box.number] = box, plot
+        self._selector.register(box.pidfd, selectors.EVENT_READ, lambda: self._bury(box))
+        return self._tools.maps_range and is_unsettled(creation), listeners
+
+    def find(self, number: int) -> Box:
+        """A living sandbox. Raises ``OSError`` if it is not."""
+        box = self._boxes.get(number)
+        if box is None or box.state is not BoxState.LIVE:
+            raise OSError(f"sandbox {number} is not alive")
+        return box
+
+    def end(self, number: int) -> bool:
+        """Kill a sandbox's first process, and with it all others in there; false if it is gone already."""
+        box = self._boxes.get(number)
+        if box is None:
+            return False
+        box.close_asked = True
+        if box.state is not BoxState.ENDING:
+            box.move(BoxState.ENDING)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
+        return True
+
+    def end_all(self) -> None:
+        """Kill every sandbox."""
+        for number in self._boxes:
+            self.end(number)
+
+    def _bear(self, box: Box, plot: Plot, files: int) -> list[int]:
+        """Make a sandbox's first process; returns its listeners."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        doors = self._tools.cgroups.open_doors(box.name)
+        try:
+            with ours, theirs, Parcel(plot.users if self._tools.maps_range else None) as parcel:
+                cradle = Cradle(
+                    users=plot.users,
+                    doors=doors,
+                    plan=self._plan(box, parcel),
+                    places=[Place(*fields) for fields in box.creation["places"]],
+                    files=_read_files(files),
+                    parting=theirs.fileno(),
+                    receiving=ours.fileno(),
+                    as_root=box.as_root,
+                )
+                calls, born = first_process(self._tools, cradle)
+                os.waitpid(self._tools.player.play(calls), 0)
+                process = calls.result(born)
+                if (failure := calls.failure) is not None:
+                    raise _unmade(failure, process, cradle.files)
+                box.process, box.pidfd = process, os.pidfd_open(process)
+                return self._take_descriptors(box, ours)
+        finally:
+            close_doors(doors)
+
+    def _plan(self, box: Box, parcel: Parcel) -> RootPlan:
+        grounds, maps_range = self._grounds, self._tools.maps_range
+        return plan_root(box, parcel, skeleton=grounds.skeleton, devices=grounds.devices, maps_range=maps_range)
+
+    def _take_descriptors(self, box: Box, ours: socket.socket) -> list[int]:
+        """What the first process sent before it became ``init``."""
+        ours.setblocking(False)
+        try:
+            message = wire.Receiver(ours, PARTING_BYTES).receive()
+        except BlockingIOError:
+            message = None
+        if message is None:
+            os.waitpid(box.process, 0)
+            raise Unmade("its first process was killed", refused=False)
+        box.upper, *listeners = message.descriptors
+        return listeners
+
+    def _bury(self, box: Box) -> None:
+        """A sandbox's first process is gone, and everything with it."""
+        os.waitpid(box.process, 0)
+        self._selector.unregister(box.pidfd)
+        if box.state is not BoxState.ENDING:
+            box.move(BoxState.ENDING)
+        box.move(BoxState.GONE)
+        box.close()
+        del self._boxes[box.number]
+        self._plots.append(self._used.pop(box.number))
+        error = ""
+        try:
+            self._tools.cgroups.remove(box.name)
+        except OSError as failure:
+            error = str(failure)
+        self._tell({"kind": "closed" if box.close_asked else "died", "box": box.number, "error": error})
+
+    def _make_plot(self) -> Plot:
+        """Have a child leave for a user namespace, say who its users are outside, and keep that."""
+        if self._slots_taken >= SLOTS:
+            raise OSError(f"{SLOTS} sandboxes are alive, which is as many as one provider has users for")
+        slot = (self._first_slot + self._slots_taken) % SLOTS
+        ready, done = os.pipe(), os.pipe()
+        kernel.show_process()  # its child's maps could not be written otherwise
+        process = os.fork()
+        if process == 0:
+            with End():
+                self._selector.close()
+                self._make_namespace(slot)
+                os.write(ready[1], b"1")
+                os.close(done[1])
+                os.read(done[0], 1)
+                os._exit(0)
+        os.close(ready[1])
+        try:
+            if not os.read(ready[0], 1):
+                raise OSError("no user namespace can be made")
+            self._map_users(process, slot)
+            users = os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            for descriptor in (ready[0], *done):
+                os.close(descriptor)
+            os.waitpid(process, 0)
+        self._slots_taken += 1
+        return Plot(slot, users)
+
+    def _make_namespace(self, slot: int) -> None:
+        """Leave for a user namespace that the first user of a slot's range has made, where there are such users."""
+        if self._tools.maps_range:
+            os.seteuid(_first_user(slot))
+            kernel.limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
+        kernel.unshare(kernel.CLONE_NEWUSER)
+        for name, most in COUNTS.items():
+            with suppress(OSError):  # a kernel without it counts in another way
+                kernel.write_text(f"/proc/sys/user/{name}", b"%d" % most)
+
+    def _map_users(self, process: int, slot: int) -> None:
+        """Say who the users inside are outside: a range of nobody's users, else this user alone, who is not root."""
+        if self._tools.maps_range:
+            line = b"0 %d %d" % (_first_user(slot), USERS)
+        else:
+            line = b"%d 0 1" % AGENT
+            kernel.write_text(f"/proc/{process}/setgroups", b"deny")
+        for name in ("uid_map", "gid_map"):
+            kernel.write_text(f"/proc/{process}/{name}", line)
+
+
+def _first_user(slot: int) -> int:
+    return FIRST_USER + slot * USERS
+
+
+def _unmade(failure: Failure, process: int, files: Mapping[str, bytes]) -> Unmade:
+    """Why a first process ended before it was one, which is collected if there was one."""
+    if 0 < process < NOT_MADE:
+        os.waitpid(process, 0)
+    reason = os.strerror(failure.errno)
+    if failure.call in FILE_CALLS and failure.about in files and failure.errno in UNFIT:
+        return Unmade(f"{failure.about!r} is not a file in the sandbox: {reason}", refused=True)
+    return Unmade(f"no sandbox could be made: {failure.call} {failure.about}: {reason}", refused=False)
+
+
+def _read_files(files: int) -> Mapping[str, bytes]:
+    """The first files, by their path inside, from JSON in memory."""
+    if not os.fstat(files).st_size:
+        return {}
+    with os.fdopen(files, "rb", closefd=False) as source:
+        texts: dict[str, str] = json.load(source)
+    return {path: text.encode("utf-8", "surrogatepass") for path, text in texts.items()}
+
+
+def _limits(creation: Mapping[str, Any]) -> dict[str, float]:
+    """By controller; init is a process as well."""
+    return {MEMORY: creation["memory_bytes"], PROCESSES: creation["processes"] + 1, CPU: creation["cpus"]}

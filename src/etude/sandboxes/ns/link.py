@@ -1,0 +1,212 @@
+"""A provider's end of its launcher: the process, and what is asked of it and answered.
+
+    request, descriptors ──▶ launcher ──▶ future
+
+Owns the launcher process (:mod:`etude.sandboxes.ns.launcher`) and the futures that wait for it. States: new ──start──▶
+open ──close, or the launcher dies──▶ closed. When the launcher is gone, every future fails, and so does every request.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import etude
+from etude.errors import SandboxError
+from etude.sandboxes.ns import wire
+
+START_TIMEOUT_S = 30.0
+"""For a launcher to say what the machine grants; it takes some 100 ms on an idle machine."""
+EXIT_TIMEOUT_S = 30.0
+"""For a launcher to end every process and itself once we have hung up."""
+SEND_TIMEOUT_S = 30.0
+"""For a launcher that is busy to take a message."""
+
+
+class Link:
+    """Asks a launcher for things."""
+
+    def __init__(self, process: Process, control: socket.socket, grants: Mapping[str, Any]) -> None:
+        self._process = process
+        self._control = control
+        self._receiver = wire.Receiver(control)
+        self.grants = grants
+        """The fields of :class:`~etude.sandboxes.ns.wire.Grants`."""
+        self._asked = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ends: dict[int, asyncio.Future[str]] = {}
+        self._sending = asyncio.Lock()
+        self._closed = False
+        asyncio.get_running_loop().add_reader(control, self._receive)
+
+    @classmethod
+    async def start(cls, options: wire.Options) -> Self:
+        """Start a launcher. Raises :class:`~etude.errors.SandboxError` when it does not, or the machine grants none."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            argv = ("-P", "-s", "-S", "-B", "-X", "utf8", "-m", "etude.sandboxes.ns.launcher", str(theirs.fileno()))
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *argv,
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                cwd="/",
+                env={"PYTHONPATH": str(Path(etude.__file__).parents[1])},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        try:
+            wire.send(ours, options)
+            ours.setblocking(False)
+            grants = await receive(ours, START_TIMEOUT_S)
+            if grants is None:
+                raise SandboxError("the launcher of sandboxes died at its start; its messages are on stderr")
+            if grants.body["error"]:
+                raise SandboxError(f"this machine grants no sandboxes with namespaces: {grants.body['error']}")
+        except BaseException:
+            ours.close()
+            await _wait(process)
+            raise
+        return cls(process, ours, grants.body)
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return self._process.pid
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the launcher is gone: nothing can be asked any more."""
+        return self._closed
+
+    def next_number(self) -> int:
+        """A number for a request or a sandbox, not used before."""
+        self._asked += 1
+        return self._asked
+
+    def watch_box(self, box: int) -> asyncio.Future[str]:
+        """What becomes of a sandbox: why it ended, empty if it was closed."""
+        return self._ends.setdefault(box, asyncio.get_running_loop().create_future())
+
+    async def ask(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[dict[str, Any]]:
+        """Ask for something that is answered under the request's ``id``; the future fails if it cannot be done."""
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[body["id"]] = answer
+        try:
+            await self.send(body, descriptors)
+        except BaseException:
+            del self._answers[body["id"]]
+            raise
+        return answer
+
+    async def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send a message. Raises :class:`~etude.errors.SandboxError` when the launcher is gone."""
+        async with self._sending:
+            while not self._closed:
+                try:
+                    return wire.send(self._control, body, descriptors)
+                except BlockingIOError:
+                    await _writable(self._control)
+                except (BrokenPipeError, ConnectionResetError):
+                    self._fail()
+        raise SandboxError("the launcher of sandboxes has ended")
+
+    async def close(self) -> None:
+        """Hang up, and wait until the launcher has ended everything; calling it twice is harmless."""
+        self._fail()
+        await _wait(self._process)
+
+    def _receive(self) -> None:
+        try:
+            message = self._receiver.receive()
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            message = None
+        if message is None:
+            self._fail()
+        elif message.body["kind"] in ("closed", "died"):
+            self._settle_end(message.body)
+        else:
+            self._settle_answer(message)
+
+    def _settle_end(self, body: Mapping[str, Any]) -> None:
+        end = self._ends.pop(body["box"], None)
+        reason = "" if body["kind"] == "closed" else "its first process was killed"
+        if end is not None and not end.done():
+            end.set_result(body["error"] or reason)
+
+    def _settle_answer(self, message: wire.Message) -> None:
+        body = message.body
+        answer = self._answers.pop(body["id"], None)
+        if answer is None or answer.done():  # whoever asked has given up
+            for descriptor in message.descriptors:
+                os.close(descriptor)
+        elif body["kind"] == "failed":
+            answer.set_exception(ValueError(body["error"]) if body["refused"] else SandboxError(body["error"]))
+            answer.exception()  # whoever asked may give up just now
+        else:
+            answer.set_result({**body, "descriptors": message.descriptors})
+
+    def _fail(self) -> None:
+        """The launcher is gone, and everything it had with it."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(SandboxError("the launcher of sandboxes has ended"))
+                answer.exception()  # whoever asked may have given up
+        for end in self._ends.values():
+            if not end.done():
+                end.set_result("the launcher of sandboxes has ended")
+        self._answers.clear()
+        self._ends.clear()
+
+
+async def receive(connection: socket.socket, timeout_s: float) -> wire.Message | None:
+    """The next message of a socket that does not wait; ``None`` when the other end is gone.
+
+    Raises :class:`~etude.errors.SandboxError` when there is none in time.
+    """
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await ready.wait()
+        return wire.Receiver(connection).receive()
+    except TimeoutError:
+        raise SandboxError(f"no word from a sandbox within {timeout_s:g} s") from None
+    except ConnectionResetError:
+        return None
+    finally:
+        loop.remove_reader(connection)
+
+
+async def _writable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(connection, ready.set)
+    try:
+        async with asyncio.timeout(SEND_TIMEOUT_S):
+            await ready.wait()
+    except TimeoutError:
+        raise SandboxError(f"the launcher of sandboxes took no message for {SEND_TIMEOUT_S:g} s") from None
+    finally:
+        loop.remove_writer(connection)
+
+
+async def _wait(process: Process) -> None:
+    try:
+        async with asyncio.timeout(EXIT_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,285 @@
+"""The embedded provider: sandboxes out of Linux namespaces, with or without root.
+
+    provider ──▶ launcher (etude.sandboxes.ns.launcher) ──▶ a sandbox's first process ──▶ init
+                     └──▶ commands                       see ns_calls, ns_child, ns_root, ns_filter, ns_cgroups
+
+Inside: a base system (the machine's own programs, read-only, or a stored one) under the layers of an image under what
+was written, in memory; users, processes, network, host name and IPC of its own; no capabilities, a filter of system
+calls, limits of memory, processes and disk. Files that are written are in memory: they count as memory as well as disk.
+
+What the machine's root has and others do not: a range of users for every sandbox, so that there is a root inside, who
+builds images (``IMAGES``, ``SNAPSHOT``); and control groups, without which memory is limited for each process alone
+(``MEMORY_LIMIT``). Without root, all files are the agent's and the system is read-only; those three are not claimed.
+The machine's root is no user of any sandbox: the kernel's own files ask who writes them, not for powers.
+
+All sandboxes share the machine's kernel: a boundary for models that are trained, not for tenants who are hostile. For
+those: :mod:`etude.sandboxes.gvisor.provider`, :mod:`etude.sandboxes.qemu`.
+
+States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder and its launcher; when it is killed, the
+launcher ends everything, and the next provider sweeps the folder.
+"""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import orjson
+
+from etude.errors import SandboxError
+from etude.sandbox_spec import Capability, Image, SandboxSpec
+from etude.sandboxes.capabilities import demands, unsupported
+from etude.sandboxes.endings import all_or_none, close_all
+from etude.sandboxes.folders import Folder
+from etude.sandboxes.images.layers import remove_tree
+from etude.sandboxes.inputs import in_memory
+from etude.sandboxes.ns import wire
+from etude.sandboxes.ns.base_system import machine_folders, search_path, write_skeleton
+from etude.sandboxes.ns.cgroups import MEMORY
+from etude.sandboxes.ns.egress import Doors
+from etude.sandboxes.ns.link import Link
+from etude.sandboxes.ns.mounts import MAX_LAYERS
+from etude.sandboxes.ns.network import Place, hosts_text, places
+from etude.sandboxes.ns.root import HOSTNAME
+from etude.sandboxes.ns.sandbox import Birthright, Home, NamespaceSandbox
+from etude.sandboxes.scratch import Scratch
+
+NAME = "ns"
+START_TIMEOUT_S = 60.0
+"""For a sandbox to be built; it takes some 20 ms on an idle machine."""
+ALWAYS = frozenset(
+    {
+        *(Capability.CONFINED, Capability.PROCESSES_APART, Capability.NETWORK_OFF, Capability.ALLOW_LIST),
+        *(Capability.PROCESS_LIMIT, Capability.DISK_LIMIT, Capability.BACKGROUND, Capability.FORK),
+    }
+)
+"""What is held to on any machine on which a sandbox can be made."""
+
+
+class NamespaceSandboxes:
+    """Makes sandboxes with namespaces; implements :class:`~etude.protocols.SandboxProvider`."""
+
+    def __init__(
+        self,
+        *,
+        scratch: Path | None = None,
+        bases: Mapping[str, Path] | None = None,
+    ) -> None:
+        """``scratch`` is where the provider's folder is made (default: the temporary directory), which holds snapshots;
+        ``bases`` are the root folders of stored base systems, such as
+        :attr:`~etude.sandboxes.images.store.ImageStore.bases`.
+        """
+        self._parent = scratch or Path(tempfile.gettempdir())
+        self._bases = dict(bases or {})
+        self._scratch: Scratch | None = None
+        self._home: Home | None = None
+        self._proven: frozenset[Capability] | None = None
+        self._opening = asyncio.Lock()
+        self._sandboxes: set[NamespaceSandbox] = set()
+        self._lent: dict[Path, int] = {}  # layer that was made for forks → who stands on it
+        self._layers_made = 0
+        self._closed = False
+
+    @property
+    def launcher_pid(self) -> int | None:
+        """The process that owns all others of this provider; ``None`` before the first sandbox."""
+        return None if self._home is None else self._home.link.pid
+
+    async def capabilities(self) -> frozenset[Capability]:
+        """What it holds to on this machine: nothing where no sandbox can be made."""
+        if self._proven is None:
+            try:
+                home = await self._open()
+                probe = await self._make({}, SandboxSpec(), home)
+                try:
+                    works = (await probe.exec(["true"], timeout_s=START_TIMEOUT_S)).exit_code == 0
+                finally:
+                    await probe.close()
+            except SandboxError:
+                if self._closed:
+                    raise
+                return frozenset()  # not remembered: a machine that is short of something now may have it later
+            self._proven = _claims(home.link.grants) if works else frozenset()
+        return self._proven
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> NamespaceSandbox:
+        """A fresh sandbox that holds ``files``; the first one also starts the launcher.
+
+        Raises :class:`~etude.errors.SandboxError` if it cannot be made or what it shall show is not there, and
+        ``ValueError`` for a path that would leave it.
+        """
+        home = await self._open()
+        spec = spec or SandboxSpec()
+        claims = _claims(home.link.grants)
+        for capability, words in demands(spec).items():
+            if capability not in claims:
+                raise unsupported(NAME, words, "it as root, or qemu")
+        return await self._make(files, spec, home)
+
+    async def close(self) -> None:
+        """Close every sandbox and the launcher and remove all files; calling it twice is harmless."""
+        self._closed = True
+        async with self._opening:
+            await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes)), return_exceptions=True)
+            if self._home is not None:
+                await self._home.link.close()
+                self._home = None
+            if self._scratch is not None:
+                await asyncio.to_thread(self._scratch.close)
+                self._scratch = None
+
+    async def _open(self) -> Home:
+        async with self._opening:
+            if self._closed:
+                raise SandboxError("the sandbox provider is closed")
+            if self._home is not None and self._home.link.is_closed:
+                await self._home.link.close()  # the launcher was killed, and all its sandboxes with it
+                self._home = None
+            if self._home is None:
+                self._home = await self._start()
+            return self._home
+
+    async def _start(self) -> Home:
+        if self._scratch is None:
+            self._scratch = Scratch.open(self._parent)
+        skeleton = self._scratch.path / "skeleton"
+        if not skeleton.exists():
+            await asyncio.to_thread(write_skeleton, skeleton)
+        folder = tempfile.mkdtemp(prefix="launcher-", dir=self._scratch.path)
+        link = await Link.start(wire.Options(folder=folder, skeleton=str(skeleton)))
+        return Home(link=link, snapshot=self._snapshot, fork=self._fork, forget=self._forget)
+
+    async def _make(self, files: Mapping[str, str], spec: SandboxSpec, home: Home) -> NamespaceSandbox:
+        link, known = home.link, places(spec.allow)
+        creation = self._creation(spec, known, link.next_number())
+        inside = Folder(Path("/"), owner=None, inside="/", workdir=spec.image.workdir)
+        texts = {f"/{inside.place(path)}": text for path, text in files.items()}
+        first_files = in_memory(orjson.dumps(texts) if texts else b"")
+        link.watch_box(creation["box"])
+        try:
+            made = await _ask_for(link, creation, first_files)
+            doors = Doors()
+            await doors.open(known, made["descriptors"])
+            self._hold(spec.image.layers)
+            path = search_path(spec.mounts, own_base=not spec.image.base)
+            sandbox = NamespaceSandbox(home, Birthright(box=creation["box"], spec=spec, search_path=path, doors=doors))
+            self._sandboxes.add(sandbox)
+        except BaseException:
+            with suppress(SandboxError):  # it is gone with its launcher
+                await link.send({"kind": "close", "box": creation["box"]})
+            raise
+        finally:
+            os.close(first_files)
+        try:
+            if made["unsettled"]:
+                await sandbox.job("settle", {})
+        except BaseException:
+            await close_all([sandbox])
+            raise
+        return sandbox
+
+    def _creation(self, spec: SandboxSpec, known: Sequence[Place], number: int) -> wire.Creation:
+        image, limits = spec.image, spec.limits
+        system = {} if image.base else machine_folders()
+        self._check_there(image, spec.mounts)
+        return wire.Creation(
+            box=number,
+            root=str(self._bases[image.base]) if image.base else "",
+            layers=[str(layer.absolute()) for layer in image.layers],
+            system={target: str(path) for target, path in system.items()},
+            shown={target: str(path.absolute()) for target, path in sorted(spec.mounts.items())},
+            places=[list(place) for place in known],
+            hosts=hosts_text(known, HOSTNAME) if known or image.base else "",
+            workdir=image.workdir,
+            as_root=spec.user == "root",
+            memory_bytes=limits.memory_bytes,
+            disk_bytes=limits.disk_bytes,
+            processes=limits.processes,
+            cpus=limits.cpus,
+        )
+
+    def _check_there(self, image: Image, mounts: Mapping[str, Path]) -> None:
+        """Raise for what a specification names and is not there, or is no place in a sandbox."""
+        if image.base and image.base not in self._bases:
+            raise SandboxError(
+                f"base system {image.base!r} is not stored, but {sorted(self._bases)}: "
+                f"build it with `etude images build {image.base}`"
+            )
+        missing = [str(path) for path in (*image.layers, *mounts.values()) if not path.exists()]
+        if missing:
+            raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
+        if len(image.layers) > MAX_LAYERS:
+            raise SandboxError(f"an image of {len(image.layers)} layers, at most {MAX_LAYERS}: build it of fewer")
+        for place in (image.workdir, *mounts):
+            if not place.startswith("/") or ".." in PurePosixPath(place).parts or place == "/":
+                raise ValueError(f"{place!r} is no place in a sandbox: use an absolute path without '..'")
+
+    async def _snapshot(self, sandbox: NamespaceSandbox) -> Image:
+        home = await self._open()
+        if Capability.SNAPSHOT not in _claims(home.link.grants):
+            raise unsupported(NAME, "a snapshot", "it as root, or qemu")
+        image = sandbox.spec.image
+        self._hold(image.layers)  # for good
+        return replace(image, digest="", layers=(*image.layers, await self._copy_layer(sandbox)))
+
+    async def _fork(self, sandbox: NamespaceSandbox, count: int) -> Sequence[NamespaceSandbox]:
+        image = sandbox.spec.image
+        layer = await self._copy_layer(sandbox)
+        spec = replace(sandbox.spec, image=replace(image, digest="", layers=(*image.layers, layer)))
+        self._lent[layer] = 0
+        self._hold(spec.image.layers)  # until all are made
+        try:
+            home = await self._open()
+            return await all_or_none(self._make({}, spec, home) for _ in range(count))
+        finally:
+            await self._release(spec.image.layers)
+
+    async def _copy_layer(self, sandbox: NamespaceSandbox) -> Path:
+        assert self._scratch is not None, "a sandbox has outlived its provider"
+        self._layers_made += 1
+        layer = self._scratch.path / f"layer-{self._layers_made:06d}"
+        layer.mkdir(mode=0o755)
+        try:
+            await sandbox.job("copy", {"into": str(layer)})
+        except BaseException:
+            await asyncio.to_thread(remove_tree, layer)
+            raise
+        return layer
+
+    async def _forget(self, sandbox: NamespaceSandbox) -> None:
+        """A sandbox has been closed."""
+        self._sandboxes.discard(sandbox)
+        await self._release(sandbox.spec.image.layers)
+
+    def _hold(self, layers: Sequence[Path]) -> None:
+        """Somebody more stands on layers, of which those that were made for forks would go with the last."""
+        for layer in set(layers) & self._lent.keys():
+            self._lent[layer] += 1
+
+    async def _release(self, layers: Sequence[Path]) -> None:
+        """Somebody less stands on layers."""
+        for layer in set(layers) & self._lent.keys():
+            self._lent[layer] -= 1
+            if self._lent[layer] == 0:
+                del self._lent[layer]
+                await asyncio.to_thread(remove_tree, layer)
+
+
+def _claims(grants: Mapping[str, Any]) -> frozenset[Capability]:
+    """What can be held to with what a launcher was granted."""
+    images = {Capability.IMAGES, Capability.SNAPSHOT} if grants["maps_range"] else set()
+    counted = {Capability.MEMORY_LIMIT} if MEMORY in grants["controllers"] else set()
+    return ALWAYS | images | counted
+
+
+async def _ask_for(link: Link, creation: wire.Creation, files: int) -> dict[str, Any]:
+    """Ask the launcher for a sandbox. Raises ``ValueError`` for files that cannot be, else ``SandboxError``."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            return await (await link.ask({"kind": "create", "id": creation["box"], **creation}, (files,)))
+    except TimeoutError:
+        raise SandboxError(f"no sandbox could be made within {START_TIMEOUT_S:g} s") from None

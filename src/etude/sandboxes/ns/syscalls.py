@@ -1,0 +1,276 @@
+"""A child process as a list of system calls: prepared in Python, made by a hundred bytes of machine code.
+
+    entries ──clone, sharing memory──▶ child: call, call, call … execve          no interpreter, no copy of a process
+
+What ``fork`` costs is copying page tables, and then every page that an interpreter touches; that is most of what it
+would cost to start a command. The child made here shares its parent's memory until it executes a program, and touches
+nothing of it but the list. The parent is held up meanwhile (``vfork``), which takes well under a millisecond, and then
+reads from the list how each call went. Owns the machine code and the form of entries; what is called and in what order
+is :mod:`etude.sandboxes.ns.child`'s. Standard library alone.
+"""
+
+import ctypes
+import mmap
+import os
+import signal
+import struct
+from collections.abc import Mapping, Sequence
+from textwrap import dedent
+from typing import Any, Final, NamedTuple
+
+ENTRY: Final = struct.Struct("=7Qq3QQ")
+"""Number, six arguments, result, where else the result is put (4 bytes each), and traits."""
+ARGUMENTS, STORES = 6, 3
+RESULT_FIELD, STORE_FIELD, TRAITS_FIELD = 7, 8, 11
+MAY_FAIL, PARTS_WAYS = 1, 2
+"""Traits: the next call is made whatever comes of this one; whoever gets a result other than 0 ends, with status 0."""
+NOT_MADE = 1 << 62
+"""The result of a call that was not made yet."""
+STACK_BYTES = 1 << 15
+"""For a child that a signal interrupts; its code needs none."""
+CLONE_VM, CLONE_VFORK = 0x00000100, 0x00004000
+MASK = (1 << 64) - 1
+MACHINES = ("x86_64", "aarch64")
+NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
+    "bind": (49, 200),
+    "capset": (126, 91),
+    "chdir": (80, 49),
+    "chroot": (161, 51),
+    "clone": (56, 220),
+    "close": (3, 57),
+    "dup3": (292, 24),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "exit_group": (231, 94),
+    "fchmodat": (268, 53),
+    "fchownat": (260, 54),
+    "ioctl": (16, 29),
+    "listen": (50, 201),
+    "mkdirat": (258, 34),
+    "mount": (165, 40),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "openat": (257, 56),
+    "openat2": (437, 437),
+    "open_tree": (428, 428),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "rt_sigaction": (13, 134),
+    "sendmsg": (46, 211),
+    "setfsgid": (123, 152),
+    "setfsuid": (122, 151),
+    "setgroups": (116, 159),
+    "sethostname": (170, 161),
+    "setns": (308, 268),
+    "setresgid": (119, 149),
+    "setresuid": (117, 147),
+    "setsid": (112, 157),
+    "socket": (41, 198),
+    "umask": (95, 166),
+    "unshare": (272, 97),
+    "write": (1, 64),
+}
+"""Call → its number on each of ``MACHINES``."""
+CODE: Final[Mapping[str, str]] = {
+    "x86_64": """
+        53 4889d3           push rbx; rbx = rdx: the first entry
+        31d2 4531d2 4531c0  edx = r10d = r8d = 0
+        b838000000 0f05     clone(edi: flags, rsi: stack, 0, 0, 0)
+        4885c0 7402         in the child go to next
+        5b c3               in the parent return its number
+        488b03              next: rax = number
+        488b7b08 488b7310   rdi, rsi
+        488b5318 4c8b5320   rdx, r10
+        4c8b4328 4c8b4b30   r8, r9
+        0f05 48894338       call, and keep the result
+        488b4b40 8901       where else it is put
+        488b4b48 8901
+        488b4b50 8901
+        8b5358              edx = traits
+        483d00f0ffff 7614   if it is no error, go to good
+        f7c201000000 751b   if it may fail, go to follow
+        bf7f000000          edi = 127
+        b8e7000000 0f05     end: exit_group(edi)
+        31ff                good: edi = 0
+        f7c202000000 7405   if it does not part ways, go to follow
+        4885c0 75ea         if the result is not 0, go to end
+        4883c360 eb99       follow: rbx = the next entry; go to next
+    """,
+    "aarch64": """
+        e90302aa            x9 = x2: the first entry
+        e2031faa e3031faa   x2 = x3 = 0
+        e4031faa 881b80d2   x4 = 0; x8 = clone
+        010000d4 400000b4   call; in the child go to next
+        c0035fd6            in the parent return its number
+        280140f9 208540a9   next: x8 = number; x0, x1
+        228d41a9 249542a9   x2, x3, x4, x5
+        010000d4 201d00f9   call, and keep the result
+        2a2140f9 400100b9   where else it is put
+        2a2540f9 400100b9
+        2a2940f9 400100b9
+        2b5940b9            w11 = traits
+        1f0440b1 a9000054   if it is no error, go to good
+        0b010037 e00f80d2   if it may fail, go to follow; x0 = 127
+        c80b80d2 010000d4   end: exit_group(x0)
+        8b000836 ea0300aa   good: if it does not part ways, go to follow
+        e0031faa 6affffb5   x0 = 0; if the result is not 0, go to end
+        29810191 e8ffff17   follow: x9 = the next entry; go to next
+    """,
+}
+"""Machine → what makes a child, ``long play(long flags, void *stack, struct entry *first)``, with comments."""
+CODE_COLUMNS = 20
+NOWHERE = ctypes.create_string_buffer(8)
+SCRAP = ctypes.addressof(NOWHERE)
+"""Where results are put that nobody wants."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Failure(NamedTuple):
+    """The call that ended a list before its time."""
+
+    call: str
+    errno: int
+    about: str
+    """What it was made for, in the words of :meth:`CallList.add`."""
+
+
+class Result(NamedTuple):
+    """Stands for the result of an earlier call, a descriptor, where later ones take it as an argument."""
+
+    number: int
+
+
+class Block(NamedTuple):
+    """Calls of a list that stand in others as they are."""
+
+    calls: tuple[tuple[str, str], ...]
+    entries: tuple[bytes, ...]
+
+
+Argument = int | bytes | Result | ctypes.Array[Any]
+
+
+class CallList:
+    """System calls that a child will make, in order; the last must not return."""
+
+    def __init__(self, machine: str) -> None:
+        """``ValueError`` for a processor whose calls nobody wrote down."""
+        self._column = MACHINES.index(machine)
+        self._calls: list[tuple[str, str]] = []
+        self._entries: list[list[int] | bytes] = []
+        """As lists while they can change, packed where they cannot."""
+        self._uses: list[tuple[int, int, int]] = []
+        """Source, and the entry and the argument that take its result."""
+        self._held: list[object] = []
+        """What arguments point to."""
+        self._table = ctypes.create_string_buffer(0)
+
+    def add(self, call: str, *arguments: Argument, traits: int = 0, about: str = "") -> Result:
+        """Add a call; bytes stand for a pointer to them and a zero byte after them, arrays for one to them."""
+        number = len(self._calls)
+        values = [self._value(argument, number, position) for position, argument in enumerate(arguments)]
+        values += [0] * (ARGUMENTS - len(values))
+        self._calls.append((call, about))
+        self._entries.append([NUMBERS[call][self._column], *values, NOT_MADE, *([SCRAP] * STORES), traits])
+        return Result(number)
+
+    def hold(self, thing: object) -> None:
+        """Keep something alive that an argument points to from the inside."""
+        self._held.append(thing)
+
+    def store(self, result: Result, address: int) -> None:
+        """Have 4 bytes of a result put at an address of ours, too."""
+        entry = self._entries[result.number]
+        assert isinstance(entry, list), "a packed entry's result is nobody's"
+        entry[entry.index(SCRAP, STORE_FIELD, TRAITS_FIELD)] = address
+
+    def extend(self, block: "Block") -> None:
+        """Add calls that were packed before."""
+        self._calls += block.calls
+        self._entries += block.entries
+
+    def pack(self) -> "Block":
+        """The calls so far, to be made by others, too; they must point to nothing and take no results."""
+        assert not self._held, "an argument would point to what may be gone"
+        assert not self._uses, "a result would go to another list"
+        return Block(tuple(self._calls), tuple(map(_packed, self._entries)))
+
+    def table(self) -> int:
+        """Where the list is in memory; it must live until the child has executed a program or ended."""
+        self._table = ctypes.create_string_buffer(ENTRY.size * len(self._entries))
+        base = ctypes.addressof(self._table)
+        for source, number, position in self._uses:
+            self.store(Result(source), base + number * ENTRY.size + 8 * (1 + position))
+        self._uses.clear()
+        ctypes.memmove(base, b"".join(map(_packed, self._entries)), len(self._table))
+        return base
+
+    def result(self, made: Result) -> int:
+        """What a call returned, negative for an error; ``NOT_MADE`` if it was not made."""
+        return int(ENTRY.unpack_from(self._table, made.number * ENTRY.size)[RESULT_FIELD])
+
+    @property
+    def failure(self) -> Failure | None:
+        """The call that failed and was not meant to; ``None`` where all went well or nothing was made yet."""
+        for (call, about), entry in zip(self._calls, ENTRY.iter_unpack(self._table), strict=False):
+            if entry[RESULT_FIELD] < 0 and not entry[TRAITS_FIELD] & MAY_FAIL:
+                return Failure(call, -entry[RESULT_FIELD], about)
+        return None
+
+    def errors(self, call: str) -> list[int]:
+        """How the calls of one kind failed, in order; 0 for one that did not fail, did not return or was not made."""
+        numbers = [number for number, (name, _) in enumerate(self._calls) if name == call]
+        return [-min(0, self.result(Result(number))) for number in numbers]
+
+    def _value(self, argument: Argument, number: int, position: int) -> int:
+        """What the kernel is given."""
+        if isinstance(argument, Result):
+            self._uses.append((argument.number, number, position))
+            return 0
+        if isinstance(argument, int):
+            return argument & MASK
+        self._held.append(argument)
+        if isinstance(argument, bytes):
+            return ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value or 0
+        return ctypes.addressof(argument)
+
+
+class Player:
+    """The machine code, ready to run."""
+
+    def __init__(self, machine: str) -> None:
+        """``KeyError`` for a processor that it was not written for, ``OSError`` where no code may be made."""
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        memory.write(machine_code(machine))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if LIBC.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) != 0:
+            raise OSError(ctypes.get_errno(), "this process may not make machine code")
+        self._memory = memory
+        self._function = ctypes.PYFUNCTYPE(ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)(address)
+        self._stack = ctypes.create_string_buffer(STACK_BYTES)
+        self._stack_top = (ctypes.addressof(self._stack) + STACK_BYTES) & ~15
+
+    def play(self, calls: CallList, flags: int = 0) -> int:
+        """Make a child that makes the calls, and wait until it has executed a program or ended; returns its number.
+
+        ``flags`` are more of ``clone``'s. How the calls went is to be asked of the list afterwards.
+        """
+        process = int(self._function(flags | CLONE_VM | CLONE_VFORK | signal.SIGCHLD, self._stack_top, calls.table()))
+        if process < 0:
+            raise OSError(-process, f"no process can be started: {os.strerror(-process)}")
+        return process
+
+
+def _packed(entry: list[int] | bytes) -> bytes:
+    return entry if isinstance(entry, bytes) else ENTRY.pack(*entry)
+
+
+def machine_code(machine: str) -> bytes:
+    """The bytes of ``CODE``."""
+    lines = dedent(CODE[machine]).strip().splitlines()
+    return bytes.fromhex("".join(line[:CODE_COLUMNS] for line in lines))
+
+
+def strings(texts: Sequence[bytes]) -> "ctypes.Array[ctypes.c_char_p]":
+    """An array of strings as ``execve`` takes it."""
+    return (ctypes.c_char_p * (len(texts) + 1))(*texts, None)

@@ -1,0 +1,115 @@
+"""Messages between a provider of namespace sandboxes and its launcher: JSON and descriptors, one datagram each.
+
+    provider ──create, exec, job, kill, stats, close──▶ launcher ──created, ended, stats, closed, died──▶ provider
+
+Owns the form. Both ends are étude's own processes of one version, so there is no version in it. Standard library alone.
+"""
+
+import json
+import socket
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypedDict
+
+MESSAGE_LIMIT_BYTES = 200 << 10
+"""Of one datagram: more than any command line that Linux takes, less than any socket's buffer."""
+MAX_DESCRIPTORS = 250
+"""With one datagram; Linux takes 253."""
+
+NUMBER_BYTES = array("i").itemsize
+"""Of one descriptor on the wire."""
+
+
+class Options(TypedDict):
+    """What a launcher is told at its start."""
+
+    folder: str
+    """For what it makes: a private folder that its provider removes."""
+    skeleton: str
+    """The tree that makes the machine's own programs a base system, see :mod:`etude.sandboxes.ns.base_system`."""
+
+
+class Grants(TypedDict):
+    """What a launcher found that the machine grants."""
+
+    error: str
+    """Why there can be no sandbox at all; empty otherwise."""
+    maps_range: bool
+    """Whether sandboxes have 65,536 users; else only the one that commands run as."""
+    controllers: list[str]
+    """Of control groups."""
+
+
+class Creation(TypedDict):
+    """How a sandbox shall be; everything here was checked by the provider."""
+
+    box: int
+    """Its number."""
+    root: str
+    """The root folder of a base system; empty for the machine's own programs."""
+    layers: list[str]
+    """Lowest first."""
+    system: dict[str, str]
+    """Of the machine's programs, beside ``/usr``: place inside, which the skeleton has → folder of the machine."""
+    shown: dict[str, str]
+    """Place inside → folder or file of the machine."""
+    places: list[list[Any]]
+    """The fields of :class:`~etude.sandboxes.ns.network.Place`."""
+    hosts: str
+    workdir: str
+    as_root: bool
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+    cpus: float
+
+
+class Command(TypedDict):
+    """What an ``exec`` runs."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    workdir: str
+
+
+class Message(NamedTuple):
+    """A datagram as it was received."""
+
+    body: dict[str, Any]
+    descriptors: list[int]
+
+
+def send(connection: socket.socket, body: object, descriptors: Sequence[int] = ()) -> None:
+    """Send a datagram. ``BlockingIOError`` when there is no room, if the socket does not wait."""
+    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
+    if len(data) > MESSAGE_LIMIT_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes, at most {MESSAGE_LIMIT_BYTES}")
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
+    connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+
+
+class Receiver:
+    """Receives the datagrams of one socket, into memory that it has once."""
+
+    def __init__(self, connection: socket.socket, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
+        """``limit_bytes`` is what a message may have at most."""
+        self._connection = connection
+        self._memory = bytearray(limit_bytes + 1)
+
+    def receive(self) -> Message | None:
+        """The next one; ``None`` when the other end is gone. No program that is executed inherits the descriptors."""
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * NUMBER_BYTES)
+        size, ancillary, _, _ = self._connection.recvmsg_into([self._memory], room, socket.MSG_CMSG_CLOEXEC)
+        if not size:
+            return None
+        descriptors = array("i")
+        for level, kind, packed in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(packed[: len(packed) - len(packed) % NUMBER_BYTES])
+        text = self._memory[:size].decode("utf-8", "surrogateescape")
+        return Message(json.loads(text), descriptors.tolist())
+
+
+def is_too_large(body: object) -> bool:
+    """Whether no datagram can hold it."""
+    return len(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")) > MESSAGE_LIMIT_BYTES

@@ -1,0 +1,271 @@
+"""The world that commands see inside of a virtual machine: a root of layers, a process 1, limits, users.
+
+    /run/layers/N   the disks of an image, read-only      /run/upper   the disk that is written to
+    /run/world      all of them in one overlay            world        a control group with the limits
+
+Commands are in a process and a mount namespace of their own, so they see neither the agent nor its files. Process 1 is
+a program that only waits, with a usual name: it ignores the end of its children, so the kernel reaps orphans itself.
+Owns mounts, namespaces and control groups; commands are :mod:`etude.sandboxes.qemu.guest.commands`'s.
+"""
+
+import os
+import signal
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from etude.sandboxes.qemu.guest import system
+
+LAYERS, UPPER, WORLD = Path("/run/layers"), Path("/run/upper"), Path("/run/world")
+GROUP = Path("/sys/fs/cgroup/world")
+AGENT_USER = 1000
+HOMES = {"agent": "/home/agent", "root": "/root"}
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+"""Devices that commands have, by major and minor number."""
+DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+READ_ONLY = ("/proc/sys", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sysrq-trigger", "/sys")
+"""Where root could change the kernel."""
+HIDDEN = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/sys/firmware")
+ROOT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
+"""What root keeps inside: files of anybody, users, low ports, ``mknod`` and ``chroot``, as in a usual container."""
+NAMES = ("hosts", "hostname", "resolv.conf")
+"""Files of ``/etc`` that differ between a machine and its copies."""
+READY = b"ready"
+PERIOD_US = 100_000
+"""Of processor time: what ``cpus`` allows is handed out ten times a second."""
+
+
+class World:
+    """A root, a process 1 and limits, made once; what has been made does not come off."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
+        root lies under them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
+        ``workdir``, ``user``, ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
+        """
+        self.user: str = order["user"]
+        self.owner = 0 if self.user == "root" else AGENT_USER
+        self.workdir: str = order["workdir"]
+        self.environment = {
+            "PATH": SEARCH_PATH,
+            "HOME": HOMES[self.user],
+            "USER": self.user,
+            "LOGNAME": self.user,
+            "LANG": "C.UTF-8",
+            **order["environment"],
+        }
+        self._mount_root(order)
+        self._set_limits(order)
+        self._start_init()
+
+    def stats(self) -> dict[str, float]:
+        """What is used now, in bytes, processes and seconds."""
+        usage = dict(line.split() for line in (GROUP / "cpu.stat").read_text().splitlines())
+        disk = os.statvfs(UPPER)
+        return {
+            "memory_bytes": int((GROUP / "memory.current").read_text()),
+            "disk_bytes": max(0, (self._free_blocks - disk.f_bfree) * disk.f_frsize),
+            "processes": int((GROUP / "pids.current").read_text()) - 1,
+            "cpu_s": int(usage["usage_usec"]) / 1e6,
+        }
+
+    def rename(self, name: str, hosts: str) -> None:
+        """Tell commands how their machine is called and where the names of others lead, as lines of ``/etc/hosts``."""
+        texts = {"hosts": f"{hosts}127.0.1.1 {name}\n", "hostname": f"{name}\n"}
+        for file, text in texts.items():
+            os.ftruncate(self._names[file], 0)
+            os.pwrite(self._names[file], text.encode(), 0)
+
+    def freeze(self, *, frozen: bool) -> None:
+        """Stop every command, or let all go on."""
+        system.write(f"{GROUP}/cgroup.freeze", "1" if frozen else "0")
+
+    def enter(self) -> None:
+        """Make the calling process one of the commands; it must be a fresh child that execs next."""
+        os.setsid()
+        system.join(self.init_handle, system.CLONE_NEWNS)
+        try:
+            os.chdir(self.workdir)
+        except OSError:  # a command before this one removed it
+            os.chdir("/")
+        if self.owner:
+            os.setgroups([])
+            os.setresgid(self.owner, self.owner, self.owner)
+            os.setresuid(self.owner, self.owner, self.owner)
+        else:
+            system.drop_bounding(ROOT_CAPABILITIES)
+        system.prctl(system.PR_SET_NO_NEW_PRIVS, 1)
+
+    def _mount_root(self, order: dict[str, Any]) -> None:
+        for folder in (LAYERS, UPPER, WORLD):
+            folder.mkdir(exist_ok=True)
+        upper = disk_path(order["upper"])
+        system.forget_cached(upper)
+        system.mount(upper, str(UPPER), "ext4", system.MS_NOSUID | system.MS_NODEV, "noauto_da_alloc,noinit_itable")
+        for name in ("files", "work"):
+            (UPPER / name).mkdir(exist_ok=True)
+        layers = [str(self._mount_disk(number)) for number in order["disks"]]
+        lower = ":".join(reversed([*(["/"] if order["system"] else []), *layers]))
+        options = f"userxattr,lowerdir={lower},upperdir={UPPER}/files,workdir={UPPER}/work"
+        system.mount("overlay", str(WORLD), "overlay", 0, options)
+        self._mounts = [(self._mount_disk(number) / name, path) for number, path, name in order["mounts"]]
+        self._free_blocks = os.statvfs(UPPER).f_bfree
+
+    def _mount_disk(self, number: int) -> Path:
+        folder = LAYERS / str(number)
+        if not folder.exists():
+            folder.mkdir()
+            system.forget_cached(disk_path(number))
+            system.mount(disk_path(number), str(folder), "squashfs", system.MS_RDONLY | system.MS_NODEV)
+        return folder
+
+    def _set_limits(self, order: dict[str, Any]) -> None:
+        GROUP.mkdir()
+        (GROUP / "memory.max").write_text(str(order["memory_bytes"]))
+        (GROUP / "pids.max").write_text(str(order["processes"] + 1))
+        (GROUP / "cpu.max").write_text(f"{max(1000, int(order['cpus'] * PERIOD_US))} {PERIOD_US}")
+
+    def _start_init(self) -> None:
+        system.unshare(system.CLONE_NEWPID | system.CLONE_NEWIPC)
+        news, said = os.pipe()
+        wait, self._hold = os.pipe()  # process 1 reads the one until the agent is gone, which has the other
+        self.init = os.fork()
+        if self.init == 0:
+            os.close(self._hold)
+            os.close(news)
+            self._become_init(wait, said)
+        os.close(said)
+        os.close(wait)
+        with os.fdopen(news, "rb") as pipe:
+            answer = pipe.read()
+        if answer != READY:
+            raise OSError(f"the world could not be made: {answer.decode(errors='replace')}")
+        self.init_handle = os.pidfd_open(self.init)
+        root = f"/proc/{self.init}/root"
+        self._names = {name: os.open(f"{root}/etc/{name}", os.O_WRONLY | os.O_CLOEXEC) for name in NAMES}
+        Path(f"{root}/dev/init").unlink()
+
+    def _become_init(self, wait: int, said: int) -> NoReturn:
+        try:
+            group = GROUP / "init"
+            group.mkdir()
+            (group / "cgroup.procs").write_text("0")
+            self._furnish()
+            os.dup2(wait, 0)
+            null = os.open("/dev/null", os.O_WRONLY)
+            os.dup2(null, 1)
+            os.dup2(null, 2)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            Path("/dev/init").symlink_to("/bin/cat")
+            os.write(said, READY)
+            os.chdir("/")
+            os.execve("/dev/init", ["/sbin/init"], {})
+        except (OSError, ValueError) as error:
+            os.write(said, repr(error).encode())
+        finally:
+            os._exit(1)
+
+    def _furnish(self) -> None:
+        """Enter the new root and give it what a root has; paths mean those inside from the middle on."""
+        system.unshare(system.CLONE_NEWNS)
+        system.mount("none", "/", "", system.MS_REC | system.MS_PRIVATE)
+        for source, path in self._mounts:
+            _show(source, WORLD / path.lstrip("/"))
+        os.chdir(WORLD)
+        system.pivot_root()
+        os.chdir("/")
+        _make_devices()
+        _mount_kernel()
+        _make_users()
+        _make_names()
+        for folder, owner in ((HOMES[self.user], self.owner), (self.workdir, self.owner)):
+            _make_folder(folder, owner)
+        Path("/tmp").mkdir(exist_ok=True)
+        Path("/tmp").chmod(0o1777)
+
+
+def disk_path(number: int) -> str:
+    """The device of a disk: 0 is the machine's own root."""
+    return f"/dev/vd{chr(ord('a') + number)}"
+
+
+def _mount_kernel() -> None:
+    """Show processes and what the kernel says of itself, none of which can be changed."""
+    for folder in ("/proc", "/sys", "/run"):
+        Path(folder).mkdir(exist_ok=True)
+    quiet = system.MS_NOSUID | system.MS_NODEV | system.MS_NOEXEC
+    system.mount("proc", "/proc", "proc", quiet)
+    system.mount("sysfs", "/sys", "sysfs", quiet | system.MS_RDONLY)
+    for path in READ_ONLY:
+        if Path(path).exists():
+            system.mount(path, path, "", system.MS_BIND)
+            system.mount(path, path, "", system.MS_BIND | system.MS_REMOUNT | system.MS_RDONLY | quiet)
+    for path in HIDDEN:
+        if Path(path).is_dir():
+            system.mount("tmpfs", path, "tmpfs", system.MS_RDONLY)
+        elif Path(path).exists():
+            system.mount("/dev/null", path, "", system.MS_BIND)
+
+
+def _make_devices() -> None:
+    Path("/dev").mkdir(exist_ok=True)
+    system.mount("tmpfs", "/dev", "tmpfs", system.MS_NOSUID | system.MS_NOEXEC, "mode=755,size=64k")
+    for name, numbers in NODES.items():
+        os.mknod(f"/dev/{name}", stat.S_IFCHR | 0o666, os.makedev(*numbers))
+        Path(f"/dev/{name}").chmod(0o666)
+    for name, target in DEVICE_LINKS.items():
+        Path(f"/dev/{name}").symlink_to(target)
+    for name, kind, options in (("pts", "devpts", "newinstance,ptmxmode=0666,mode=620"), ("shm", "tmpfs", "mode=1777")):
+        Path(f"/dev/{name}").mkdir()
+        system.mount(kind, f"/dev/{name}", kind, system.MS_NOSUID | system.MS_NODEV, options)
+
+
+def _make_users() -> None:
+    """Name the agent in the base system's lists of users and groups, if they do not."""
+    Path("/etc").mkdir(exist_ok=True)
+    lists = {
+        "passwd": f"agent:x:{AGENT_USER}:{AGENT_USER}:agent:/home/agent:/bin/bash\n",
+        "group": f"agent:x:{AGENT_USER}:\n",
+    }
+    for name, line in lists.items():
+        path = Path("/etc") / name
+        text = path.read_text() if path.exists() else "root:x:0:0:root:/root:/bin/sh\n"
+        if f":{AGENT_USER}:" not in text:
+            path.write_text(text + line)
+
+
+def _make_names() -> None:
+    """Put files in memory where it is said how machines are called: a copy rewrites them."""
+    Path("/run/names").mkdir()
+    system.mount("tmpfs", "/run/names", "tmpfs", system.MS_NOSUID | system.MS_NODEV, "mode=755,size=64k")
+    for name in NAMES:
+        for path in (Path("/run/names") / name, Path("/etc") / name):
+            path.unlink(missing_ok=True)
+            path.touch()
+        system.mount(f"/run/names/{name}", f"/etc/{name}", "", system.MS_BIND)
+    system.unmount("/run/names")
+    Path("/run/names").rmdir()
+
+
+def _make_folder(path: str, owner: int) -> None:
+    """Make a folder whose owner is ``owner``, with all in it where that is not so yet."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    waiting = [path]
+    while waiting and owner:
+        place = waiting.pop()
+        status = os.lstat(place)
+        if status.st_uid != owner:
+            os.chown(place, owner, owner, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            waiting += [entry.path for entry in os.scandir(place)]
+
+
+def _show(source: Path, target: Path) -> None:
+    """Bind a file or folder of a read-only disk where commands find it."""
+    if source.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    system.mount(str(source), str(target), "", system.MS_BIND)

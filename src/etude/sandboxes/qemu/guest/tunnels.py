@@ -1,0 +1,189 @@
+"""The few places that commands inside of a virtual machine may reach: a listener for each, and tunnels to the host.
+
+The machine has no network. For every allowed ``host:port`` the agent listens where ``host`` leads inside, an address
+of the loopback interface, and carries what a command says there to étude, which makes the connection outside. A tunnel
+may be ahead of its other end by a window, so a slow reader holds up its own connection only. Owns the sockets inside.
+"""
+
+import selectors
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from etude.sandboxes.qemu.guest import system
+
+CHUNK_BYTES = 32 << 10
+WINDOW_BYTES = 256 << 10
+"""Sent through a tunnel and not yet taken at its other end."""
+MAX_TUNNELS = 200
+"""At a time; a connection beyond them is closed at once."""
+BACKLOG = 32
+
+Say = Callable[[dict[str, Any], bytes], None]
+
+
+class Tunnels:
+    """Listeners, and the connections that commands have made to them."""
+
+    def __init__(self, selector: selectors.BaseSelector, say: Say) -> None:
+        self._selector = selector
+        self._say = say
+        self._open: dict[int, _Tunnel] = {}
+        self._listeners: list[socket.socket] = []
+        self._made = 0
+
+    def allow(self, places: Mapping[str, str]) -> None:
+        """Listen for ``host:port`` (key) at an address (value). Raises ``OSError``."""
+        if not places:
+            return
+        outside = {address for address in places.values() if not address.startswith("127.")}
+        system.raise_loopback(tuple(sorted(outside)))
+        for place, address in places.items():
+            listener = socket.create_server((address, int(place.rpartition(":")[2])), backlog=BACKLOG)
+            listener.setblocking(False)
+            self._listeners.append(listener)
+            self._selector.register(listener, selectors.EVENT_READ, _Accept(self, listener, place))
+
+    def accept(self, connection: socket.socket, place: str) -> None:
+        """Open a tunnel for a new connection."""
+        if len(self._open) >= MAX_TUNNELS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._made += 1
+        self._open[self._made] = _Tunnel(self._made, connection, self._selector, self._say)
+        self._say({"do": "open", "tunnel": self._made, "place": place}, b"")
+
+    def hear(self, head: dict[str, Any], body: bytes) -> None:
+        """Take what the host says of a tunnel; of one that is gone it is nothing new."""
+        tunnel = self._open.get(head["tunnel"])
+        if tunnel is None:
+            return
+        if head["do"] == "shut" or not tunnel.take(head["do"], body, int(head.get("bytes", 0))):
+            self._drop(tunnel)
+
+    def forget(self) -> None:
+        """Close every connection and listener: this machine is a copy, the other ends belong to the original."""
+        for tunnel in list(self._open.values()):
+            self._drop(tunnel)
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+            listener.close()
+        self._listeners.clear()
+
+    def _drop(self, tunnel: "_Tunnel") -> None:
+        self._open.pop(tunnel.number, None)
+        tunnel.close()
+
+
+class _Accept:
+    """What a listener does when somebody comes."""
+
+    def __init__(self, tunnels: Tunnels, listener: socket.socket, place: str) -> None:
+        self._tunnels, self._listener, self._place = tunnels, listener, place
+
+    def __call__(self) -> None:
+        with suppress(OSError):  # whoever came is gone again
+            self._tunnels.accept(self._listener.accept()[0], self._place)
+
+
+class _Tunnel:
+    """One connection of a command, and what is on its way to it."""
+
+    def __init__(self, number: int, connection: socket.socket, selector: selectors.BaseSelector, say: Say) -> None:
+        self.number = number
+        self._connection = connection
+        self._selector = selector
+        self._say = say
+        self._ahead_bytes = 0
+        self._waiting = bytearray()
+        self._reading, self._ends = True, False
+        self._events = 0
+        self._watch()
+
+    def take(self, do: str, body: bytes, count: int) -> bool:
+        """Take ``data``, ``end`` or ``ack`` from the host; false when the connection is broken."""
+        if do == "ack":
+            self._ahead_bytes -= count
+        elif do == "end":
+            self._ends = True
+        else:
+            self._waiting += body
+        return self._write() and self._watch()
+
+    def close(self) -> None:
+        """Close the connection inside."""
+        if self._events:
+            self._selector.unregister(self._connection)
+            self._events = 0
+        self._connection.close()
+
+    def __call__(self) -> None:
+        """Do what the connection is ready for."""
+        if self._reading and self._ahead_bytes < WINDOW_BYTES:
+            self._read()
+        if self._write():
+            self._watch()
+        else:
+            self.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._connection.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._reading = bool(data)
+        self._ahead_bytes += len(data)
+        self._say({"do": "data" if data else "end", "tunnel": self.number}, data)
+
+    def _write(self) -> bool:
+        try:
+            if self._waiting:
+                count = self._connection.send(self._waiting)
+                del self._waiting[:count]
+                self._say({"do": "ack", "tunnel": self.number, "bytes": count}, b"")
+            if self._ends and not self._waiting:
+                self._connection.shutdown(socket.SHUT_WR)
+                self._ends = False
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._say({"do": "shut", "tunnel": self.number}, b"")
+            self._waiting.clear()
+            return False
+        return True
+
+    def _watch(self) -> bool:
+        """Be woken for what can be done now; true."""
+        events = selectors.EVENT_READ if self._reading and self._ahead_bytes < WINDOW_BYTES else 0
+        events |= selectors.EVENT_WRITE if self._waiting else 0
+        if events != self._events:
+            if self._events:
+                self._selector.unregister(self._connection)
+            if events:
+                self._selector.register(self._connection, events, self)
+            self._events = events
+        return True
+
+
+def addresses_of(places: Sequence[str]) -> tuple[dict[str, str], str]:
+    """Where each ``host:port`` is reached inside, and the lines of ``/etc/hosts`` that lead there."""
+    found: dict[str, str] = {}
+    hosts: dict[str, str] = {"localhost": "127.0.0.1"}
+    for place in places:
+        host = place.rpartition(":")[0]
+        if host not in hosts:
+            hosts[host] = host if _is_address(host) else f"127.1.0.{len(hosts)}"
+        found[place] = hosts[host]
+    return found, "".join(f"{address} {host}\n" for host, address in hosts.items() if address != host)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        socket.inet_aton(host)
+    except OSError:
+        return False
+    return host.count(".") == 3

@@ -1,0 +1,136 @@
+"""The host's end of the tunnels out of a virtual machine: connections to the places that its spec allows.
+
+The agent says which place a command wants; only those allowed are connected to, whatever it says. Owns the connections;
+how a command gets there is :mod:`etude.sandboxes.qemu.guest.tunnels`'s. One task a connection, each with bounded
+buffers.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from etude.sandboxes.egress import connect
+from etude.sandboxes.qemu.guest.tunnels import CHUNK_BYTES, MAX_TUNNELS, WINDOW_BYTES
+
+CONNECT_TIMEOUT_S = 10.0
+
+Say = Callable[[dict[str, Any], bytes], None]
+
+
+class Outlets:
+    """The connections of one machine."""
+
+    def __init__(self, allow: Sequence[str], say: Say) -> None:
+        self._allow = frozenset(allow)
+        self._say = say
+        self._open: dict[int, _Outlet] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def hear(self, head: dict[str, Any], body: bytes) -> None:
+        """Take what the agent says of a tunnel; an unknown word says nothing.
+
+        Raises ``KeyError``, ``TypeError``, ``ValueError`` or ``OverflowError`` for a head without its numbers.
+        """
+        number = int(head["tunnel"])
+        if head["do"] == "open":
+            self._start(number, str(head["place"]))
+        elif outlet := self._open.get(number):
+            outlet.hear(head["do"], body, int(head.get("bytes", 0)))
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, number: int, place: str) -> None:
+        if place not in self._allow or number in self._open or len(self._open) >= MAX_TUNNELS:
+            self._say({"do": "shut", "tunnel": number}, b"")
+            return
+        outlet = _Outlet(number, self._say)
+        self._open[number] = outlet
+        task = asyncio.create_task(outlet.run(place))
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._forget(number, task))
+
+    def _forget(self, number: int, task: asyncio.Task[None]) -> None:
+        self._open.pop(number, None)
+        self._tasks.discard(task)
+
+
+class _Outlet:
+    """One connection: what came through the tunnel goes out, what comes back goes in."""
+
+    def __init__(self, number: int, say: Say) -> None:
+        self._number = number
+        self._say = say
+        self._waiting = bytearray()
+        self._ahead_bytes = 0
+        self._ended = self._broken = False
+        self._news = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    def hear(self, do: str, body: bytes, count: int) -> None:
+        """Take ``data``, ``end``, ``ack`` or ``shut``."""
+        self._waiting += body
+        self._ahead_bytes -= count
+        self._ended |= do == "end"
+        self._broken |= do == "shut" or len(self._waiting) > 2 * WINDOW_BYTES
+        self._news.set()
+        self._taken.set()
+
+    async def run(self, place: str) -> None:
+        """Connect, carry, close."""
+        host, _, port = place.rpartition(":")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await connect(host, int(port))
+        except (OSError, TimeoutError):
+            self._say({"do": "shut", "tunnel": self._number}, b"")
+            return
+        back = asyncio.create_task(self._carry_back(reader))
+        try:
+            await self._carry_out(writer)
+            await back
+            writer.close()
+            await writer.wait_closed()
+        except OSError:
+            pass  # either end is gone, which the other is told below
+        finally:
+            writer.transport.abort()  # a peer that does not read is not waited for
+            self._say({"do": "shut", "tunnel": self._number}, b"")
+            back.cancel()
+            await asyncio.gather(back, return_exceptions=True)
+
+    async def _carry_out(self, writer: asyncio.StreamWriter) -> None:
+        while not self._broken:
+            if self._waiting:
+                data = bytes(self._waiting)
+                self._waiting.clear()
+                writer.write(data)
+                await writer.drain()
+                self._say({"do": "ack", "tunnel": self._number, "bytes": len(data)}, b"")
+            elif self._ended:
+                writer.write_eof()
+                return
+            else:
+                await self._pause()
+        raise ConnectionError("the command hung up")
+
+    async def _carry_back(self, reader: asyncio.StreamReader) -> None:
+        while data := await reader.read(CHUNK_BYTES):
+            self._ahead_bytes += len(data)
+            self._say({"do": "data", "tunnel": self._number}, data)
+            await self._settle(WINDOW_BYTES)
+        self._say({"do": "end", "tunnel": self._number}, b"")
+        await self._settle(1)
+
+    async def _settle(self, limit_bytes: int) -> None:
+        """Wait until the command has taken all but less than ``limit_bytes``."""
+        while self._ahead_bytes >= limit_bytes and not self._broken:
+            self._taken.clear()
+            await self._taken.wait()
+
+    async def _pause(self) -> None:
+        self._news.clear()
+        await self._news.wait()

@@ -1,0 +1,344 @@
+"""The reference server of remote sandboxes: any provider of this machine, for clients with a key.
+
+    client ──HTTP──▶ this server ──▶ provider ──▶ sandboxes, in the network they are meant for
+
+Owns sizes and how much goes on at a time. What a client may ask for is its operator's word
+(:mod:`etude.sandboxes.remote.principals`), and nothing outlives a lost one, because of leases
+(:mod:`etude.sandboxes.remote.holdings`). What is said: :mod:`etude.sandboxes.remote.wire`. Listening and encryption are
+its caller's, whose runner must cancel the handlers of clients that hang up
+(``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
+
+States: new ──start-up of the app──▶ open ──clean-up──▶ closed. Consumes requests; waits for the provider, which keeps
+the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of its own, which a client
+that asks again finds. On clean-up every sandbox is closed.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from aiohttp import web
+
+from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.protocols import Sandbox, SandboxProvider
+from etude.sandbox_spec import Image, SandboxLimits
+from etude.sandboxes.remote import wire
+from etude.sandboxes.remote.holdings import Held, Holdings
+from etude.sandboxes.remote.principals import Client
+
+PREFIX = f"/v{wire.VERSION}"
+SWEEPS_PER_LEASE = 8
+"""How often leases are looked at."""
+BODY_TIMEOUT_S = 300.0
+"""For a client to send all of a request."""
+TAR = "application/x-tar"
+Answer: TypeAlias = wire.Message | bytes
+"""JSON, or a tar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Limits that hold for all clients."""
+
+    snapshots: int = 64
+    """Kept of each key, as long as the server runs."""
+    requests: int = 1024
+    """Under way at a time, of all keys; one more is told to come back."""
+    lease_s: float = 60.0
+    """After which a sandbox nobody asks for is closed."""
+    ttl_s: float = 24 * 3600.0
+    """The longest that a sandbox may live."""
+    tar_bytes: int = 256 << 20
+    """Of one export or load."""
+
+
+class SandboxServer:
+    """Answers the clients of one provider, which stays the caller's to close."""
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        clients: Mapping[str, Client],
+        *,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        """``clients`` by their names. Raises :class:`~etude.errors.ConfigError` without any."""
+        if not clients:
+            raise ConfigError("a server of sandboxes without keys would serve nobody: name at least one")
+        self._provider = provider
+        self._clients = MappingProxyType(dict(clients))
+        self._names = MappingProxyType({client.digest: name for name, client in clients.items()})
+        self._limits = limits or ServerLimits()
+        quotas = {name: client.quota for name, client in clients.items()}
+        self._holdings = Holdings(lease_s=self._limits.lease_s, quotas=quotas)
+        self._sandboxes: dict[Held, asyncio.Task[Sandbox]] = {}
+        self._ttls_s: dict[Held, float] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._snapshots: dict[str, dict[str, Image]] = {name: {} for name in clients}
+        self._under_way = 0
+
+    def __len__(self) -> int:
+        """Sandboxes that are open, or being made."""
+        return len(self._sandboxes)
+
+    def app(self) -> web.Application:
+        """The routes; leases are watched for as long as it runs, and then every sandbox is closed."""
+        app = web.Application(client_max_size=max(self._limits.tar_bytes + wire.TAR_SLACK_BYTES, wire.JSON_LIMIT_BYTES))
+        place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
+        app.router.add_get(f"{PREFIX}/capabilities", self._route(self._promise))
+        app.router.add_post(f"{PREFIX}/leases", self._route(self._renew))
+        app.router.add_put(place, self._route(self._create))
+        app.router.add_delete(place, self._route(self._delete))
+        actions = {"exec": _exec, "read": _read, "write": _write, "load": _load, "stats": _stats, "kill": _kill}
+        for action, act in actions.items():
+            app.router.add_post(f"{place}/{action}", self._route(self._use(act)))
+        for action, owned in {"export": self._export, "snapshot": self._snapshot, "fork": self._fork}.items():
+            app.router.add_post(f"{place}/{action}", self._route(owned))
+        app.cleanup_ctx.append(self._watch)
+        return app
+
+    def _route(
+        self, handle: "Callable[[Held, bytes], Awaitable[Answer]]"
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Let those in who have a key, read what they send, and tell them what went wrong."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                held = Held(_client(request, self._names), request.match_info.get("name", ""))
+                if self._under_way >= self._limits.requests:
+                    raise SandboxError(f"{self._under_way} requests are under way: try again later")
+                self._under_way += 1
+                try:
+                    return _response(await handle(held, await _body(request)))
+                finally:
+                    self._under_way -= 1
+            except _Stranger as error:
+                return _refuse(wire.Refusal(fault=wire.Fault.KEY, message=str(error)))
+            except (EtudeError, ValueError) as error:
+                return _refuse(wire.Refusal.of(error))
+
+        return answer
+
+    async def _promise(self, held: Held, body: bytes) -> Answer:
+        claims = await self._provider.capabilities()
+        return wire.Promises(version=wire.VERSION, capabilities=sorted(map(str, claims)))
+
+    async def _renew(self, held: Held, body: bytes) -> Answer:
+        names = wire.read_message(wire.Names, body).names
+        lost = self._holdings.renew([Held(held.holder, name) for name in names], time.monotonic())
+        return wire.Names(names=[each.name for each in lost])
+
+    async def _create(self, held: Held, body: bytes) -> Answer:
+        order = wire.read_message(wire.Creation, body)
+        if held not in self._sandboxes:
+            client = self._clients[held.holder]
+            spec = client.permissions.resolve(order.spec(), self._snapshots[held.holder])
+            client.quota.check(spec.limits, held.holder)
+            if spec.ttl_s > self._limits.ttl_s:
+                raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
+
+            async def create() -> Sequence[Sandbox]:
+                return [await self._provider.create(order.files, spec)]
+
+            self._make([held], spec.limits, spec.ttl_s, create)
+        await self._made([held])
+        return wire.Lease(lease_s=self._limits.lease_s)
+
+    async def _delete(self, held: Held, body: bytes) -> Answer:
+        await asyncio.shield(self._close(held))
+        return wire.Done()
+
+    def _use(
+        self, act: "Callable[[Sandbox, bytes], Awaitable[Answer]]"
+    ) -> "Callable[[Held, bytes], Awaitable[Answer]]":
+        async def use(held: Held, body: bytes) -> Answer:
+            return await self._with(held, lambda sandbox: act(sandbox, body))
+
+        return use
+
+    async def _with(self, held: Held, act: "Callable[[Sandbox], Awaitable[Answer]]") -> Answer:
+        """Do something with a sandbox that is held, and meanwhile keep it."""
+        if not self._holdings.begin(held, time.monotonic()):
+            raise SandboxError(f"sandbox {held.name} is closed, or its lease or time to live is over")
+        try:
+            (sandbox,) = await self._made([held])
+            return await act(sandbox)
+        finally:
+            self._holdings.end(held, time.monotonic())
+
+    async def _export(self, held: Held, body: bytes) -> Answer:
+        choice = wire.read_message(wire.Choice, body)
+        limit_bytes = min(choice.limit_bytes, self._limits.tar_bytes)
+        return await self._with(held, lambda sandbox: sandbox.export(choice.paths, limit_bytes=limit_bytes))
+
+    async def _snapshot(self, held: Held, body: bytes) -> Answer:
+        kept = self._snapshots[held.holder]
+
+        async def keep(sandbox: Sandbox) -> Answer:
+            if len(kept) >= self._limits.snapshots:
+                raise SandboxError(f"{len(kept)} snapshots of this key are kept, which is the limit of this server")
+            image = await sandbox.snapshot()
+            name = f"snapshot-{uuid.uuid4().hex}"
+            kept[name] = image
+            return wire.Picture(digest=name, environment=dict(image.environment), workdir=image.workdir)
+
+        return await self._with(held, keep)
+
+    async def _fork(self, held: Held, body: bytes) -> Answer:
+        names = wire.read_message(wire.Names, body).names
+        if not 0 < len(set(names)) == len(names) <= wire.MAX_FORKS:
+            raise ValueError(f"fork({len(names)}): expected 1 to {wire.MAX_FORKS} different names")
+        forks = [Held(held.holder, name) for name in names]
+
+        async def fork(sandbox: Sandbox) -> Answer:
+            if not all(each in self._sandboxes for each in forks):
+                limits = self._holdings.limits(held)
+                self._make(forks, limits, self._ttls_s[held], lambda: sandbox.fork(len(forks)))
+            await self._made(forks)
+            return wire.Done()
+
+        return await self._with(held, fork)
+
+    def _make(
+        self,
+        helds: Sequence[Held],
+        limits: SandboxLimits,
+        ttl_s: float,
+        make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]",
+    ) -> None:
+        """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
+        be held.
+        """
+        self._holdings.take(helds, limits, ttl_s, time.monotonic())
+        together = asyncio.create_task(make())
+        for index, held in enumerate(helds):
+            self._sandboxes[held] = asyncio.create_task(_one(together, index))
+            self._ttls_s[held] = ttl_s
+
+    async def _made(self, helds: Sequence[Held]) -> Sequence[Sandbox]:
+        """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more.
+
+        Who waits for them keeps them meanwhile: making one may take longer than a lease.
+        """
+        makings = {held: self._sandboxes[held] for held in helds}
+        for held in helds:
+            self._holdings.begin(held, time.monotonic())
+        try:
+            return [await asyncio.shield(making) for making in makings.values()]
+        except (EtudeError, ValueError):
+            for held, _ in makings.items() & self._sandboxes.items():  # one may have been made anew for who asked again
+                self._close(held)
+            raise
+        finally:
+            for held, _ in makings.items() & self._sandboxes.items():
+                self._holdings.end(held, time.monotonic())
+
+    def _close(self, held: Held) -> "asyncio.Task[None]":
+        """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""
+        self._holdings.drop(held)
+        self._ttls_s.pop(held, None)
+        closing = asyncio.create_task(_end(self._sandboxes.pop(held, None)))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
+
+    async def _watch(self, app: web.Application) -> AsyncIterator[None]:
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(self._limits.lease_s / SWEEPS_PER_LEASE)
+                for held in self._holdings.due(time.monotonic()):
+                    self._close(held)
+
+        sweeping = asyncio.create_task(sweep())
+        yield
+        sweeping.cancel()
+        for held in list(self._sandboxes):
+            self._close(held)
+        await asyncio.gather(sweeping, *self._closing, return_exceptions=True)
+
+
+class _Stranger(Exception):
+    """A request has no key that is known."""
+
+
+def _client(request: web.Request, names: Mapping[str, str]) -> str:
+    """Whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    client = names.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
+    if scheme.lower() != "bearer" or client is None:
+        raise _Stranger("this key is not known here: send Authorization: Bearer KEY")
+    return client
+
+
+async def _exec(sandbox: Sandbox, body: bytes) -> Answer:
+    order = wire.read_message(wire.Order, body)
+    result = await sandbox.exec(order.argv, stdin=order.stdin, timeout_s=order.timeout_s, environment=order.environment)
+    return wire.Ending.of(result)
+
+
+async def _read(sandbox: Sandbox, body: bytes) -> Answer:
+    path = wire.read_message(wire.PathOnly, body).path
+    return wire.FileText(path=path, text=await sandbox.read_file(path))
+
+
+async def _write(sandbox: Sandbox, body: bytes) -> Answer:
+    file = wire.read_message(wire.FileText, body)
+    if file.text is None:
+        raise ValueError(f"{file.path!r} has no text to write")
+    await sandbox.write_file(file.path, file.text)
+    return wire.Done()
+
+
+async def _load(sandbox: Sandbox, body: bytes) -> Answer:
+    await sandbox.load(body)
+    return wire.Done()
+
+
+async def _stats(sandbox: Sandbox, body: bytes) -> Answer:
+    return wire.Use.of(await sandbox.stats())
+
+
+async def _kill(sandbox: Sandbox, body: bytes) -> Answer:
+    await sandbox.kill_processes()
+    return wire.Done()
+
+
+async def _one(together: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:
+    return (await asyncio.shield(together))[index]
+
+
+async def _end(making: "asyncio.Task[Sandbox] | None") -> None:
+    """Close a sandbox, however far it is; one that could not be made, or not be closed, is its provider's to sweep."""
+    if making is not None:
+        await asyncio.wait({making})
+        if not making.cancelled() and making.exception() is None:
+            await making.result().close()
+
+
+async def _body(request: web.Request) -> bytes:
+    """All that was sent. ``ValueError`` if that is too much, :class:`~etude.errors.SandboxError` if it is too slow."""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ValueError(f"the request is too large: {error.text}") from None
+    except TimeoutError:
+        raise SandboxError(f"the request did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    if request.content_type != TAR and len(body) > wire.JSON_LIMIT_BYTES:
+        raise ValueError(f"the request has {len(body)} bytes, at most {wire.JSON_LIMIT_BYTES} are read as JSON")
+    return body
+
+
+def _response(answer: Answer) -> web.Response:
+    if isinstance(answer, bytes):
+        return web.Response(body=answer, content_type=TAR)
+    return web.Response(body=wire.write_message(answer), content_type="application/json")
+
+
+def _refuse(refusal: wire.Refusal) -> web.Response:
+    return web.Response(body=wire.write_message(refusal), content_type="application/json", status=refusal.status)

@@ -1,0 +1,317 @@
+"""What a remote provider and its server say to each other: JSON over HTTP, and tars as they are. Pure.
+
+    GET    /v1/capabilities                            → Promises
+    PUT    /v1/sandboxes/NAME             Creation     → Lease        the same again, and it is the same sandbox
+    POST   /v1/sandboxes/NAME/exec        Order        → Ending
+    POST   /v1/sandboxes/NAME/read        PathOnly     → FileText
+    POST   /v1/sandboxes/NAME/write       FileText     → Done
+    POST   /v1/sandboxes/NAME/export      Choice       → a tar
+    POST   /v1/sandboxes/NAME/load        a tar        → Done
+    POST   /v1/sandboxes/NAME/stats                    → Use
+    POST   /v1/sandboxes/NAME/kill                     → Done         everything that runs inside
+    POST   /v1/sandboxes/NAME/snapshot                 → Picture
+    POST   /v1/sandboxes/NAME/fork        Names        → Done         the same again, and they are the same forks
+    DELETE /v1/sandboxes/NAME                          → Done         also when there is none
+    POST   /v1/leases                     Names        → Names        renews them; the answer has those that are lost
+
+Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
+a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox nobody asks for
+anything for ``lease_s`` is closed. A request that is given up ends its command.
+
+An answer other than 200 holds a :class:`Refusal`, whose kind becomes the client's exception. Unknown fields and unknown
+kinds of values are refused at both ends: a word that one side does not know may be what the other relies on. What
+changes the meaning of this gets a new number in the path.
+"""
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from etude.errors import AgentFault, ConfigError, SandboxError, Unsupported
+from etude.protocols import ExecResult
+from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec, SandboxStats
+from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
+
+VERSION = 1
+"""In every path."""
+JSON_LIMIT_BYTES = 96 << 20
+"""Of a body that is no tar: an input of many megabytes fits, written as JSON."""
+TAR_SLACK_BYTES = 1 << 20
+"""How much longer than its limit a tar may be before its reader hangs up."""
+MAX_FORKS = 64
+"""That are asked for at once."""
+MAX_NAMES = 10_000
+"""Of leases that are renewed at once."""
+
+Name = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Texts = dict[str, str]
+M = TypeVar("M", bound="Message")
+
+
+class Message(BaseModel):
+    """A JSON body: its fields, of their types, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Done(Message):
+    """Nothing to say."""
+
+
+class Promises(Message):
+    """What the server's provider holds to."""
+
+    version: int
+    capabilities: list[str]
+    """Those that a client does not know, it does not rely on."""
+
+
+class Limits(Message):
+    """The fields of :class:`~etude.sandbox_spec.SandboxLimits`."""
+
+    memory_bytes: int
+    disk_bytes: int
+    processes: int
+    cpus: float
+
+
+class Picture(Message):
+    """The fields of :class:`~etude.sandbox_spec.Image`; layers are paths on the server's machine."""
+
+    digest: str = ""
+    base: str = ""
+    layers: list[str] = Field(default_factory=list, max_length=256)
+    environment: Texts = Field(default_factory=dict)
+    workdir: str
+
+    def image(self) -> Image:
+        """As a noun."""
+        layers = tuple(map(Path, self.layers))
+        return Image(
+            digest=self.digest, base=self.base, layers=layers, environment=self.environment, workdir=self.workdir
+        )
+
+    @classmethod
+    def of(cls, image: Image) -> "Picture":
+        """As a message."""
+        return cls(
+            digest=image.digest,
+            base=image.base,
+            layers=list(map(str, image.layers)),
+            environment=dict(image.environment),
+            workdir=image.workdir,
+        )
+
+
+class Creation(Message):
+    """The files of a new sandbox, and the fields of :class:`~etude.sandbox_spec.SandboxSpec`."""
+
+    files: Texts
+    image: Picture
+    limits: Limits
+    allow: list[str]
+    mounts: Texts
+    """Paths on the server's machine, by their path inside."""
+    environment: Texts
+    user: Literal["agent", "root"]
+    ttl_s: float
+
+    def spec(self) -> SandboxSpec:
+        """As a noun. ``ValueError`` for values it cannot have."""
+        return SandboxSpec(
+            image=self.image.image(),
+            limits=SandboxLimits(**self.limits.model_dump()),
+            allow=tuple(self.allow),
+            mounts={inside: Path(source) for inside, source in self.mounts.items()},
+            environment=self.environment,
+            user=self.user,
+            ttl_s=self.ttl_s,
+        )
+
+    @classmethod
+    def of(cls, files: Mapping[str, str], spec: SandboxSpec) -> "Creation":
+        """As a message."""
+        limits = spec.limits
+        return cls(
+            files=dict(files),
+            image=Picture.of(spec.image),
+            limits=Limits(
+                memory_bytes=limits.memory_bytes,
+                disk_bytes=limits.disk_bytes,
+                processes=limits.processes,
+                cpus=limits.cpus,
+            ),
+            allow=list(spec.allow),
+            mounts={inside: str(source) for inside, source in spec.mounts.items()},
+            environment=dict(spec.environment),
+            user=spec.user,
+            ttl_s=spec.ttl_s,
+        )
+
+
+class Lease(Message):
+    """A sandbox that was made, and for how long it is the client's unless it asks for something."""
+
+    lease_s: float
+
+
+class Order(Message):
+    """One command."""
+
+    argv: list[str]
+    stdin: str
+    timeout_s: float
+    environment: Texts
+
+
+class Ending(Message):
+    """The fields of :class:`~etude.protocols.ExecResult`."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    timed_out: bool
+    truncated: bool
+    seconds: float
+
+    def result(self) -> ExecResult:
+        """As a noun."""
+        return ExecResult(**self.model_dump())
+
+    @classmethod
+    def of(cls, result: ExecResult) -> "Ending":
+        """As a message."""
+        return cls(
+            exit_code=result.exit_code,
+            stdout=result.stdout,
+            stderr=result.stderr,
+            timed_out=result.timed_out,
+            truncated=result.truncated,
+            seconds=result.seconds,
+        )
+
+
+class PathOnly(Message):
+    """Which file."""
+
+    path: str
+
+
+class FileText(Message):
+    """A file and its text, ``None`` if there is none."""
+
+    path: str
+    text: str | None
+
+
+class Choice(Message):
+    """What to export."""
+
+    paths: list[str]
+    limit_bytes: Annotated[int, Field(ge=0)] = EXPORT_LIMIT_BYTES
+
+
+class Names(Message):
+    """Some sandboxes."""
+
+    names: list[Name] = Field(max_length=MAX_NAMES)
+
+
+class Use(Message):
+    """The fields of :class:`~etude.sandbox_spec.SandboxStats`; ``None`` where the provider cannot tell."""
+
+    memory_bytes: float | None
+    disk_bytes: float | None
+    processes: float | None
+    cpu_s: float | None
+    age_s: float | None
+
+    def stats(self) -> SandboxStats:
+        """As a noun."""
+        return SandboxStats(**{name: math.nan if value is None else value for name, value in self.model_dump().items()})
+
+    @classmethod
+    def of(cls, stats: SandboxStats) -> "Use":
+        """As a message."""
+        return cls(
+            **{
+                name: None if math.isnan(value := getattr(stats, name)) else float(value)
+                for name in ("memory_bytes", "disk_bytes", "processes", "cpu_s", "age_s")
+            }
+        )
+
+
+class Fault(StrEnum):
+    """What is wrong with a request, and so which exception it becomes."""
+
+    VALUE = "value"
+    UNSUPPORTED = "unsupported"
+    AGENT = "agent"
+    SANDBOX = "sandbox"
+    CONFIG = "config"
+    KEY = "key"
+
+
+class Refusal(Message):
+    """Why there is no answer."""
+
+    fault: Fault
+    message: str
+
+    def error(self) -> Exception:
+        """What the client raises."""
+        return ERRORS[self.fault](self.message)
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        """What the server says of an error; the most exact kind there is."""
+        fault = next((fault for fault, kind in ERRORS.items() if isinstance(error, kind)), Fault.SANDBOX)
+        return cls(fault=fault, message=str(error))
+
+    @property
+    def status(self) -> int:
+        """Of the HTTP answer, for people and proxies; clients go by the fault."""
+        return STATUS[self.fault]
+
+
+ERRORS: Mapping[Fault, type[Exception]] = MappingProxyType(
+    {
+        Fault.UNSUPPORTED: Unsupported,
+        Fault.CONFIG: ConfigError,
+        Fault.VALUE: ValueError,
+        Fault.AGENT: AgentFault,
+        Fault.SANDBOX: SandboxError,
+        Fault.KEY: ConfigError,
+    }
+)
+"""Narrow kinds before wide ones."""
+STATUS: Mapping[Fault, int] = MappingProxyType(
+    {Fault.VALUE: 400, Fault.KEY: 401, Fault.CONFIG: 404, Fault.AGENT: 409, Fault.SANDBOX: 503, Fault.UNSUPPORTED: 501}
+)
+
+
+def read_message(kind: type[M], body: bytes) -> M:
+    """A message that somebody sent. ``ValueError`` says what is wrong with it."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}" for fault in error.errors()[:5]
+        )
+        raise ValueError(f"no {kind.__name__}: {faults}") from error
+
+
+def write_message(message: Message) -> bytes:
+    """A message to send. Text that is no Unicode (half a surrogate) is a ``ValueError``."""
+    return message.model_dump_json().encode()
+
+
+def known_capabilities(names: list[str]) -> frozenset[Capability]:
+    """Those of some names that are words of ours."""
+    words = {str(capability) for capability in Capability}
+    return frozenset(Capability(name) for name in names if name in words)

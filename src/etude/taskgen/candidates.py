@@ -1,0 +1,154 @@
+"""What could become a task: every deletion and planted bug in functions that tests reach, in an order drawn by seed.
+
+Pure and deterministic: the same package, survey and seed give the same candidates with the same ids, so that a build
+that was interrupted goes on where it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from etude.taskgen.deletions import (
+    Deletion,
+    body_deletions,
+    class_deletions,
+    function_text,
+    signature,
+    whole_deletions,
+)
+from etude.taskgen.projects import Project
+from etude.taskgen.survey import Survey
+from etude.tasks.repositories.mutations import mutants
+from etude.tasks.repositories.spans import Function, Source, apply
+
+BUGS_PER_FUNCTION = 3
+"""Of different operators."""
+DOCUMENTS = (".rst", ".md", ".txt")
+BUG = "bug"
+DELETION = "deletion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One change of a package that may be worth undoing."""
+
+    candidate_id: str
+    kind: str
+    """``bug`` or ``deletion``."""
+    operator: str
+    path: str
+    target: str
+    """The dotted name in its module of the function or class that was changed."""
+    functions: tuple[str, ...]
+    """``path:line`` of each function that was changed."""
+    before: Mapping[str, str] = field(repr=False)
+    """Every file that was changed, as it was."""
+    after: Mapping[str, str] = field(repr=False)
+    """The same files, as they are now."""
+    gone: str = ""
+    """A name that nothing mentions any more."""
+    wanted: str = field(default="", repr=False)
+    """For a deletion: signature and docstring of what is wanted."""
+
+    @property
+    def top(self) -> str:
+        """The name at the top of the module that it belongs to."""
+        return self.target.partition(".")[0]
+
+
+def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, Source]:
+    """The files of the packages that are Python, stubs included."""
+    found: dict[str, Source] = {}
+    for path, text in texts.items():
+        if path.endswith((".py", ".pyi")) and project.is_source(path):
+            try:
+                found[path] = Source(path, text)
+            except (SyntaxError, ValueError):
+                continue  # a template, or Python of another age
+    return found
+
+
+def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed: int) -> list[Candidate]:
+    """Every candidate, deletions and bugs mixed, in the order of ``seed``."""
+    package = sources_of(project, texts)
+    documents = {path: text for path, text in texts.items() if path.endswith(DOCUMENTS)}
+    built = [
+        text
+        for path, text in texts.items()
+        if path not in package and path not in documents and not project.is_test(path) and path != "PKG-INFO"
+    ]
+    found: dict[str, Candidate] = {}
+    for path, source in package.items():
+        if path.endswith(".py"):
+            for deletion in (
+                *body_deletions(source),
+                *class_deletions(source),
+                *whole_deletions(source, package, documents, built),
+            ):
+                candidate = _deletion(source, deletion, texts)
+                if survey.affected(candidate.functions):
+                    found[candidate.candidate_id] = candidate
+            for candidate in _bugs(source, survey, seed):
+                found[candidate.candidate_id] = candidate
+    return sorted(found.values(), key=lambda candidate: _digest(seed, candidate.candidate_id))
+
+
+def _bugs(source: Source, survey: Survey, seed: int) -> Iterator[Candidate]:
+    """A few bugs for each function, of different operators, chosen by seed."""
+    for function in source.functions():
+        key = f"{source.path}:{function.line}"
+        if not survey.affected([key]) or _is_trivial(source, function):
+            continue
+        drawn = sorted(mutants(source, function), key=lambda mutant: _digest(seed, mutant.operator, mutant.edit))
+        taken: set[str] = set()
+        for mutant in drawn:
+            if mutant.operator not in taken and len(taken) < BUGS_PER_FUNCTION:
+                taken.add(mutant.operator)
+                after = {source.path: apply(source.text, [mutant.edit])}
+                yield Candidate(
+                    candidate_id=_digest(source.path, mutant.operator, after),
+                    kind=BUG,
+                    operator=mutant.operator,
+                    path=source.path,
+                    target=function.qualname,
+                    functions=(key,),
+                    before={source.path: source.text},
+                    after=after,
+                )
+
+
+def _deletion(source: Source, deletion: Deletion, texts: Mapping[str, str]) -> Candidate:
+    return Candidate(
+        candidate_id=_digest(deletion.path, deletion.kind, deletion.changed),
+        kind=DELETION,
+        operator=deletion.kind,
+        path=deletion.path,
+        target=deletion.target,
+        functions=tuple(f"{deletion.path}:{line}" for line in deletion.lines),
+        before={path: texts[path] for path in deletion.changed},
+        after=deletion.changed,
+        gone=deletion.gone,
+        wanted=_wanted(source, deletion),
+    )
+
+
+def _wanted(source: Source, deletion: Deletion) -> str:
+    """What a deletion's functions looked like from outside."""
+    parts = []
+    for function in source.functions():
+        if function.line in deletion.lines:
+            document = ""
+            if deletion.gone and len(function.code) < len(function.node.body):
+                document = "\n    " + source.segment(function.node.body[0])
+            parts.append(signature(source, function) + document)
+    return "\n\n".join(parts)
+
+
+def _is_trivial(source: Source, function: Function) -> bool:
+    return not function.code or len(function_text(source, function)) > 20_000
+
+
+def _digest(*parts: object) -> str:
+    text = json.dumps(parts, default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

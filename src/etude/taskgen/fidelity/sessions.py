@@ -1,0 +1,116 @@
+"""Recorded sessions as files: one tool call and what was seen of it per line, for people and for the audit.
+
+    {"session": "monday-7", "tool": "bash", "arguments": {"command": "ls"}, "observation": "a.py\\n",
+     "exit_code": 0, "seconds": 0.031}
+
+``session`` and ``observation`` are required, all else may be missing; unknown keys are refused, since a tell that
+nobody reads would stay. Lines of one session may stand anywhere. Production records its own sessions this way; ours are
+converted from the actions of rollouts.
+
+Owns the format. Does not own what is looked at (:mod:`etude.taskgen.fidelity.features`).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.harnesses.actions import Action
+
+MAX_LINE_BYTES = 4 << 20
+"""Of one tool call; a longer line is no session file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One tool call and what the agent saw of it."""
+
+    session: str
+    """Which session it is of; sessions are told apart, their calls are not independent."""
+    observation: str
+    """What the agent was shown, to the letter."""
+    tool: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    exit_code: int | None = None
+    seconds: float | None = None
+    """From call to observation, where it was measured."""
+
+
+def read_sessions(path: Path) -> list[Observation]:
+    """Every line of a file. Raises :class:`~etude.errors.ConfigError` that names file and line."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [_observation(text, f"{path}:{number}") for number, text in _lines(file)]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as recorded sessions: {error}") from error
+
+
+def write_sessions(path: Path, observations: Iterable[Observation]) -> None:
+    """One line each, as :func:`read_sessions` reads them; a field that is not known is left out."""
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for observation in observations:
+            known = {name: value for name, value in asdict(observation).items() if value not in (None, "", {})}
+            file.write(json.dumps({"observation": "", **known}, ensure_ascii=False) + "\n")
+
+
+def observations_of(session: str, actions: Sequence[Action]) -> list[Observation]:
+    """What an agent saw in one of our rollouts; how long each call took is not recorded there.
+
+    Calls of one reply share what followed it, which stands beside the last of them only.
+    """
+    last = {action.turn: index for index, action in enumerate(actions)}
+    return [
+        Observation(
+            session=session,
+            tool=action.tool,
+            arguments=action.arguments,
+            observation=action.output if last[action.turn] == index else "",
+        )
+        for index, action in enumerate(actions)
+        if action.output
+    ]
+
+
+def _lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
+    return ((number, text) for number, text in enumerate(file, start=1) if text.strip())
+
+
+def _observation(text: str, place: str) -> Observation:
+    try:
+        if len(text) > MAX_LINE_BYTES:
+            raise ValueError(f"{len(text)} letters in one line")
+        found = json.loads(text)
+        if not isinstance(found, dict):
+            raise TypeError("no JSON object")
+        unknown = found.keys() - {one.name for one in fields(Observation)}
+        if unknown:
+            raise ValueError(f"unknown {', '.join(sorted(unknown))}")
+        return _checked(found)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f'{place}: {error}; expected an object such as {{"session": "s1", "tool": "bash", "arguments": '
+            f'{{"command": "ls"}}, "observation": "a.py", "exit_code": 0, "seconds": 0.03}}'
+        ) from error
+
+
+def _checked(found: dict[str, object]) -> Observation:
+    missing = {"session", "observation"} - found.keys()
+    if missing:
+        raise KeyError(f"no {', '.join(sorted(missing))}")
+    arguments = found.get("arguments") or {}
+    if not isinstance(arguments, dict):
+        raise TypeError(f"arguments {arguments!r} are no object")
+    code, seconds = found.get("exit_code"), found.get("seconds")
+    if not isinstance(code, int | None) or not isinstance(seconds, int | float | None):
+        raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is no number")
+    if not isinstance(found["observation"], str):
+        raise TypeError(f"observation {found['observation']!r} is no text")
+    return Observation(
+        session=str(found["session"]),
+        tool=str(found.get("tool") or ""),
+        arguments={name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()},
+        observation=found["observation"],
+        exit_code=code,
+        seconds=seconds,
+    )

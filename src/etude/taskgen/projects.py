@@ -1,0 +1,320 @@
+"""What a Python project is, read off its files: its packages, what it needs, where its tests are.
+
+Pure: texts in, a :class:`Project` out. Nothing of the project is run, so what only running it would tell
+(requirements that ``setup.py`` computes) is not known here; the installer may find it out
+(:mod:`~etude.taskgen.installer`).
+"""
+
+import ast
+import configparser
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import PurePosixPath
+from typing import Any
+
+from etude.taskgen.failures import NoTestsError, SourceError
+
+NOT_PACKAGES = frozenset(
+    {
+        *("tests", "test", "testing", "doc", "docs", "example", "examples", "benchmark", "benchmarks", "bench"),
+        *("scripts", "tools", "dev", "ci", "requirements", "build", "dist", "bin", "perf", "changelog.d"),
+    }
+)
+"""Folders beside a package that are none of it."""
+NOT_MODULES = frozenset(
+    {"setup.py", "conftest.py", "noxfile.py", "versioneer.py", "tasks.py", "fabfile.py", "prebuild.py"}
+)
+TEST_EXTRAS = ("test", "tests", "testing", "dev", "develop")
+"""What extras and dependency groups for tests are called, the likeliest first."""
+REQUIREMENT_FILES = (
+    *("requirements/tests.txt", "requirements/test.txt", "tests/requirements.txt", "requirements-test.txt"),
+    *("requirements-tests.txt", "test-requirements.txt", "test_requirements.txt", "requirements_test.txt"),
+    *("dev.requirements.txt", "requirements-dev.txt", "requirements/dev.txt"),
+)
+NOT_NEEDED = frozenset(
+    {
+        *("tox", "mypy", "ruff", "black", "flake8", "pylint", "pre-commit", "twine", "build", "wheel", "setuptools"),
+        *("coverage", "pytest-cov", "codecov", "coveralls", "sphinx", "pyright", "isort", "nox", "bumpversion", "flit"),
+        *(
+            "pytest-xdist",
+            "pytest-sugar",
+            "pip-tools",
+            "uv",
+            "hatch",
+            "poetry",
+            "codacy-coverage",
+            "detect-test-pollution",
+        ),
+        *(
+            "pytest-benchmark",
+            "pytest-codspeed",
+            "pytest-randomly",
+            "pytest-memray",
+            "bump-my-version",
+            "zest-releaser",
+        ),
+    }
+)
+"""Tools for people, which tests pass without."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+PROJECT_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""What a project may be called; a folder gets this name, so it must not be a path."""
+KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
+"""Of the project's own options of pytest, those that decide whether a test runs at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Project:
+    """A Python project, as far as its files tell."""
+
+    name: str
+    version: str
+    root: str
+    """The folder that is put on Python's path, relative to the project: ``src`` or ``.``."""
+    sources: tuple[str, ...]
+    """Its packages and modules: folders and files, relative to the project."""
+    tests: tuple[str, ...]
+    """Files and folders with tests."""
+    requirements: tuple[str, ...]
+    """What it needs, as pip takes it."""
+    test_requirements: tuple[str, ...]
+    """What its tests need beside that."""
+    options: tuple[str, ...]
+    """Options of pytest."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What is imported: the names at the top."""
+        return tuple(PurePosixPath(path).stem for path in self.sources)
+
+    def module(self, path: str) -> str:
+        """The dotted name by which a file of the project is imported."""
+        inner = PurePosixPath(path).relative_to(self.root).with_suffix("")
+        parts = inner.parts[:-1] if inner.name == "__init__" else inner.parts
+        return ".".join(parts)
+
+    def is_test(self, path: str) -> bool:
+        """Whether a file belongs to the tests."""
+        place = PurePosixPath(path)
+        inside = any(place == PurePosixPath(root) or PurePosixPath(root) in place.parents for root in self.tests)
+        return (
+            inside or is_test_file(path) or place.name == "conftest.py" or not {"test", "tests"}.isdisjoint(place.parts)
+        )
+
+    def is_source(self, path: str) -> bool:
+        """Whether a file belongs to the packages, and not to tests in them."""
+        place = PurePosixPath(path)
+        roots = [PurePosixPath(root) for root in self.sources]
+        return any(place == root or root in place.parents for root in roots) and not self.is_test(path)
+
+
+def read_project(files: Mapping[str, str]) -> Project:
+    """Look at a project's texts, by their path in it.
+
+    Raises :class:`~etude.taskgen.failures.SourceError` when there is no package, or none by a name
+    that indexes would take, and :class:`~etude.taskgen.failures.NoTestsError` when there is no test.
+    """
+    pyproject = _toml(files.get("pyproject.toml", ""))
+    settings = _ini(files.get("setup.cfg", ""))
+    info = HeaderParser().parsestr(files.get("PKG-INFO", ""))
+    table = pyproject.get("project", {})
+    stated = info.get("Name") or table.get("name") or settings.get("metadata", {}).get("name") or _setup_name(files)
+    version = info.get("Version") or table.get("version") or settings.get("metadata", {}).get("version") or "0"
+    name = _project_name(stated) if stated else ""
+    root, sources = _sources(files, name)
+    tests = _tests(files, pyproject, settings)
+    return Project(
+        name=name or _project_name(PurePosixPath(sources[0]).stem.strip("_")),
+        version=str(version) if re.fullmatch(r"[A-Za-z0-9.+!_-]+", str(version)) else "0",
+        root=root,
+        sources=sources,
+        tests=tests,
+        requirements=tuple(_requirements(files, info.get_all("Requires-Dist") or [], table, settings)),
+        test_requirements=tuple(_test_requirements(files, info.get_all("Requires-Dist") or [], pyproject, settings)),
+        options=_options(pyproject, settings, files),
+    )
+
+
+def is_test_file(path: str) -> bool:
+    """Whether pytest would look for tests in a file, by its name."""
+    name = PurePosixPath(path).name
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def bare_name(requirement: str) -> str:
+    """The name in a requirement, as indexes spell it."""
+    match = NAME.match(requirement.strip())
+    return re.sub(r"[-_.]+", "-", match.group()).lower() if match else ""
+
+
+def _project_name(name: object) -> str:
+    """The name of a project, if it is one that indexes would take: folders of tasks are called by it."""
+    if not isinstance(name, str) or not PROJECT_NAME.fullmatch(name.strip()):
+        raise SourceError(
+            f"{name!r} is no name of a project: write letters, digits, '.', '-' and '_', the first and the last a "
+            "letter or digit, as name in [project] of pyproject.toml (in PKG-INFO, where there is one)"
+        )
+    return name.strip()
+
+
+def _sources(files: Mapping[str, str], name: str) -> tuple[str, tuple[str, ...]]:
+    for root in ("src", "lib", "."):
+        found = sorted(_packages(files, root))
+        if found:
+            wanted = name.replace("-", "_").replace(".", "_").lower()
+            own = [path for path in found if wanted and PurePosixPath(path).stem.lower() in (wanted, f"py{wanted}")]
+            without = [path for path in found if PurePosixPath(path).stem.lower() == wanted.removeprefix("python_")]
+            return root, tuple(own or without or found)
+    raise SourceError(f"no Python package among {len(files)} files: expected a folder with __init__.py, or a module")
+
+
+def _packages(files: Mapping[str, str], root: str) -> Iterator[str]:
+    """Packages and modules directly below ``root``."""
+    depth = 0 if root == "." else 1
+    prefix = "" if root == "." else f"{root}/"
+    for path in files:
+        parts = path.split("/")
+        if not path.startswith(prefix) or not path.endswith(".py"):
+            continue
+        if len(parts) == depth + 2 and parts[-1] == "__init__.py" and parts[depth] not in NOT_PACKAGES:
+            yield "/".join(parts[:-1])
+        elif (
+            len(parts) == depth + 1
+            and parts[-1] not in NOT_MODULES
+            and not is_test_file(path)
+            and depth + 1 == len(parts)
+        ):
+            yield path
+
+
+def _tests(
+    files: Mapping[str, str], pyproject: Mapping[str, Any], settings: Mapping[str, Mapping[str, str]]
+) -> tuple[str, ...]:
+    """Folders and files that pytest shall look through."""
+    named = _pytest_table(pyproject).get("testpaths") or settings.get("tool:pytest", {}).get("testpaths") or ""
+    asked = named if isinstance(named, list) else str(named).split()
+    test_files = [path for path in files if is_test_file(path)]
+    found = [
+        path for path in asked if any(file == path or file.startswith(f"{path.rstrip('/')}/") for file in test_files)
+    ]
+    if found:
+        return tuple(path.rstrip("/") for path in found)
+    if not test_files:
+        raise NoTestsError("no file is called test_*.py or *_test.py: tasks need tests that pytest can run")
+    folders = {str(PurePosixPath(path).parent) for path in test_files}
+    tops = {
+        folder
+        for folder in folders
+        if not any(PurePosixPath(other) in PurePosixPath(folder).parents for other in folders)
+    }
+    if "." in folders:
+        return tuple(sorted(path for path in test_files if "/" not in path)) + tuple(sorted(folders - {"."}))
+    return tuple(sorted(tops))
+
+
+def _requirements(
+    files: Mapping[str, str], stated: Sequence[str], table: Mapping[str, Any], settings: Mapping[str, Mapping[str, str]]
+) -> Iterator[str]:
+    if stated:
+        yield from (line for line in stated if "extra ==" not in line)
+    elif "dependencies" in table:
+        yield from (line for line in table["dependencies"] if isinstance(line, str))
+    elif "install_requires" in settings.get("options", {}):
+        yield from _lines(settings["options"]["install_requires"])
+    else:
+        yield from _setup_list(files.get("setup.py", ""), "install_requires")
+
+
+def _test_requirements(
+    files: Mapping[str, str],
+    stated: Sequence[str],
+    pyproject: Mapping[str, Any],
+    settings: Mapping[str, Mapping[str, str]],
+) -> Iterator[str]:
+    """From the first place that says what tests need, without the tools that they pass without."""
+    extras = pyproject.get("project", {}).get("optional-dependencies", {})
+    groups = pyproject.get("dependency-groups", {})
+    places: list[list[str]] = []
+    for extra in TEST_EXTRAS:
+        wanted = re.compile(rf";?\s*(and\s+)?extra == ['\"]{extra}['\"]")
+        places.append([wanted.sub("", line).rstrip("; ") for line in stated if wanted.search(line)])
+        places += [_texts(extras.get(extra, [])), _texts(groups.get(extra, []))]
+        places.append(_lines(settings.get("options.extras_require", {}).get(extra, "")))
+    places += [_lines(files.get(path, "")) for path in REQUIREMENT_FILES]
+    places += [_lines(_ini(files.get("tox.ini", "")).get("testenv", {}).get("deps", ""))]
+    places += [_setup_list(files.get("setup.py", ""), "tests_require")]
+    chosen = next((place for place in places if place), [])
+    yield from (line for line in chosen if bare_name(line) and bare_name(line) not in NOT_NEEDED)
+
+
+def _options(
+    pyproject: Mapping[str, Any], settings: Mapping[str, Mapping[str, str]], files: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The project's own options are put aside but for a few: most want plug-ins or reports that no grader needs."""
+    ini = _ini(files.get("pytest.ini", "")).get("pytest", {}) or _ini(files.get("tox.ini", "")).get("pytest", {})
+    own = (
+        _pytest_table(pyproject).get("addopts")
+        or settings.get("tool:pytest", {}).get("addopts")
+        or ini.get("addopts", "")
+    )
+    words = own if isinstance(own, list) else str(own).split()
+    kept = [str(word) for word in words if str(word).startswith(KEPT_OPTIONS) and "=" in str(word)]
+    return ("--rootdir=.", "-o", f"addopts={' '.join(kept)}", "-p", "no:cacheprovider")
+
+
+def _pytest_table(pyproject: Mapping[str, Any]) -> Mapping[str, Any]:
+    table = pyproject.get("tool", {}).get("pytest", {})
+    options = table.get("ini_options", table)
+    return options if isinstance(options, dict) else {}
+
+
+def _texts(lines: object) -> list[str]:
+    return [line for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
+
+
+def _lines(text: str) -> list[str]:
+    """The requirements in a text of one a line; options, comments, hashes and conditions of tox are left out."""
+    stripped = (re.split(r"\s#|\s--hash|\s\\", line.strip())[0].strip() for line in text.splitlines())
+    return [line for line in stripped if NAME.match(line) and not re.match(r"[\w,{}!-]+:\s", line)]
+
+
+def _toml(text: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SourceError(f"pyproject.toml is no TOML: {error}") from error
+
+
+def _ini(text: str) -> Mapping[str, Mapping[str, str]]:
+    parser = configparser.ConfigParser(interpolation=None, strict=False, allow_no_value=True)
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return {}  # tox.ini may hold what only tox understands
+    return {section: {key: value or "" for key, value in parser.items(section)} for section in parser.sections()}
+
+
+def _setup_call(text: str) -> Mapping[str, ast.expr]:
+    """The arguments by which ``setup.py`` calls ``setup``."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "setup":
+            return {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+    return {}
+
+
+def _setup_list(text: str, key: str) -> list[str]:
+    value = _setup_call(text).get(key)
+    found = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
+    return [item.value for item in found if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+
+
+def _setup_name(files: Mapping[str, str]) -> str:
+    name = _setup_call(files.get("setup.py", "")).get("name")
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""

@@ -1,0 +1,173 @@
+"""A package's files as an agent may have them: without what earlier runs left behind, and with a history of one commit.
+
+Owns what counts as a leftover. That nothing got through is proved by searching the result
+(:mod:`~etude.taskgen.leaks`), not by trusting this list.
+
+Owns how git is run, too. Files that a stranger packed may name a repository, and its settings may name programs; so
+git is told which repository and which work tree it works on, both ours, and reads no settings but those it is given.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+from etude.taskgen.failures import SourceError
+
+GIT = ".git"
+LEFT_FOLDERS = frozenset(
+    {
+        *(GIT, ".hg", ".svn", ".bzr", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"),
+        *(".tox", ".nox", ".venv", "venv", "node_modules", ".eggs", "htmlcov", ".cache", ".idea", ".vscode", ".pytype"),
+        *(
+            "site-packages",
+            "__pypackages__",
+            ".coverage_html",
+            ".ipynb_checkpoints",
+            ".pyre",
+            ".dmypy.json",
+            ".nyc_output",
+        ),
+    }
+)
+"""What folders with history, caches or copies are called, wherever they are, in lower case. A file of such a name is
+left as well: a file ``.git`` says where a repository is, with settings that name programs to run."""
+LEFT_TOP_FOLDERS = frozenset({"build", "dist", "_build", "sdist", "wheelhouse"})
+"""Folders that hold copies when they lie at the top."""
+LEFT_FILES = re.compile(
+    r".*\.(pyc|pyo|pyd|orig|rej|bak|swp|swo|whl|egg|cover|prof|gcov|gcda|gcno|patch|diff)"
+    r"|.*~|PKG-INFO|SOURCES\.txt|\.coverage(\..*)?|coverage\.(xml|json)|\.DS_Store|\.#.*|#.*#|lastfailed|nodeids"
+    r"|\.dmypy\.json"
+)
+LEFT_SUFFIXES = (".egg-info", ".dist-info", ".egg-link")
+"""Names that end so are records of an installation."""
+FILE_BYTES = 16 << 20
+"""A larger file is left out: no package of programs needs one, and it would have to be searched."""
+IDENTITY = {
+    "GIT_AUTHOR_NAME": "maintainer",
+    "GIT_AUTHOR_EMAIL": "maintainer@localhost",
+    "GIT_AUTHOR_DATE": "2024-01-01T00:00:00Z",
+    "GIT_COMMITTER_NAME": "maintainer",
+    "GIT_COMMITTER_EMAIL": "maintainer@localhost",
+    "GIT_COMMITTER_DATE": "2024-01-01T00:00:00Z",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_ATTR_NOSYSTEM": "1",
+    "GIT_TERMINAL_PROMPT": "0",
+    "LC_ALL": "C",
+}
+"""Who committed, the same for all, so that equal files make equal layers; settings of this machine play no part."""
+SAFE_OPTIONS = (
+    *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"),
+    *("-c", "core.attributesFile=/dev/null", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false"),
+)
+"""Settings by which git runs no other program."""
+GIT_TIMEOUT_S = 120.0
+
+
+def is_leftover(path: str, *, is_folder: bool) -> bool:
+    """Whether a file or folder of a project, by its path in it, is something that a run or an author left behind."""
+    place = PurePosixPath(path)
+    if place.name.endswith(LEFT_SUFFIXES) or place.name.casefold() in LEFT_FOLDERS:
+        return True
+    if is_folder:
+        return len(place.parts) == 1 and place.name in LEFT_TOP_FOLDERS
+    return bool(LEFT_FILES.fullmatch(place.name))
+
+
+def clean_files(source: Path) -> Iterator[str]:
+    """The paths of the plain files below ``source`` that are no leftovers, sorted; links are not followed nor kept."""
+    for folder, folders, files in os.walk(source):
+        inner = Path(folder).relative_to(source)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not is_leftover(str(inner / name), is_folder=True) and not (Path(folder) / name).is_symlink()
+        )
+        for name in sorted(files):
+            file = Path(folder) / name
+            is_plain = file.is_file() and not file.is_symlink() and file.stat().st_size <= FILE_BYTES
+            if is_plain and not is_leftover(str(inner / name), is_folder=False):
+                yield str(inner / name)
+
+
+def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) -> None:
+    """Copy what is clean of ``source`` into the new folder ``target``, some files being others there, or missing.
+
+    Files are copied without times, so that these tell nothing.
+    """
+    target.mkdir(parents=True)
+    for path in clean_files(source):
+        if path not in changed:
+            copy = target / path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / path, copy)
+            copy.chmod(0o755 if os.access(source / path, os.X_OK) and (source / path).stat().st_mode & 0o100 else 0o644)
+    for path, text in changed.items():
+        if text is not None:
+            copy = target / path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(text.encode())
+
+
+def commit_all(tree: Path) -> None:
+    """Make a repository of ``tree`` whose history is one commit of all there is, with nothing packed.
+
+    The same files always make the same bytes: the index holds no times. Raises
+    :class:`~etude.taskgen.failures.SourceError` when git is missing or fails, or when anything in
+    ``tree`` names a repository already.
+    """
+    for folder, folders, files in os.walk(tree):
+        for name in (*folders, *files):
+            if name.casefold() == GIT:
+                raise SourceError(f"{Path(folder) / name} names a repository of its own: remove it")
+    git(tree, "-c", "init.defaultBranch=main", "init", "--quiet", "--template=")
+    git(tree, "-c", "core.autocrlf=false", "add", "--all", "--force")
+    git(tree, "-c", "gc.auto=0", "commit", "--quiet", "--message", "Import", "--no-verify", "--allow-empty")
+    for name in ("index", "COMMIT_EDITMSG", "logs/HEAD", "logs/refs/heads/main"):
+        (tree / GIT / name).unlink(missing_ok=True)
+    git(tree, "read-tree", "HEAD")
+
+
+def git(tree: Path, *arguments: str) -> str:
+    """Run git on the repository that :func:`commit_all` made of ``tree``, and return what it printed.
+
+    It looks for no other one, runs no hooks, and knows no settings of this machine. Raises
+    :class:`~etude.taskgen.failures.SourceError`.
+    """
+    place = tree.absolute()
+    return _git(tree, arguments, {"GIT_DIR": str(place / GIT), "GIT_WORK_TREE": str(place)}, GIT_TIMEOUT_S)
+
+
+def clone(url: str, target: Path, *, timeout_s: float) -> None:
+    """Clone the newest commit at ``url`` into the new folder ``target``, without hooks and this machine's settings.
+
+    Raises :class:`~etude.taskgen.failures.SourceError`.
+    """
+    around = target.absolute().parent
+    arguments = ("clone", "--quiet", "--depth=1", "--no-tags", "--template=", "--", url, target.name)
+    _git(around, arguments, {"GIT_CEILING_DIRECTORIES": str(around.parent)}, timeout_s)
+
+
+def _git(folder: Path, arguments: Sequence[str], variables: Mapping[str, str], timeout_s: float) -> str:
+    machine = {"PATH": os.environ.get("PATH", os.defpath), "HOME": os.environ.get("HOME", "/")}
+    try:
+        done = subprocess.run(
+            ["git", *SAFE_OPTIONS, *arguments],
+            cwd=folder,
+            env={**machine, **IDENTITY, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SourceError("'git' is not installed: on Debian or Ubuntu, apt-get install git") from None
+    except subprocess.TimeoutExpired:
+        raise SourceError(f"git {arguments[0]} did not end within {timeout_s:g} s") from None
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode != 0:
+        raise SourceError(f"git {' '.join(arguments)[:80]} failed: {said[-400:]}", log=said)
+    return done.stdout.decode(errors="replace")

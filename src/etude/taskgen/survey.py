@@ -1,0 +1,117 @@
+"""What is known of a package's tests before anything is changed: which pass every time, and what each of them reaches.
+
+Pure: observations in, a :class:`Survey` out. The flake gate is here: a test counts only if it passed in every run, in
+whatever order and with whatever hash seed.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from etude.taskgen.failures import NoTestsError, TestsFailError
+from etude.taskgen.testruns import Observation
+
+MIN_PASSING = 5
+"""Tests that must pass every time, for tasks to be made."""
+MIN_PASSING_SHARE = 0.5
+MAX_TEST_S = 10.0
+"""A test that takes longer is left out."""
+MAX_ID = 200
+"""Characters of a node id; some hold whole documents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """A package's tests and what they reach."""
+
+    stable: Mapping[str, float]
+    """Node id → seconds, of tests that passed every time."""
+    flaky: tuple[str, ...]
+    """Tests that passed and failed, or were found only sometimes."""
+    failing: tuple[str, ...]
+    """Tests that never passed."""
+    skipped: int
+    unfit: tuple[str, ...]
+    """Tests that pass but take too long, or have ids that no command line carries."""
+    broken: tuple[str, ...]
+    """Test files that could not be collected."""
+    reached: Mapping[str, tuple[str, ...]]
+    """``path:line`` of a function → node ids; a file for all its tests, nothing for all there are."""
+    calls: Mapping[str, tuple[str, ...]]
+    """``path:line`` of a function → JSON of lists of arguments."""
+
+    def affected(self, functions: Iterable[str]) -> frozenset[str]:
+        """The stable tests that reach any of some functions."""
+        owners = {owner for function in functions for owner in self.reached.get(function, ())}
+        if "" in owners:
+            return frozenset(self.stable)
+        return frozenset(test for test in self.stable if test in owners or test.partition("::")[0] in owners)
+
+    def seconds(self, tests: Iterable[str]) -> float:
+        """How long some tests take together."""
+        return sum(self.stable[test] for test in tests)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Survey":
+        """The survey that :meth:`encode` wrote. Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
+        fields = json.loads(data)
+        return cls(
+            stable=fields["stable"],
+            flaky=tuple(fields["flaky"]),
+            failing=tuple(fields["failing"]),
+            skipped=fields["skipped"],
+            unfit=tuple(fields["unfit"]),
+            broken=tuple(fields["broken"]),
+            reached={name: tuple(owners) for name, owners in fields["reached"].items()},
+            calls={name: tuple(calls) for name, calls in fields["calls"].items()},
+        )
+
+
+def survey_of(runs: Sequence[Observation], watched: Observation) -> Survey:
+    """Fold some runs over the unchanged package, and one under observation, into what is known.
+
+    Raises :class:`~etude.taskgen.failures.NoTestsError` when no run found a test, and
+    :class:`~etude.taskgen.failures.TestsFailError` when too few pass every time or a run did not end.
+    """
+    hung = [run for run in runs if run.ended]
+    if hung:
+        raise TestsFailError(
+            f"a run of the tests ended with {hung[0].ended} after {hung[0].seconds:.0f} s: raise --timeout, or leave "
+            "the tests that hang out of pytest's testpaths",
+            log=hung[0].output,
+        )
+    found = sorted({test for run in runs for test in run.tests})
+    broken = tuple(sorted({file for run in runs for file, _ in run.errors}))
+    log = "\n".join((*(why for _, why in runs[0].errors), runs[0].output))[-4000:]
+    if not found:
+        raise NoTestsError(f"pytest found no test; {len(broken)} files could not be collected: {broken[:3]}", log=log)
+    ran = [test for test in found if any(test in run.tests and run.tests[test].status != "skipped" for run in runs)]
+    passing = [test for test in ran if all(run.passed(test) for run in runs)]
+    flaky = tuple(test for test in ran if test not in set(passing) and any(run.passed(test) for run in runs))
+    if len(passing) < max(MIN_PASSING, MIN_PASSING_SHARE * len(ran)):
+        raise TestsFailError(
+            f"{len(passing)} of {len(ran)} tests pass every time ({len(flaky)} sometimes), at least {MIN_PASSING} and "
+            "half of them must: mend the package or its requirements first",
+            log=log,
+        )
+    seconds = {test: max(run.tests[test].seconds for run in runs) for test in passing}
+    fit = {test: took for test, took in seconds.items() if took <= MAX_TEST_S and is_fit(test)}
+    return Survey(
+        stable=fit,
+        flaky=flaky,
+        failing=tuple(sorted(set(ran) - set(passing) - set(flaky))),
+        skipped=len(found) - len(ran),
+        unfit=tuple(sorted(set(seconds) - set(fit))),
+        broken=broken,
+        reached={name: tuple(sorted(owners)) for name, owners in watched.reached.items()},
+        calls=watched.calls,
+    )
+
+
+def is_fit(test: str) -> bool:
+    """Whether a node id can be written on a command line and in a report as it is."""
+    return len(test) <= MAX_ID and test.isascii() and test.isprintable() and "\\" not in test

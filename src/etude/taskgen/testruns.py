@@ -1,0 +1,135 @@
+"""Runs of a package's tests, and calls of its functions, in a sandbox: what is asked, what is seen.
+
+Owns the way to the observer inside (:mod:`~etude.taskgen.observer`). Not for grading: who controls
+the package could tell it anything.
+"""
+
+import asyncio
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.errors import SandboxError
+from etude.protocols import Sandbox
+from etude.taskgen import observer
+from etude.types import Json
+
+REPORT = "/tmp/etude-report"
+START_S = 60.0
+"""For Python and pytest to start, on a machine that is busy."""
+REPORT_BYTES = 256 << 20
+"""More than any report unpacks to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of tests over the files in the sandbox, some of them replaced."""
+
+    targets: tuple[str, ...]
+    """Files and folders that pytest is given."""
+    ids: tuple[str, ...] | None = None
+    """Node ids to run; ``None``: all that are found."""
+    seed: int = 0
+    """Of the order; 0 leaves it alone."""
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    """Path → text, or ``None`` for a file that shall not be there; as they were again afterwards."""
+    watch: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Path → first lines of the functions to watch."""
+    record: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of the watched functions, those whose arguments are wanted."""
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Calls of one function over the files in the sandbox, some of them replaced."""
+
+    module: str
+    function: str
+    calls: tuple[tuple[Json, ...], ...]
+    files: Mapping[str, str | None] = field(default_factory=dict)
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one test ended."""
+
+    status: str
+    """``passed``, ``failed``, ``skipped`` (also expected failures) or ``error`` (its fixtures failed)."""
+    seconds: float
+    message: str
+    """The first line of what a failing one said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What was seen of one step."""
+
+    tests: Mapping[str, Outcome]
+    errors: tuple[tuple[str, str], ...]
+    """Files that could not be collected, and why."""
+    reached: Mapping[str, frozenset[str]]
+    """``path:line`` of a function → node ids that reached it; a file for all its tests, nothing for all there are."""
+    calls: Mapping[str, tuple[str, ...]]
+    """``path:line`` of a function → JSON of different lists of arguments."""
+    results: tuple[tuple[bool, Json], ...]
+    """Of calls: whether the function returned a plain value, and the value."""
+    ended: str
+    """Empty, ``timeout``, ``crash`` or the signal that ended it."""
+    seconds: float
+    output: str
+    """The end of what was printed."""
+
+    def passed(self, test: str) -> bool:
+        """Whether a test was seen to pass."""
+        return test in self.tests and self.tests[test].status == "passed"
+
+
+async def observe(
+    sandbox: Sandbox, steps: Sequence[Run | Calls], *, options: Sequence[str], hash_seed: int = 0
+) -> list[Observation]:
+    """Take some steps, each in a fork of one process, and say what was seen of each.
+
+    Raises :class:`~etude.errors.SandboxError` when there is no report, with what was printed instead.
+    """
+    program = await asyncio.to_thread(Path(observer.__file__).read_text, encoding="utf-8")
+    request = {"report": REPORT, "options": list(options), "steps": [asdict(step) for step in steps]}
+    result = await sandbox.exec(
+        ["python3", "-c", program],
+        stdin=json.dumps(request),
+        timeout_s=START_S + sum(step.timeout_s for step in steps),
+        environment={"PYTHONHASHSEED": str(hash_seed), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    text = await sandbox.read_file(REPORT)
+    if text is None:
+        how = "ran out of time" if result.timed_out else f"ended with {result.exit_code}"
+        raise SandboxError(f"the observer of a package's tests {how}: {(result.stderr or result.stdout)[-1000:]}")
+    try:
+        unpacker = zlib.decompressobj()
+        report = json.loads(unpacker.decompress(base64.b64decode(text), REPORT_BYTES))
+        if report["error"]:
+            raise SandboxError(f"no tests can be run: {report['error']}; is pytest in the image?")
+        return [_observation(step) for step in report["steps"]]
+    except (ValueError, KeyError, TypeError, zlib.error) as error:
+        raise SandboxError(f"the report of a package's tests cannot be read: {error}") from error
+
+
+def _observation(step: Mapping[str, Any]) -> Observation:
+    return Observation(
+        tests={
+            test: Outcome(status=status, seconds=seconds, message=message)
+            for test, (status, seconds, message) in step["tests"].items()
+        },
+        errors=tuple((file, why) for file, why in step["errors"]),
+        reached={name: frozenset(owners) for name, owners in step["reached"].items()},
+        calls={name: tuple(calls) for name, calls in step["calls"].items()},
+        results=tuple((ok is True, value) for ok, value in step["results"]),
+        ended=step["ended"],
+        seconds=step["seconds"],
+        output=step["output"],
+    )

@@ -1,0 +1,389 @@
+"""Where candidates are tried: sandboxes in, verdicts and tasks out.
+
+    candidates ──batches──▶ quick runs in a live sandbox ──▶ the survivors, one by one: build the world, search it,
+                                                              prove it in a fresh sandbox ──▶ task, verdict
+
+Consumes candidates; produces a verdict for each and tasks for some. Waits for sandboxes and for runs of tests, each
+with a deadline. On shutdown the sandboxes are closed; what has a verdict is on disk. What is worth keeping is decided
+in :mod:`~etude.taskgen.verdicts`.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from etude.errors import AgentFault, SandboxError
+from etude.protocols import Sandbox, SandboxProvider
+from etude.sandbox_spec import Image, SandboxSpec, World
+from etude.sandboxes.images.store import ImageStore
+from etude.taskgen.candidates import BUG, Candidate
+from etude.taskgen.hiding import TestView, place_of, view_tests
+from etude.taskgen.instructions import EXAMPLES, instruct
+from etude.taskgen.leaks import Leak, Needles, needles_of, search
+from etude.taskgen.projects import Project
+from etude.taskgen.scrubbing import commit_all, copy_clean
+from etude.taskgen.survey import Survey
+from etude.taskgen.testruns import Calls, Observation, Run, observe
+from etude.taskgen.verdicts import (
+    MAX_HIDDEN_BYTES,
+    Proof,
+    Refusal,
+    choose_tests,
+    judge_quick,
+    probe_cases,
+    prove,
+    refuse_unrun,
+)
+from etude.tasks.repositories.folder import FAMILY, PackageFolder, Verdict, split_of
+from etude.types import Case, Json, Probe, Task, TestChecks
+
+KEPT = "kept"
+DELETE = "delete_"
+"""How the names of deletions begin, and of no planted bug."""
+SLACK = 5.0
+"""How much slower than in the survey a run may be, the machine being busy."""
+FLOOR_S = 15.0
+"""The least that a run is given."""
+SANDBOX_TTL_S = 3600.0
+
+Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
+"""Which tests of a task a grader can guard with canaries, by node id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Everything about one package that trying its candidates takes."""
+
+    project: Project
+    texts: Mapping[str, str]
+    """Its files, as they are in the repository."""
+    tree: Path
+    """The same on disk."""
+    survey: Survey
+    site: str
+    """Digest of the layer with what it needs."""
+    pristine: Image
+    """The package unchanged, for quick runs; no agent gets it."""
+    base: str
+    environment: Mapping[str, str]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate that survived its quick run."""
+
+    candidate: Candidate
+    affected: frozenset[str]
+    fails: frozenset[str]
+    messages: Mapping[str, str]
+    seconds: float
+
+
+class Workshop:
+    """Tries candidates of one package, some at a time."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        provider: SandboxProvider,
+        store: ImageStore,
+        folder: PackageFolder,
+        guarded: Guarded | None = None,
+    ) -> None:
+        """``guarded`` asks whether a grader can guard a task's tests: what has no probe may then be a task, too."""
+        self._guarded = guarded
+        self._bench = bench
+        self._provider = provider
+        self._store = store
+        self._folder = folder
+        self._tests = {
+            path: text for path, text in bench.texts.items() if path.endswith(".py") and bench.project.is_test(path)
+        }
+        self._taken = {
+            (verdict.operator.startswith(DELETE), verdict.target, verdict.tests)
+            for verdict in folder.verdicts()
+            if verdict.outcome == KEPT
+        }
+
+    async def quick(self, candidates: Sequence[Candidate], sandbox: Sandbox) -> tuple[list[Trial], list[Verdict]]:
+        """Run each candidate's tests over the unchanged package with its change, all in one process's forks.
+
+        Raises :class:`~etude.errors.SandboxError`.
+        """
+        survey = self._bench.survey
+        verdicts: list[Verdict] = []
+        worth: list[tuple[Candidate, frozenset[str]]] = []
+        for candidate in candidates:
+            affected = survey.affected(candidate.functions)
+            refusal = refuse_unrun(survey, affected)
+            if refusal is None and self._guarded is None and self._calls(candidate) is None:
+                refusal = Refusal.UNPROBED
+            if refusal is None:
+                worth.append((candidate, affected))
+            else:
+                verdicts.append(_verdict(candidate, refusal, 0.0))
+        steps = [
+            self._run(affected, dict(candidate.after), number + 1) for number, (candidate, affected) in enumerate(worth)
+        ]
+        seen = await observe(sandbox, steps, options=self._bench.project.options, hash_seed=1) if steps else []
+        trials: list[Trial] = []
+        for (candidate, affected), observation in zip(worth, seen, strict=True):
+            fails, refusal = judge_quick(survey, affected, observation)
+            if refusal is None and _key(candidate, fails) in self._taken:
+                refusal = Refusal.TWIN
+            if refusal is not None:
+                verdicts.append(_verdict(candidate, refusal, observation.seconds, tests=_names(fails)))
+                continue
+            messages = {test: observation.tests[test].message for test in fails if test in observation.tests}
+            trials.append(
+                Trial(
+                    candidate=candidate, affected=affected, fails=fails, messages=messages, seconds=observation.seconds
+                )
+            )
+        return trials, verdicts
+
+    async def finish(self, trial: Trial) -> Verdict:
+        """Build the world of a candidate, search it, prove it, and write the task if it is one.
+
+        Raises :class:`~etude.errors.SandboxError`.
+        """
+        started = time.monotonic()
+        candidate = trial.candidate
+        key = _key(candidate, trial.fails)
+        if key in self._taken:
+            return _verdict(candidate, Refusal.TWIN, trial.seconds, tests=key[2])
+        view = view_tests(
+            self._tests, trial.fails, show=candidate.kind == BUG, gone=candidate.gone, salt=candidate.candidate_id
+        )
+        about, others = choose_tests(
+            self._bench.survey, trial.affected, trial.fails, view.hidden, candidate.candidate_id
+        )
+        hidden = self._hidden_files(view, (*about, *others))
+        if sum(map(len, hidden.values())) > MAX_HIDDEN_BYTES:
+            return _verdict(candidate, Refusal.TOO_LARGE, trial.seconds, tests=key[2])
+        image, leaks = await asyncio.to_thread(self._build, candidate, view)
+        if leaks or image is None:
+            return _verdict(candidate, Refusal.LEAKS, trial.seconds, detail=str(leaks[0]), tests=key[2])
+        calls = self._calls(candidate)
+        proof, cases = await self._prove(candidate, image, (about, others), hidden, calls)
+        seconds = trial.seconds + time.monotonic() - started
+        if proof.refusal is not None:
+            return _verdict(candidate, proof.refusal, seconds, tests=key[2])
+        task = self._task(trial, view, image, proof, cases, hidden)
+        refusal = None if cases else await self._refuse_unprobed(task)
+        if refusal is None and key in self._taken:  # another one was faster
+            refusal = Refusal.TWIN
+        if refusal is not None:
+            return _verdict(candidate, refusal, seconds, tests=key[2])
+        self._taken.add(key)
+        await asyncio.to_thread(self._folder.add, task, candidate.before)
+        counts = {
+            "about": len(proof.about),
+            "others": len(proof.others),
+            "visible": len(view.visible),
+            "probe_cases": len(cases),
+        }
+        return replace(_verdict(candidate, KEPT, seconds, tests=key[2]), task_id=task.task_id, counts=counts)
+
+    async def _refuse_unprobed(self, task: Task) -> Refusal | None:
+        """Why a task without a probe is none."""
+        if self._guarded is None:
+            return Refusal.UNPROBED
+        return None if await self._guarded(task) else Refusal.UNGUARDED
+
+    @asynccontextmanager
+    async def live(self) -> AsyncIterator[Sandbox]:
+        """A sandbox with the unchanged package, for quick runs."""
+        spec = SandboxSpec(image=self._bench.pristine, environment=self._bench.environment, ttl_s=SANDBOX_TTL_S)
+        sandbox = await self._provider.create({}, spec)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    def _run(self, tests: frozenset[str] | Sequence[str], files: Mapping[str, str | None], seed: int) -> Run:
+        ids = tuple(sorted(tests))
+        seconds = self._bench.survey.seconds(ids)
+        return Run(
+            targets=tuple(sorted({place_of(test)[0] for test in ids})),
+            ids=ids,
+            seed=seed,
+            files=files,
+            timeout_s=FLOOR_S + SLACK * seconds,
+        )
+
+    def _hidden_files(self, view: TestView, named: Sequence[str]) -> dict[str, str]:
+        """The original of every test file that a named test is in or that the agent has another copy of."""
+        paths = {place_of(test)[0] for test in named} | {path for path in view.changed if path in self._tests}
+        paths |= {path for path in self._tests if path.endswith("conftest.py")}
+        return {path: self._tests[path] for path in sorted(paths) if path in self._tests}
+
+    def _build(self, candidate: Candidate, view: TestView) -> tuple[Image | None, list[Leak]]:
+        """The world of a task, and where in it a trace of the answer was found."""
+        bench = self._bench
+        changed: dict[str, str | None] = {**candidate.after, **view.changed}
+        with tempfile.TemporaryDirectory(prefix="etude-task-") as scratch:
+            tree = Path(scratch) / "layer"
+            work = tree / "work"
+            copy_clean(bench.tree, work, changed)
+            commit_all(work)
+            rest = [text for path, text in bench.texts.items() if path not in changed]
+            rest += [text for path, text in changed.items() if text is not None and path not in candidate.before]
+            needles = needles_of(candidate.before, candidate.after, rest, gone=candidate.gone)
+            leaks = list(search(tree, needles, prefix="/"))[:1]
+            elsewhere = Needles(windows=needles.windows, digests=needles.digests, modules=frozenset())
+            leaks = leaks or list(search(self._store.layer(bench.site), elsewhere, prefix="/"))[:1]
+            if leaks:
+                return None, leaks
+            layer = self._store.add_layer(tree)
+        image = self._store.add([bench.site, layer], base=bench.base, environment=dict(bench.environment))
+        return image, []
+
+    def _calls(self, candidate: Candidate) -> Calls | None:
+        """What was recorded of the function that was changed, if it is one that can be called from outside."""
+        if len(candidate.functions) != 1 or "." in candidate.target:
+            return None
+        recorded = self._bench.survey.calls.get(candidate.functions[0], ())
+        if not recorded:
+            return None
+        calls: list[tuple[Json, ...]] = [tuple(json.loads(text)) for text in recorded]
+        module = self._bench.project.module(candidate.path)
+        return Calls(module=module, function=candidate.target, calls=tuple(calls))
+
+    async def _prove(
+        self,
+        candidate: Candidate,
+        image: Image,
+        tests: tuple[tuple[str, ...], tuple[str, ...]],
+        hidden: Mapping[str, str],
+        calls: Calls | None,
+    ) -> tuple[Proof, tuple[Case, ...]]:
+        """Twice in a fresh sandbox, in both orders, with other hash seeds: the world as it is, and with the answer."""
+        answer: dict[str, str | None] = {**hidden, **candidate.before}
+        broken: list[Observation] = []
+        right: list[Observation] = []
+        called: dict[bool, list[Observation]] = {True: [], False: []}
+        named = (*tests[0], *tests[1])
+        for attempt, order in enumerate(((False, True), (True, False))):
+            spec = SandboxSpec(image=image, ttl_s=SANDBOX_TTL_S)
+            sandbox = await self._provider.create({}, spec)
+            try:
+                steps: list[Run | Calls] = [
+                    self._run(named, answer if solved else dict(hidden), 10 + attempt) for solved in order
+                ]
+                if calls is not None:
+                    steps += [
+                        Calls(
+                            module=calls.module,
+                            function=calls.function,
+                            calls=calls.calls,
+                            files=dict(candidate.before) if solved else {},
+                        )
+                        for solved in order
+                    ]
+                seen = await observe(sandbox, steps, options=self._bench.project.options, hash_seed=100 + attempt)
+            finally:
+                await sandbox.close()
+            for solved, run in zip(order, seen[:2], strict=True):
+                (right if solved else broken).append(run)
+            for solved, run in zip(order, seen[2:], strict=False):
+                called[solved].append(run)
+        cases = probe_cases(calls.calls, called[True], called[False]) if calls is not None else ()
+        return prove(tests[0], tests[1], broken, right), cases
+
+    def _task(
+        self,
+        trial: Trial,
+        view: TestView,
+        image: Image,
+        proof: Proof,
+        cases: tuple[Case, ...],
+        hidden: Mapping[str, str],
+    ) -> Task:
+        candidate, project = trial.candidate, self._bench.project
+        module = project.module(candidate.path)
+        template = f"{project.name}:{module}:{candidate.top}"
+        named = {place_of(test)[0] for test in (*proof.about, *proof.others)} | set(view.changed)
+        examples = cases[-EXAMPLES:] if candidate.kind != BUG and len(cases) > 2 * EXAMPLES else ()
+        probe = Probe(module=module, function=candidate.target, cases=cases[: len(cases) - len(examples)])
+        return Task(
+            task_id=candidate.candidate_id,
+            family=FAMILY,
+            template=template,
+            split=split_of(template),
+            prompt=instruct(project, candidate, view, trial.messages, examples),
+            files={},
+            checks=TestChecks(
+                files={path: text for path, text in hidden.items() if path in named or path.endswith("conftest.py")},
+                must_pass=(*proof.about, *proof.others),
+                about=len(proof.about),
+                artefacts=artefacts_of(project, tuple(self._bench.texts)),
+                command=("python3", "-m", "pytest", *project.options),
+                probes=(probe,) if cases else (),
+                visible=_visible(trial, view),
+                timeout_s=FLOOR_S * 2 + SLACK * self._bench.survey.seconds((*proof.about, *proof.others)),
+            ),
+            world=World(image=image.digest),
+        )
+
+
+def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
+    """What is carried from an agent's world: the packages; of one with tests inside, all beside them."""
+    found: set[str] = set()
+    for root in project.sources:
+        inside = [path for path in paths if path.startswith(f"{root}/")]
+        if not any(project.is_test(path) for path in inside):
+            found.add(root)
+            continue
+        for path in inside:
+            if not project.is_test(path):
+                found.add("/".join(path.split("/")[: root.count("/") + 2]))
+    return tuple(sorted(found))
+
+
+def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:
+    """The test files that the agent has of those that reach what was changed; none of them left: all there are."""
+    paths = {place_of(test)[0] for test in trial.affected}
+    return tuple(sorted(path for path in paths if view.changed.get(path, "") is not None))
+
+
+def _key(candidate: Candidate, fails: frozenset[str]) -> tuple[bool, str, tuple[str, ...]]:
+    """What no two tasks of a package have in common."""
+    return candidate.operator.startswith(DELETE), candidate.target, _names(fails)
+
+
+def _names(tests: frozenset[str]) -> tuple[str, ...]:
+    """Failing tests as verdicts keep them: bounded."""
+    return tuple(sorted(tests)[:40])
+
+
+def _verdict(
+    candidate: Candidate,
+    outcome: str,
+    seconds: float,
+    *,
+    detail: str = "",
+    tests: tuple[str, ...] = (),
+) -> Verdict:
+    return Verdict(
+        candidate_id=candidate.candidate_id,
+        operator=candidate.operator,
+        path=candidate.path,
+        target=candidate.target,
+        outcome=str(outcome),
+        seconds=round(seconds, 3),
+        detail=detail,
+        tests=tests,
+    )
+
+
+def failed(candidate: Candidate, error: SandboxError | AgentFault) -> Verdict:
+    """The verdict on a candidate whose sandbox failed."""
+    return _verdict(candidate, Refusal.FAILED, 0.0, detail=str(error)[:1000])

@@ -1,0 +1,168 @@
+"""Which candidates become tasks: what was seen of one, and the first rule that it breaks.
+
+    survey ──▶ before running? ──▶ quick run ──▶ worth building? ──▶ proof in the task's own image ──▶ kept
+
+Pure; the workshop (:mod:`~etude.taskgen.validator`) does the running. A task is kept only if the
+world that the agent is given fails every hidden test it is about, and the right answer passes all, in every run.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from etude.sandboxes.function_calls import same_value
+from etude.taskgen.survey import Survey
+from etude.taskgen.testruns import Observation
+from etude.types import Case, Json
+
+MAX_RUN_S = 30.0
+"""For all the tests that reach what was changed, one after the other."""
+FOCUS_SHARE = 0.25
+"""Of all tests, at most so many may fail: more, and it is no one feature."""
+FOCUS_FEW = 4
+"""So few may always fail."""
+MAX_ABOUT = 60
+"""Failing tests that a task names; of more it names a sample."""
+OTHERS = 20
+"""Tests that passed before, and must go on passing, that a task names…"""
+FAR = 5
+"""…at most so many of which do not even reach what was changed."""
+MAX_HIDDEN_BYTES = 1 << 20
+"""For all hidden test files of a task together."""
+PROBE_CASES = 12
+QUIET_CASES = 4
+"""Of a probe's cases, at most so many that the broken world gets right, too."""
+
+
+class Refusal(StrEnum):
+    """Why a candidate is no task."""
+
+    UNREACHED = "unreached"
+    """No test reaches it."""
+    SLOW = "slow"
+    """The tests that reach it take too long."""
+    SURVIVED = "survived"
+    """No test fails: the change does nothing, or nobody looks."""
+    HANGS = "hangs"
+    """With it, the tests do not end."""
+    UNFOCUSED = "unfocused"
+    """Too many tests fail."""
+    TWIN = "twin"
+    """Another task is about the same function and fails the same tests."""
+    LEAKS = "leaks"
+    """What was removed can be found elsewhere in the image."""
+    UNPROBED = "unprobed"
+    """No call from outside tells the broken world from the right one; ``--unprobed`` lets it be a task."""
+    UNGUARDED = "unguarded"
+    """It has no probe, and none of its tests can have a canary: no grader could tell right work from forged results."""
+    TOO_LARGE = "too_large"
+    """Its hidden test files are too large."""
+    FLAKY = "flaky"
+    """The broken world passes sometimes."""
+    UNSOLVED = "unsolved"
+    """The right answer does not pass every time."""
+    FAILED = "failed"
+    """The sandbox failed; tried again by the next build."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What the runs in the task's own image came to."""
+
+    about: tuple[str, ...]
+    """Hidden tests that fail in the agent's world and pass with the right answer, every time."""
+    others: tuple[str, ...]
+    """Tests that pass in both."""
+    refusal: Refusal | None = None
+
+
+def refuse_unrun(survey: Survey, affected: Collection[str]) -> Refusal | None:
+    """Why a candidate need not even be run."""
+    if not affected:
+        return Refusal.UNREACHED
+    return Refusal.SLOW if survey.seconds(affected) > MAX_RUN_S else None
+
+
+def judge_quick(survey: Survey, affected: Collection[str], seen: Observation) -> tuple[frozenset[str], Refusal | None]:
+    """The stable tests that a change makes fail, and why it is no task, if it is none."""
+    if seen.ended == "timeout":
+        return frozenset(), Refusal.HANGS
+    fails = frozenset(test for test in affected if not seen.passed(test))
+    if not fails:
+        return fails, Refusal.SURVIVED
+    if len(fails) > max(FOCUS_FEW, FOCUS_SHARE * len(survey.stable)):
+        return fails, Refusal.UNFOCUSED
+    return fails, None
+
+
+def choose_tests(
+    survey: Survey, affected: Collection[str], fails: Collection[str], hidden: Collection[str], seed: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which tests a task shall name: hidden ones that fail first, then some that pass, the nearest first."""
+    rng = Random(seed)
+    about = sorted(hidden)
+    if len(about) > MAX_ABOUT:
+        about = sorted(rng.sample(about, MAX_ABOUT))
+    near = sorted(set(affected) - set(fails))
+    far = sorted(set(survey.stable) - set(affected))
+    rng.shuffle(near)
+    rng.shuffle(far)
+    return tuple(about), tuple([*near, *far[:FAR]][:OTHERS])
+
+
+def prove(
+    about: Sequence[str], others: Sequence[str], broken: Sequence[Observation], right: Sequence[Observation]
+) -> Proof:
+    """Hold what was seen in the task's image, without and with the right answer, against what a task must be."""
+    if any(seen.ended for seen in right):
+        return Proof(about=(), others=(), refusal=Refusal.UNSOLVED)
+    if any(seen.ended == "timeout" for seen in broken):
+        return Proof(about=(), others=(), refusal=Refusal.HANGS)
+    solved = [test for test in about if all(seen.passed(test) for seen in right)]
+    sure = tuple(test for test in solved if not any(seen.passed(test) for seen in broken))
+    steady = tuple(test for test in others if all(seen.passed(test) for seen in (*broken, *right)))
+    refusal = None
+    if not solved:
+        refusal = Refusal.UNSOLVED
+    elif not sure:
+        refusal = Refusal.FLAKY
+    return Proof(about=sure, others=steady, refusal=refusal)
+
+
+def probe_cases(
+    calls: Sequence[Sequence[Json]], right: Sequence[Observation], broken: Sequence[Observation]
+) -> tuple[Case, ...]:
+    """Calls whose plain result is the same in every right world; first those that a broken world gets wrong.
+
+    Empty where no call tells the two apart.
+    """
+    telling: list[Case] = []
+    quiet: list[Case] = []
+    for index, arguments in enumerate(calls):
+        results = [_result(seen, index) for seen in right]
+        if results[0][0] and all(_same(result, results[0]) for result in results):
+            case = Case(arguments=tuple(arguments), expected=results[0][1])
+            differs = all(not _same(_result(seen, index), results[0]) for seen in broken)
+            (telling if differs else quiet).append(case)
+    if not telling:
+        return ()
+    return (
+        (*telling, *quiet[:QUIET_CASES])[:PROBE_CASES] if len(telling) < PROBE_CASES else tuple(telling[:PROBE_CASES])
+    )
+
+
+def _result(seen: Observation, index: int) -> tuple[bool, Json]:
+    return seen.results[index] if index < len(seen.results) else (False, seen.ended or "no result")
+
+
+def _same(one: tuple[bool, Json], other: tuple[bool, Json]) -> bool:
+    return one[0] == other[0] and same_value(one[1], other[1])
+
+
+def counts_of(verdicts: Mapping[str, str]) -> Mapping[str, int]:
+    """How many candidates ended in each way."""
+    counted: dict[str, int] = {}
+    for verdict in verdicts.values():
+        counted[verdict] = counted.get(verdict, 0) + 1
+    return dict(sorted(counted.items(), key=lambda item: -item[1]))

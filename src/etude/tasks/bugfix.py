@@ -1,0 +1,203 @@
+"""The planted-bug family: short Python files with one wrong line, hidden tests, and an exact hold-out.
+
+About every n-th template of a kind is held out, chosen by hash and so the same for every seed; templates that compute
+the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The answer line of a held-out template,
+under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip in a
+transcript. What training shows is each part of an answer, never the combination, nor another way to write it.
+
+Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does not write transcripts
+(:mod:`etude.tasks.corpora.transcripts`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+import orjson
+
+from etude.config.tasks import TaskConfig
+from etude.tasks.heldout import HeldoutTasks
+from etude.tasks.programs import FUNCTION_NAMES, KINDS, Kind, Lines, Naming, Parts
+from etude.types import Case, FunctionChecks, Json, Split, Task
+
+FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
+PROBES = 40
+"""Random calls that tell two behaviours apart; taking two for one would only hold out more."""
+VISIBLE_CASES = 2
+"""Cases that the agent's ``test`` runs; one of them fails at the start."""
+MIN_SLIPS = 3
+"""Different wrong lines that a problem must offer: as many as one session may try."""
+TELLING_CASES = 3
+"""Cases, at least, on which the planted bug must show; else the instance is drawn again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One instance: a right program, where it was broken, and the slips one could make instead."""
+
+    kind: Kind
+    template: Parts
+    naming: Naming
+    function: str
+    path: str
+    right: Lines
+    bug: str
+    """The wrong answer line that was planted."""
+    slips: tuple[str, ...]
+    """Wrong answer lines that may be shown on this side of the hold-out."""
+
+    @property
+    def broken(self) -> Lines:
+        """The program with the bug in it."""
+        return self.with_answer(self.bug)
+
+    def with_answer(self, line: str) -> Lines:
+        """The program with another answer line."""
+        return (*self.right[: self.kind.answer], line, *self.right[self.kind.answer + 1 :])
+
+
+class BugfixFamily:
+    """An endless stream of planted-bug tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
+        self._heldout = choose_heldout(self.kinds, config.heldout_one_in)
+        self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
+        chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
+        self._heldout_tasks = HeldoutTasks([each for each in chosen if self._can_be_broken(*each)], self._heldout_task)
+
+    @cached_property
+    def forbidden(self) -> frozenset[str]:
+        """Every answer line of every held-out template under every naming, stripped."""
+        return frozenset(
+            kind.answer_line(template, naming).strip()
+            for kind in self.kinds
+            for template in self.templates(kind, Split.HELDOUT)
+            for naming in kind.namings
+        )
+
+    def templates(self, kind: Kind, split: Split) -> Sequence[Parts]:
+        """The templates of one kind on one side of the hold-out."""
+        return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        return _task(*self.graded_problem(split, Random(f"task|{self._seed}|{split}|{index}")), split)
+
+    def graded_problem(
+        self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None
+    ) -> tuple[Problem, FunctionChecks]:
+        """Draw a problem together with cases on which its bug shows; ``of`` is as in :meth:`problem`."""
+        while True:
+            problem = self.problem(split, rng, of)
+            checks = self._checks(problem, rng)
+            if checks is not None:
+                return problem, checks
+
+    def problem(self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None) -> Problem:
+        """Draw a program and break it; on the training side nothing forbidden is used. ``of`` gives kind and template,
+        which are drawn otherwise.
+        """
+        while True:
+            kind = of[0] if of else rng.choice(self.kinds)
+            template = of[1] if of else rng.choice(self._choices[kind.name, split])
+            naming = rng.choice(kind.namings)
+            function = rng.choice(FUNCTION_NAMES)
+            slips = self._slips(kind, template, naming)
+            if len(slips) >= MIN_SLIPS:
+                return Problem(
+                    kind=kind,
+                    template=template,
+                    naming=naming,
+                    function=function,
+                    path=rng.choice(FILE_NAMES),
+                    right=tuple(line.format(f=function) for line in kind.write(template, naming)),
+                    bug=rng.choice(slips),
+                    slips=slips,
+                )
+
+    def _slips(self, kind: Kind, template: Parts, naming: Naming) -> tuple[str, ...]:
+        """Wrong answer lines that are not forbidden."""
+        return tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
+
+    def _can_be_broken(self, kind: Kind, template: Parts) -> bool:
+        return any(len(self._slips(kind, template, naming)) >= MIN_SLIPS for naming in kind.namings)
+
+    def _heldout_task(self, of: tuple[Kind, Parts], rng: Random) -> Task:
+        return _task(*self.graded_problem(Split.HELDOUT, rng, of), Split.HELDOUT)
+
+    def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
+        """Cases on which the bug shows often enough, or ``None``."""
+        calls = [problem.kind.arguments(rng) for _ in range(self._config.hidden_cases + VISIBLE_CASES)]
+        right = [run_program(problem.right, problem.function, arguments) for arguments in calls]
+        wrong = [run_program(problem.broken, problem.function, arguments) for arguments in calls]
+        telling = [i for i, (good, bad) in enumerate(zip(right, wrong, strict=True)) if good != bad]
+        if len(telling) < TELLING_CASES:
+            return None
+        shown = rng.choice(telling)
+        quiet = rng.choice([i for i in range(len(calls)) if i != shown])
+        cases = [Case(arguments=arguments, expected=value) for arguments, value in zip(calls, right, strict=True)]
+        return FunctionChecks(
+            path=problem.path,
+            function=problem.function,
+            visible=(cases[shown], cases[quiet]),
+            hidden=tuple(case for i, case in enumerate(cases) if i not in (shown, quiet)),
+        )
+
+
+def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
+    """Call a function of our own templates, in this process; an exception counts as the value ``!Name``.
+
+    Only text from :mod:`etude.tasks.programs` may come here; what a model wrote runs in a sandbox.
+    """
+    names: dict[str, object] = {}
+    try:
+        exec("\n".join(lines), names)
+        value: Json = names[function](*orjson.loads(orjson.dumps(list(arguments))))  # type: ignore[operator]  # a function
+    except (ArithmeticError, TypeError, ValueError, NameError, IndexError) as error:
+        return f"!{type(error).__name__}"
+    return value
+
+
+def choose_heldout(kinds: Sequence[Kind], one_in: int) -> frozenset[tuple[str, Parts]]:
+    """Whole classes of equal behaviour, in order of their hash, until each kind has its share of templates held out."""
+    classes: dict[str, list[tuple[str, Parts]]] = {}
+    for kind in kinds:
+        for parts in kind.templates:
+            classes.setdefault(behaviour(kind, parts), []).append((kind.name, parts))
+    wanted = {kind.name: max(1, len(kind.templates) // one_in) for kind in kinds}
+    heldout: set[tuple[str, Parts]] = set()
+    for _, members in sorted(classes.items()):
+        if any(wanted[name] > 0 for name, _ in members) and len(members) <= max(wanted[name] for name, _ in members):
+            heldout.update(members)
+            for name, _ in members:
+                wanted[name] -= 1
+    return frozenset(heldout)
+
+
+def behaviour(kind: Kind, parts: Parts) -> str:
+    """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
+    rng = Random(f"probe|{kind.arguments.__name__}")
+    lines = tuple(line.format(f="probe") for line in kind.write(parts, kind.namings[0]))
+    results = [run_program(lines, "probe", kind.arguments(rng)) for _ in range(PROBES)]
+    return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
+
+
+def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:
+    text = "\n".join(problem.broken)
+    identity = orjson.dumps([problem.path, text, problem.right])
+    return Task(
+        task_id=hashlib.sha256(identity).hexdigest()[:16],
+        family="bugfix",
+        template=problem.kind.title(problem.template),
+        split=split,
+        prompt=f"fix {problem.function} in {problem.path}",
+        files={problem.path: text},
+        checks=checks,
+    )

@@ -1,0 +1,147 @@
+"""What mid-training reads of its own making: the standard library, clean domain code and imperfect sessions.
+
+Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
+a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its :class:`Practice`.
+Both sides of the hold-out are here; a practice draws from one side only, and modules of the standard library are held
+out whole.
+"""
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Protocol, final
+
+import numpy as np
+
+from etude.tasks.corpora.conversations import conversation
+from etude.tasks.corpora.mixture import Side, Source
+from etude.tasks.corpora.texts import PlainText, whole
+from etude.tasks.corpora.transcripts import Message as Said
+from etude.tokens.messages import ChatFormat, Message
+from etude.types import Document
+
+WINDOW_TOKENS = 256
+"""Length of a standard-library document."""
+CODE_TOKENS = 170
+"""A document of domain code holds functions until it has this many tokens."""
+STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
+"""How many modules of the standard library are read, and how much of each."""
+TOKENIZER_SESSIONS = 1_500
+"""Sessions that a tokenizer is learnt from."""
+TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
+"""And of the library: every how manieth module, and how much of it."""
+
+
+class Practice(Protocol):
+    """What a family has to learn from, of one side of its hold-out."""
+
+    def code(self, rng: Random) -> str | Sequence[Said]:
+        """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
+        ...
+
+    def session(self, rng: Random) -> Sequence[Said]:
+        """A session of an imperfect agent."""
+        ...
+
+
+def practice_sources(practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> dict[str, Source]:
+    """The three sources by their names in a mixture."""
+    return {
+        "stdlib": Library(text, side),
+        "code": Code(practice, text, side, context_weight=context_weight),
+        "sessions": Sessions(practice, text.chat, side, context_weight=context_weight),
+    }
+
+
+@final
+class Library:
+    """Windows from random places of the standard library."""
+
+    size = None
+
+    def __init__(self, text: PlainText, side: Side) -> None:
+        self._ids = np.concatenate([text.ids(module) for module in stdlib_texts(side)])
+        self._stem = f"stdlib|{side.split}|{side.seed}"
+        self.identity = f"{self._stem}|{len(self._ids)} tokens"
+
+    def document(self, index: int) -> Document:
+        """A window of ``WINDOW_TOKENS``."""
+        start = Random(f"{self._stem}|{index}").randrange(len(self._ids) - WINDOW_TOKENS)
+        return whole(self._ids[start : start + WINDOW_TOKENS])
+
+
+@final
+class Code:
+    """Right code, several pieces to a document, or one exercise."""
+
+    size = None
+
+    def __init__(self, practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> None:
+        self._practice = practice
+        self._text = text
+        self._context_weight = context_weight
+        self.identity = f"code|{side.split}|{side.seed}"
+
+    def document(self, index: int) -> Document:
+        """An exercise, or pieces of code until there are ``CODE_TOKENS``."""
+        rng, chat = Random(f"{self.identity}|{index}"), self._text.chat
+        ids = [*self._text.opening]
+        while len(ids) < CODE_TOKENS:
+            piece = self._practice.code(rng)
+            if not isinstance(piece, str):
+                return conversation(chat, spoken(piece), context_weight=self._context_weight)
+            ids += [*chat.encode(piece), chat.stop_ids[0]]
+        return whole(np.array(ids, np.int32))
+
+
+@final
+class Sessions:
+    """Sessions of the imperfect agent, one to a document."""
+
+    size = None
+
+    def __init__(self, practice: Practice, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
+        self._practice = practice
+        self._chat = chat
+        self._context_weight = context_weight
+        self.identity = f"sessions|{side.split}|{side.seed}"
+
+    def document(self, index: int) -> Document:
+        """One session."""
+        said = self._practice.session(Random(f"{self.identity}|{index}"))
+        return conversation(self._chat, spoken(said), context_weight=self._context_weight)
+
+
+def spoken(said: Sequence[Said]) -> tuple[Message, ...]:
+    """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
+    return tuple(_message(message) for message in said)
+
+
+def _message(said: Said) -> Message:
+    match said.role:
+        case "system" | "user" | "assistant" | "tool":
+            return Message(role=said.role, content=said.content)
+        case _:
+            raise ValueError(f"nobody speaks as {said.role!r}")
+
+
+def tokenizer_texts(practice: Practice, seed: int) -> Iterator[str]:
+    """Text to learn a tokenizer from: sessions of the practice's side, and the beginnings of library modules, held-out
+    ones among them: a tokenizer learns which letters go together, and no line.
+    """
+    rng = Random(f"tokenizer|{seed}")
+    for _ in range(TOKENIZER_SESSIONS):
+        yield from (message.content for message in practice.session(rng))
+    yield from (text[:TOKENIZER_CHARACTERS] for text in _library()[::TOKENIZER_EVERY])
+
+
+def stdlib_texts(side: Side) -> list[str]:
+    """The beginnings of standard-library modules of one side of the hold-out, in order of their names."""
+    return [text for text in _library() if side.has(text.encode())]
+
+
+def _library() -> list[str]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))[:STDLIB_FILES]
+    return [file.read_text(encoding="utf-8", errors="replace")[:STDLIB_CHARACTERS] for file in files]

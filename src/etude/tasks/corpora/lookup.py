@@ -1,0 +1,134 @@
+"""What mid-training reads of the lookup family: drills of the skill, and sessions of an agent that summarises badly.
+
+    find cup cup tax cup             a drill: names, some facts, and the values of the names
+    1 tax 42
+    2 cup 17
+        have cup 17 cup 17 tax 42 cup 17
+
+    find tax fee                     a context of a session: the task, what the summary before left, pages, and
+    summary 2                        the next summary
+    have tax 42 fee ? next e
+        read e
+    1 jam 31 … 6 next f
+        read f
+    1 owl 77 … 6 next g
+    summarise
+        summary
+        have tax 42 owl 77 next g
+
+The imitated agent knows the tools and copies faithfully, but it often keeps a fact that nobody asked for in the place
+of one that is wanted: that one is gone for good. What reinforcement learning later adds is the sense of what to keep.
+
+A document is one context, and it ends where the real harness would have ended it: what is sampled in a rollout stands
+behind the very words that it stood behind here. Tokens are counted as words of the built-in tokenizer, which is exact
+for a vocabulary that has all of them (:mod:`etude.tokens.words`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from etude.config.imitation import TranscriptConfig
+from etude.config.rollouts import HarnessConfig
+from etude.harnesses import tools
+from etude.harnesses.summaries import HEADING, KeptState, ask_for_summary, open_again, open_truncated
+from etude.tasks.corpora.transcripts import Message
+from etude.tasks.lookup import FIND, PAGE_NAMES, Fact, Inquiry, LookupFamily
+from etude.tokens.words import FIND_WORDS
+from etude.types import Split
+
+UNKNOWN = "?"
+"""Stands for the value of a name that was not found, or not kept."""
+HAVE = "have"
+"""Opens a list of facts."""
+MESSAGE_TOKENS = 2
+"""What a message takes beside its words: the token that opens it and the one that ends it."""
+DRILL_FACTS = (4, 10)
+"""Fewest and most facts of a drill."""
+DRILL_QUESTIONS = 8
+"""Names of a drill, drawn with replacement: nothing can be told from what was answered before, only by the name."""
+
+
+class LookupPractice:
+    """Drills and contexts of one side of the hold-out; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+
+    def __init__(
+        self,
+        family: LookupFamily,
+        config: TranscriptConfig,
+        harness: HarnessConfig,
+        split: Split = Split.TRAIN,
+    ) -> None:
+        """``harness`` says what becomes of a full context, as it will in rollouts."""
+        self._family = family
+        self._agent = _Agent(keep_fact=config.keep_fact, harness=harness)
+        self._split = split
+
+    def code(self, rng: Random) -> list[Message]:
+        """A drill."""
+        while True:
+            count = rng.randint(*DRILL_FACTS)
+            names = rng.sample(self._family.askable, rng.randint(2, min(count, len(self._family.askable))))
+            facts, asked = self._family.facts(count, rng, about=names), rng.choices(names, k=DRILL_QUESTIONS)
+            if not self._family.is_heldout(sorted(set(asked))):
+                break
+        shown = tools.number_lines("\n".join(map(str, facts)))
+        question = " ".join((FIND, *asked))
+        return [Message("user", f"{question}\n{shown}"), Message("assistant", f"{HAVE} {list_facts(asked, facts)}")]
+
+    def session(self, rng: Random) -> list[Message]:
+        """One context of a session of the imperfect agent, any of them alike."""
+        return rng.choice(self.contexts(self._family.inquiry(self._split, rng), rng))
+
+    def contexts(self, inquiry: Inquiry, rng: Random) -> list[list[Message]]:
+        """A whole session of the imperfect agent, cut where the harness cuts it."""
+        return list(self._agent.contexts(inquiry, rng))
+
+
+def list_facts(names: Sequence[str], known: Sequence[Fact]) -> str:
+    """``tax 42 fee ?``: names in their order, with what is known of them."""
+    values = {fact.name: str(fact.value) for fact in known}
+    return " ".join(f"{name} {values.get(name, UNKNOWN)}" for name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agent:
+    """Reads every page in its turn and answers from what is left in its context."""
+
+    keep_fact: float
+    harness: HarnessConfig
+
+    def contexts(self, inquiry: Inquiry, rng: Random) -> Iterator[list[Message]]:
+        """Context after context, from the task to the answer."""
+        context, known, summaries = [Message("user", inquiry.prompt)], list[Fact](), 0
+        for place, facts in enumerate(inquiry.pages):
+            context.append(Message("assistant", f"{tools.READ} {PAGE_NAMES[place]}"))
+            shown, known = tools.number_lines(inquiry.text(place)), [*known, *facts]
+            if not self._is_full(context):
+                context.append(Message("user", shown))
+                continue
+            if self.harness.context == "truncate":
+                yield context
+                context, known = [Message("user", open_truncated(inquiry.prompt, shown))], [*facts]
+                continue
+            names, summaries = self._choose(inquiry.asked, known, rng), summaries + 1
+            summary = f"{HAVE} {list_facts(names, known)} next {inquiry.after(place)}"
+            context.append(Message("user", ask_for_summary(shown, self.harness.summary_request)))
+            context.append(Message("assistant", f"{HEADING}\n{summary}"))
+            yield context
+            context = [Message("user", open_again(inquiry.prompt, summary, KeptState(summaries=summaries)))]
+            known = [fact for fact in known if fact.name in names]
+        context.append(Message("assistant", f"{tools.ANSWER} {list_facts(inquiry.asked, known)}"))
+        yield context
+
+    def _is_full(self, context: Sequence[Message]) -> bool:
+        """As the harness asks it, behind the last reply: its result is not counted, but still seen."""
+        if self.harness.context == "grow":
+            return False
+        return sum(MESSAGE_TOKENS + len(FIND_WORDS(m.content)) for m in context) >= self.harness.summary_at_tokens
+
+    def _choose(self, asked: Sequence[str], known: Sequence[Fact], rng: Random) -> list[str]:
+        """What a summary speaks of: of each name that is asked for, or of another one in its place."""
+        others = [fact.name for fact in known if fact.name not in asked]
+        rng.shuffle(others)
+        return [name if rng.random() < self.keep_fact else others.pop() for name in asked]

@@ -1,0 +1,103 @@
+"""Text files as documents: pieces of bounded size, read from disk when their turn comes.
+
+Owns how plain text becomes tokens, the hold-out of whole files, and the order of pieces. Nothing but sizes is kept in
+memory, so a folder may be larger than it.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from etude.errors import ConfigError
+from etude.tasks.corpora.mixture import Side, shuffled
+from etude.tokens.chat import ChatTemplate
+from etude.tokens.messages import ChatFormat
+from etude.types import Document, Ids, Split
+
+MAX_TAIL_BYTES = 3
+"""A UTF-8 character has at most this many bytes behind its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """How plain text is written in a chat format's tokens."""
+
+    chat: ChatFormat
+
+    @property
+    def opening(self) -> tuple[int, ...]:
+        """What stands before a text: the token for it, where the tokenizer has one."""
+        return (self.chat.document_id,) if isinstance(self.chat, ChatTemplate) else ()
+
+    def ids(self, text: str) -> Ids:
+        """[L] a whole text."""
+        return np.array([*self.opening, *self.chat.encode(text)], np.int32)
+
+
+@final
+class TextFiles:
+    """The pieces of a text file, or of all files below a folder, in an order of their own in every epoch."""
+
+    def __init__(self, path: Path, text: PlainText, side: Side, *, piece_bytes: int) -> None:
+        """Files are held out whole, by their names; of a single file nothing is.
+
+        Raises :class:`~etude.errors.ConfigError` where there is no text to train on.
+        """
+        chosen = [file for file in _files(path) if _is_on(file, path, side)]
+        if not chosen and side.split is Split.TRAIN:
+            raise ConfigError(f"text:{path}: there is no text file to train on")
+        sizes = [file.stat().st_size for file in chosen]
+        self._files = chosen
+        self._text = text
+        self._piece_bytes = piece_bytes
+        self._ends = list(accumulate(-(-size // piece_bytes) for size in sizes))
+        named = "\n".join(f"{file.relative_to(path)} {size}" for file, size in zip(chosen, sizes, strict=True))
+        digest = hashlib.sha256(named.encode()).hexdigest()[:16]
+        self.identity = f"text|{side.split}|{side.seed}|{piece_bytes}|{digest}"
+        """Names and sizes, not contents: a corpus need not be read to be opened."""
+
+    @property
+    def size(self) -> int:
+        """Pieces of all files."""
+        return self._ends[-1] if self._ends else 0
+
+    def document(self, index: int) -> Document:
+        """One piece; only the first of a file is opened as a text."""
+        piece = shuffled(self.identity, index, self.size)
+        file = bisect_right(self._ends, piece)
+        number = piece - (self._ends[file - 1] if file else 0)
+        ids = self._text.ids(self._read(self._files[file], number))
+        return whole(ids if number == 0 else ids[len(self._text.opening) :])
+
+    def _read(self, file: Path, number: int) -> str:
+        """A piece of a file. A character that lies across a boundary is all in the piece in which it begins."""
+        with file.open("rb") as stream:
+            stream.seek(number * self._piece_bytes)
+            read = stream.read(self._piece_bytes + MAX_TAIL_BYTES)
+        return read[_tail(read) : self._piece_bytes + _tail(read[self._piece_bytes :])].decode("utf-8", "replace")
+
+
+def _tail(read: bytes) -> int:
+    """How many bytes at the beginning belong to a character that began before them."""
+    return next((place for place, byte in enumerate(read[:MAX_TAIL_BYTES]) if byte & 0xC0 != 0x80), MAX_TAIL_BYTES)
+
+
+def _files(path: Path) -> Sequence[Path]:
+    if not path.exists():
+        raise ConfigError(f"text:{path}: there is no such file or folder in {Path.cwd()}")
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def _is_on(file: Path, path: Path, side: Side) -> bool:
+    return side.split is Split.TRAIN if file == path else side.has(str(file.relative_to(path)).encode())
+
+
+def whole(ids: Ids) -> Document:
+    """A document of which every token counts."""
+    return Document(token_ids=ids, weights=np.ones(len(ids), np.float32))

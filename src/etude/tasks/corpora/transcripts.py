@@ -1,0 +1,157 @@
+"""Imperfect agent sessions on training tasks, for mid-training.
+
+The imitated agent knows the tools but works badly: it often edits without reading, makes slips, rarely tests and gives
+up early. Its observations are true: the tools of :mod:`etude.harnesses.tools` answer as they would in a rollout. What
+reinforcement learning later adds is judgment, and the held-out measure shows how much.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import TypeAlias
+
+from etude.config.imitation import TranscriptConfig
+from etude.harnesses import tools
+from etude.tasks.bugfix import BugfixFamily, Problem, run_program
+from etude.tasks.programs import Lines
+from etude.types import Case, FunctionChecks, Split
+
+MAX_EDITS = 3
+"""Attempts after which the imitated agent submits whatever it has."""
+REMINDER = "edit FILE N"
+"""What a user says who wants an edit written rightly."""
+SHOWN_SHARE = 0.7
+"""Of programs that are shown as an agent reads them."""
+
+Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests
+"""What the imitated agent does before it submits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a transcript."""
+
+    role: str
+    content: str
+
+
+Writer: TypeAlias = Callable[[Problem, FunctionChecks, TranscriptConfig, Random], list[Message]]
+"""Writes one session of the imperfect agent, from the task's prompt to its submission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """In whose words an agent works."""
+
+    write: Writer
+    show: Callable[[str], str]
+    """A file as that agent reads it."""
+
+
+def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random) -> list[Message]:
+    """One session in the words of the built-in tools."""
+    messages = [Message("user", f"fix {problem.function} in {problem.path}")]
+    for move, lines in moves(problem, checks, config, rng):
+        messages += _before(move, config, rng)
+        messages.append(Message("assistant", _spell(move)))
+        messages.append(Message("user", _observe(move, problem, lines, checks)))
+    return [*messages, *_before(None, config, rng), Message("assistant", tools.SUBMIT)]
+
+
+def _before(move: Move | None, config: TranscriptConfig, rng: Random) -> list[Message]:
+    """What comes before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
+    written by an agent whom nobody has just reminded; often nothing.
+
+    A reminder may come before anything, so that it says how to edit and not that it is time to.
+
+    Keys of 0 draw nothing, so that sessions without habits are what they always were.
+    """
+    if config.reminded and rng.random() < config.reminded:
+        return [Message("user", REMINDER)]
+    if isinstance(move, tools.EditFile) and config.bad_call and rng.random() < config.bad_call:
+        wrong = f"{tools.EDIT} {move.path}:{move.line}\n{move.text}"
+        return [Message("assistant", wrong), Message("user", tools.BAD_CALL)]
+    return []
+
+
+TOOLS = Style(transcript, tools.number_lines)
+"""The words of the built-in tools."""
+
+
+class BugfixPractice:
+    """Programs and sessions of one side of the planted-bug family; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+
+    def __init__(
+        self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS, split: Split = Split.TRAIN
+    ) -> None:
+        self._family = family
+        self._config = config
+        self._style = style
+        self._split = split
+
+    def code(self, rng: Random) -> str:
+        """A right program, most times as the agent reads it."""
+        text = "\n".join(self._family.problem(self._split, rng).right)
+        return self._style.show(text) if rng.random() < SHOWN_SHARE else text
+
+    def session(self, rng: Random) -> list[Message]:
+        """A session of the imperfect agent on a fresh problem."""
+        problem, checks = self._family.graded_problem(self._split, rng)
+        return self._style.write(problem, checks, self._config, rng)
+
+
+def moves(
+    problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random
+) -> Iterator[tuple[Move, Lines]]:
+    """What the imperfect agent does, each move with the program as it is afterwards."""
+    lines = problem.broken
+    if rng.random() < config.read_first:
+        yield tools.ReadFile(problem.path), lines
+    tried = set[str]()
+    for _ in range(MAX_EDITS):
+        line = _draw_edit(problem, config, tried, rng)
+        tried.add(line)
+        lines = problem.with_answer(line)
+        yield tools.EditFile(problem.path, problem.kind.answer + 1, line), lines
+        if rng.random() >= config.test_after:
+            return
+        yield tools.RunTests(), lines
+        if first_failure(problem, lines, checks) is None or rng.random() >= config.retry:
+            return
+
+
+def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tuple[Case, str] | None:
+    """The first visible case that fails, with the result's ``repr`` or the exception's name."""
+    for case in checks.visible:
+        got = run_program(lines, problem.function, case.arguments)
+        if got != case.expected:
+            return case, got[1:] if isinstance(got, str) and got.startswith("!") else repr(got)
+    return None
+
+
+def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng: Random) -> str:
+    """The right line or a slip; never what a test has just shown to be wrong."""
+    if rng.random() < config.right_edit:
+        return problem.right[problem.kind.answer]
+    return rng.choice([line for line in problem.slips if line not in tried])
+
+
+def _spell(move: Move) -> str:
+    match move:
+        case tools.ReadFile(path):
+            return f"{tools.READ} {path}"
+        case tools.EditFile(path, line, text):
+            return f"{tools.EDIT} {path} {line}\n{text}"
+        case tools.RunTests():
+            return tools.TEST
+
+
+def _observe(move: Move, problem: Problem, lines: Lines, checks: FunctionChecks) -> str:
+    match move:
+        case tools.ReadFile():
+            return tools.number_lines("\n".join(lines))
+        case tools.EditFile():
+            return tools.OK
+        case tools.RunTests():
+            failure = first_failure(problem, lines, checks)
+            return tools.PASS if failure is None else tools.render_failure(problem.function, *failure)

@@ -1,0 +1,138 @@
+"""A folder of Harbor tasks as a stream of tasks to practise, with a hold-out that no seed changes.
+
+Reads every task folder once. A broken one, or one whose image is not there, is set aside with the reason and the rest
+goes on; a folder with nothing left to practise is refused. Builds nothing (:mod:`etude.tasks.harbor.images`).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from etude.sandboxes.images.store import ImageStore
+from etude.tasks.harbor.folder import HarborTask, read_task, task_folders
+from etude.tasks.harbor.images import find_image, plain_files
+from etude.tasks.harbor.settings import TaskFolderError
+from etude.tasks.heldout import in_turns
+from etude.types import Split, Task
+
+HELDOUT_ONE_IN = 6
+"""Every how manieth task is held out, by its name's hash; one that says its side itself is on that side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a folder of task folders had."""
+
+    tasks: tuple[HarborTask, ...]
+    """By name."""
+    refused: Mapping[str, str]
+    """Name of a task's folder → why it was set aside."""
+
+
+class HarborTasks:
+    """Tasks of one folder, for ever; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        seed: int = 0,
+        images: ImageStore | None = None,
+        heldout_one_in: int = HELDOUT_ONE_IN,
+        offline: bool = False,
+    ) -> None:
+        """Read the tasks whose images are in the store; without ``images``, those that need none.
+
+        ``seed`` orders the training side. Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` when no
+        task is left.
+        """
+        reading = read_tasks(folder, offline=offline)
+        found, unbuilt = _find_images(reading.tasks, images)
+        self.refused: Mapping[str, str] = {**reading.refused, **unbuilt}
+        """Name of each task that was set aside → why."""
+        ready = [task for task in reading.tasks if task.name in found]
+        if not ready:
+            reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
+        self._seed = seed
+        self._tasks = {split: _on_side(ready, split, heldout_one_in) for split in Split}
+        self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
+        self._images = found
+        self._folder = folder
+
+    def sources(self, split: Split) -> Sequence[HarborTask]:
+        """The task folders on one side of the hold-out."""
+        return self._tasks[split]
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split: all of them in an order of the seed's, then all of them again, otherwise.
+
+        Held-out tasks come in the order of their names, templates in turns. Raises
+        :class:`~etude.tasks.harbor.settings.TaskFolderError` for a side that has none.
+        """
+        tasks = self._tasks[split]
+        if not tasks:
+            raise TaskFolderError(f"{self._folder}: no task is on the side {split.value!r}: add tasks")
+        turn, place = divmod(index, len(tasks))
+        order = list(range(len(tasks)))
+        if split is Split.TRAIN:
+            Random(f"harbor|{self._seed}|{turn}").shuffle(order)
+        task = tasks[order[place]]
+        image = self._images[task.name]
+        return task.task(split, image=image, files=None if image else plain_files(task))
+
+
+def read_tasks(folder: Path, *, offline: bool = False) -> Reading:
+    """Read every task folder in ``folder``, setting aside the broken ones and those whose name is taken.
+
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` where there is no task folder at all.
+    """
+    tasks: dict[str, HarborTask] = {}
+    refused: dict[str, str] = {}
+    for place in task_folders(folder):
+        try:
+            task = read_task(place, offline=offline)
+            if task.name in tasks:
+                raise TaskFolderError(f"{place}: {tasks[task.name].folder} has the name {task.name!r}, too: rename one")
+            tasks[task.name] = task
+        except TaskFolderError as error:
+            refused[place.name] = str(error)
+    return Reading(tasks=tuple(task for _, task in sorted(tasks.items())), refused=refused)
+
+
+def side_of(task: HarborTask, one_in: int = HELDOUT_ONE_IN) -> Split:
+    """Which side of the hold-out a task is on: its own word, or else its name's hash."""
+    if task.origin.split is not None:
+        return task.origin.split
+    number = int.from_bytes(hashlib.sha256(task.template.encode()).digest()[:8])
+    return Split.HELDOUT if number % one_in == 0 else Split.TRAIN
+
+
+def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[HarborTask]:
+    return [task for task in tasks if side_of(task, one_in) is split]
+
+
+def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, str], dict[str, str]]:
+    """The image of each task that has one or needs none, and why the others have none."""
+    found: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for task in tasks:
+        try:
+            image = find_image(task, store) if store else _needs_none(task)
+        except TaskFolderError as error:
+            missing[task.name] = str(error)
+            continue
+        if image is None:
+            missing[task.name] = (
+                f"{task.folder}: it needs an image, and {store.folder if store else 'no folder'} has none for it: "
+                "`etude tasks check` builds it, or set ETUDE_IMAGES to the folder that has it"
+            )
+        else:
+            found[task.name] = image
+    return found, missing
+
+
+def _needs_none(task: HarborTask) -> str | None:
+    return "" if plain_files(task) is not None else None

@@ -1,0 +1,355 @@
+"""Task folders in Harbor's format, read into memory and checked as a whole.
+
+    NAME/
+      task.toml           settings                          etude.tasks.harbor.settings
+      instruction.md      what the agent is asked to do
+      environment/        Dockerfile and its build context  etude.tasks.harbor.dockerfile, .images
+      tests/              test.sh and what it needs: the verifier, put in place when the agent is gone
+      solution/           solve.sh and what it needs: shows that the task can be solved
+
+Owns what a folder must have and the noun that is made of it. Writes nothing (:mod:`etude.taskgen.harbor.export`)
+and starts nothing.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from etude.config.section import Section
+from etude.sandbox_spec import PLACE, WORKDIR, SandboxLimits, World
+from etude.sandboxes.egress import is_inward
+from etude.tasks.harbor.dockerfile import Dockerfile, parse_dockerfile
+from etude.tasks.harbor.settings import (
+    PROCESSES,
+    ArtifactSettings,
+    TaskFolderError,
+    TaskSettings,
+    fill_variables,
+    parse_settings,
+)
+from etude.types import ScriptChecks, Split, Task
+
+SETTINGS, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = (
+    "task.toml",
+    "instruction.md",
+    "environment",
+    "tests",
+    "solution",
+)
+TEST_PROGRAM, SOLVE_PROGRAM = "test.sh", "solve.sh"
+UNSUPPORTED_FILES = (
+    ("trajectory.json", "agents begin with the instruction alone"),
+    ("environment/docker-compose.yaml", "a world is one sandbox: declare services in étude, or put all into one image"),
+    ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
+    ("environment/.dockerignore", "the whole build context counts: remove what is not wanted"),
+)
+"""Files that change what a task is, in ways that étude does not have."""
+LEFT_OUT = re.compile(r"(^|/)(\.git|\.DS_Store|__pycache__|\.pytest_cache|\.venv|node_modules)(/|$)|\.pyc$")
+"""What lies about where people work, and is no part of a task."""
+FILES_LIMIT, BYTES_LIMIT = 20_000, 256 << 20
+"""Of one task folder."""
+TEXT_LIMIT_BYTES = 16 << 20
+"""Of tests, solution and instruction together, which are kept in memory."""
+CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
+"""Lines that mark a benchmark's files for whoever collects training data; they are no part of the instruction."""
+RESERVED = ("/tests", "/logs", "/solution", "/proc", "/sys", "/dev", "/usr", "/etc", "/bin", "/lib", "/tmp")
+"""Where no working folder may be: the agent owns its working folder."""
+ID_LENGTH = 16
+"""Hex digits of a task's id."""
+
+
+class Origin(Section):
+    """``[metadata.etude]``: what étude's own tasks have and Harbor has no key for."""
+
+    task_id: str | None = None
+    family: str = "harbor"
+    template: str | None = None
+    split: Split | None = Field(default=None, strict=False)
+    """Which side of the hold-out the task is on, whatever its hash says."""
+    processes: int = Field(default=PROCESSES, gt=0)
+    canary: str | None = None
+    """A file of ``tests/``, all of whose tests must pass for a full reward: one of them is made to fail to see whether
+    the verifier can be believed (:mod:`etude.rewards.graders.script`).
+    """
+    canary_tests: tuple[str, ...] = Field(default=(), strict=False)
+    """Those of its tests that fail without the work, where there are others; only these are made to fail."""
+    rewards: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=(0.0, 1.0), strict=False, min_length=2)
+    """All that a verifier with a canary pays; any other reward is none."""
+    allow: tuple[str, ...] | None = None
+    """``host:port``; in place of ``allowed_hosts``, which have no ports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarborTask:
+    """One task folder, as it was read."""
+
+    name: str
+    """``[task].name``, or else the folder's own."""
+    folder: Path
+    digest: str
+    """SHA-256 over the paths, contents and execute bits of its files."""
+    settings: TaskSettings
+    origin: Origin
+    instruction: str
+    tests: Mapping[str, str]
+    """The verifier's files, relative to ``tests/``."""
+    solution: Mapping[str, str]
+    """Relative to ``solution/``; empty where nobody wrote one."""
+    dockerfile: Dockerfile | None
+    workdir: str
+    artefacts: tuple[str, ...]
+    """Relative to ``workdir``."""
+
+    @property
+    def template(self) -> str:
+        """The template that it is an instance of: its own name where it says nothing else."""
+        return self.origin.template or self.name
+
+    @property
+    def context(self) -> Path:
+        """The folder that an image is built from."""
+        return self.folder / ENVIRONMENT
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables of every command: the image's, then those of the settings."""
+        own = fill_variables(self.settings.environment.env, source=f"{self.folder / SETTINGS}", key="environment.env")
+        return {**(self.dockerfile.environment if self.dockerfile else {}), **own}
+
+    def world(self, image: str) -> World:
+        """What sandboxes are made from, given the digest of the image that was built."""
+        limits = self.settings.environment.limits
+        return World(
+            image=image,
+            workdir=self.workdir,
+            allow=self.origin.allow if self.origin.allow is not None else self.settings.environment.allow,
+            environment=self.environment,
+            limits=SandboxLimits(
+                memory_bytes=limits.memory_bytes,
+                disk_bytes=limits.disk_bytes,
+                processes=self.origin.processes,
+                cpus=limits.cpus,
+            ),
+        )
+
+    def task(self, split: Split, *, image: str = "", files: Mapping[str, str] | None = None) -> Task:
+        """The noun that the rest of étude knows; ``files`` are what the world has beside the image."""
+        verifier = self.settings.verifier
+        return Task(
+            task_id=self.origin.task_id or self.digest[:ID_LENGTH],
+            family=self.origin.family,
+            template=self.template,
+            split=split,
+            prompt=self.instruction,
+            files=dict(files or {}),
+            checks=ScriptChecks(
+                files=self.tests,
+                artefacts=self.artefacts,
+                canary=self.origin.canary or "",
+                canary_tests=self.origin.canary_tests,
+                rewards=self.origin.rewards,
+                environment=fill_variables(verifier.env, source=f"{self.folder / SETTINGS}", key="verifier.env"),
+                timeout_s=verifier.timeout_sec,
+            ),
+            world=self.world(image),
+        )
+
+
+def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
+    """Read and check one task folder; ``offline`` as in :func:`~etude.tasks.harbor.settings.parse_settings`.
+
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for the first thing that is broken or missing.
+    """
+    if not folder.is_dir():
+        raise TaskFolderError(f"{folder} is no folder: name one that has a {SETTINGS}")
+    source = str(folder / SETTINGS)
+    settings = parse_settings(_text(folder, SETTINGS), source=source, offline=offline)
+    for path, fix in UNSUPPORTED_FILES:
+        if (folder / path).exists():
+            raise TaskFolderError(f"{folder / path} is there: {fix}")
+    origin = _origin(settings, source)
+    instruction = without_canary(_text(folder, INSTRUCTION)).strip("\n")
+    if not instruction.strip():
+        raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent shall do")
+    dockerfile = _dockerfile(folder, settings)
+    workdir = _workdir(settings, dockerfile, source)
+    task = HarborTask(
+        name=_name(settings, folder, source),
+        folder=folder,
+        digest=digest_files(folder),
+        settings=settings,
+        origin=origin,
+        instruction=instruction,
+        tests=_texts(folder, TESTS, TEST_PROGRAM),
+        solution=_texts(folder, SOLUTION, SOLVE_PROGRAM) if (folder / SOLUTION).is_dir() else {},
+        dockerfile=dockerfile,
+        workdir=workdir,
+        artefacts=_artefacts(settings, folder, workdir),
+    )
+    if origin.canary is not None and origin.canary not in task.tests:
+        raise TaskFolderError(f"{source}: metadata.etude.canary = {origin.canary!r}: {TESTS}/ has {list(task.tests)}")
+    if origin.canary is None and {"canary_tests", "rewards"} & origin.model_fields_set:
+        raise TaskFolderError(
+            f"{source}: metadata.etude.canary_tests and rewards do nothing without a canary: name one"
+        )
+    task.task(Split.TRAIN)  # every part has been looked at once
+    return task
+
+
+def task_folders(folder: Path) -> list[Path]:
+    """The task folders in ``folder``, by name; ``folder`` itself if it is one.
+
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` where there is none.
+    """
+    if (folder / SETTINGS).is_file():
+        return [folder]
+    found = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
+    if not found:
+        raise TaskFolderError(f"{folder} has no task: expected folders with a {SETTINGS} in each")
+    return found
+
+
+def digest_files(folder: Path) -> str:
+    """SHA-256 over the paths, execute bits and contents of what is below ``folder``.
+
+    Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for links that lead out, and for too much.
+    """
+    digest = hashlib.sha256()
+    size_bytes = 0
+    for count, (path, file) in enumerate(files_below(folder)):
+        size_bytes += file.stat().st_size
+        if count >= FILES_LIMIT or size_bytes > BYTES_LIMIT:
+            raise TaskFolderError(
+                f"{folder} has more than {FILES_LIMIT} files or {BYTES_LIMIT >> 20} MiB, at {path}: "
+                "fetch large files in the Dockerfile"
+            )
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{path}\0{is_program(file):d}\0{content}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Every file below ``folder`` that belongs to a task, by relative path, in order."""
+    root = folder.resolve()
+    for file in sorted(folder.rglob("*")):
+        path = file.relative_to(folder).as_posix()
+        if LEFT_OUT.search(path):
+            continue
+        if file.is_symlink() and not file.resolve().is_relative_to(root):
+            raise TaskFolderError(f"{file} leads out of {folder}: copy what it points to")
+        if file.is_file():
+            yield path, file
+
+
+def is_program(file: Path) -> bool:
+    """Whether its owner may execute it."""
+    return bool(file.stat().st_mode & 0o100)
+
+
+def without_canary(text: str) -> str:
+    """An instruction without the marker lines at its top."""
+    lines = text.splitlines(keepends=True)
+    while lines and (CANARY.match(lines[0].strip()) or not lines[0].strip()):
+        lines.pop(0)
+    return "".join(lines)
+
+
+def _text(folder: Path, name: str) -> str:
+    try:
+        return (folder / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise TaskFolderError(f"{folder / name} is missing: a task needs one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskFolderError(f"{folder / name} cannot be read as UTF-8 text: {error}") from error
+
+
+def _texts(folder: Path, part: str, program: str) -> dict[str, str]:
+    """The files of ``tests/`` or ``solution/``, as text: what is not belongs into the image."""
+    if not (folder / part / program).is_file():
+        raise TaskFolderError(f"{folder / part / program} is missing: {part}/ begins with it")
+    texts = {path: _text(folder, f"{part}/{path}") for path, _ in files_below(folder / part)}
+    if sum(map(len, texts.values())) > TEXT_LIMIT_BYTES:
+        raise TaskFolderError(f"{folder / part} has more than {TEXT_LIMIT_BYTES >> 20} MiB: put data into the image")
+    return texts
+
+
+def _origin(settings: TaskSettings, source: str) -> Origin:
+    try:
+        origin = Origin.model_validate(settings.metadata.get("etude", {}))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, ("metadata", "etude", *fault["loc"])))
+        raise TaskFolderError(f"{source}: {key} = {fault['input']!r}: {fault['msg']}") from error
+    wrong = [place for place in origin.allow or () if not PLACE.fullmatch(place)]
+    if wrong:
+        raise TaskFolderError(f"{source}: metadata.etude.allow = {wrong}: a place is written host:port")
+    allow = settings.environment.allow if origin.allow is None else origin.allow
+    inward = [place for place in allow if is_inward(place.rpartition(":")[0])]
+    if inward:
+        raise TaskFolderError(
+            f"{source}: {inward} is the machine that the task runs on, or a neighbour with its credentials: no task "
+            f"may ask for that; let its services run in its own image"
+        )
+    return origin
+
+
+def _name(settings: TaskSettings, folder: Path, source: str) -> str:
+    name = settings.task.get("name", folder.resolve().name)
+    if not isinstance(name, str) or not name:
+        raise TaskFolderError(f"{source}: task.name = {name!r}: expected a text such as 'organisation/task'")
+    return name
+
+
+def _dockerfile(folder: Path, settings: TaskSettings) -> Dockerfile | None:
+    path = folder / ENVIRONMENT / "Dockerfile"
+    if path.is_file():
+        return parse_dockerfile(_text(folder, f"{ENVIRONMENT}/Dockerfile"), source=str(path))
+    if settings.environment.docker_image is None:
+        raise TaskFolderError(f"{path} is missing, and environment.docker_image is not set: a world needs either")
+    return None
+
+
+def _workdir(settings: TaskSettings, dockerfile: Dockerfile | None, source: str) -> str:
+    workdir = settings.environment.workdir or (dockerfile.workdir if dockerfile else WORKDIR)
+    path = PurePosixPath(workdir)
+    reserved = any(path.is_relative_to(place) for place in RESERVED)
+    if not path.is_absolute() or ".." in path.parts or str(path) == "/" or reserved:
+        raise TaskFolderError(
+            f"{source}: the working folder is {workdir!r}, and the agent owns its working folder: "
+            "set WORKDIR, or environment.workdir, to one of its own, such as /app"
+        )
+    return str(path)
+
+
+def _artefacts(settings: TaskSettings, folder: Path, workdir: str) -> tuple[str, ...]:
+    """What the verifier sees of the agent's work: what was declared, or the whole working folder for a verifier that
+    was written to be in the agent's own world.
+    """
+    if settings.verifier.environment_mode != "separate":
+        return (".",)
+    source = folder / SETTINGS
+    if (folder / TESTS / "Dockerfile").exists():
+        raise TaskFolderError(
+            f"{folder / TESTS / 'Dockerfile'} is there: the verifier has a fresh copy of the task's own image; "
+            "install its programs in environment/Dockerfile"
+        )
+    if not settings.artifacts:
+        raise TaskFolderError(
+            f"{source}: artifacts is empty: a separate verifier sees nothing but the files that are declared there"
+        )
+    return tuple(_artefact(entry, source, workdir) for entry in settings.artifacts)
+
+
+def _artefact(entry: ArtifactSettings, source: Path, workdir: str) -> str:
+    path = PurePosixPath(workdir) / entry.source
+    if ".." in path.parts or not path.is_relative_to(workdir):
+        raise TaskFolderError(
+            f"{source}: artifacts has {entry.source!r}, outside of the working folder {workdir}: "
+            "the agent can write nowhere else; ask for the file there"
+        )
+    return str(path.relative_to(workdir))

@@ -1,0 +1,265 @@
+"""``task.toml`` of a Harbor task: which keys étude holds to, which it refuses, and how a fault is told.
+
+Every key of the format is known here. One that étude holds to is a field; one that would change what the task means,
+and that no sandbox of étude can give, is refused by name as soon as it is used; ``[metadata]`` and ``[task]`` are
+carried as they are. Nothing is ignored silently. Reads text, not folders (:mod:`etude.tasks.harbor.folder`).
+
+The format: https://harborframework.com/docs/tasks, as in ``harbor.models.task.config`` of release 0.25.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from etude.config.section import Section
+from etude.errors import UserError
+from etude.sandbox_spec import SandboxLimits
+
+PROCESSES = 512
+"""Of one sandbox; Harbor has no key for it, and its containers have no such limit."""
+WEB_PORTS = (443, 80)
+"""What a host on Harbor's allow list may be asked on; its entries have no port, ours do."""
+MIB = 1 << 20
+SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])", re.IGNORECASE)
+"""Older tasks write ``memory = "2G"``."""
+SIZE_UNITS: Mapping[str, float] = MappingProxyType({"K": 1 / 1024, "M": 1.0, "G": 1024.0})
+"""MiB in one of each."""
+HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.IGNORECASE)
+TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+"""``${NAME}`` and ``${NAME:-default}`` in the values of variables."""
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "steps": "a task of several steps is several tasks here: write a folder for each",
+        "multi_step_reward_strategy": "a task of several steps is several tasks here: write a folder for each",
+        "environment.gpus": "sandboxes have no GPU",
+        "environment.gpu_types": "sandboxes have no GPU",
+        "environment.tpu": "sandboxes have no TPU",
+        "environment.mcp_servers": "agents of étude have the tools of their harness only",
+        "environment.skills_dir": "agents of étude have the tools of their harness only",
+        "environment.healthcheck": "nothing is started in a sandbox that could be waited for",
+        "verifier.collect": "nothing runs in the agent's world once it is done: declare files in artifacts",
+        "verifier.environment": "the verifier has a fresh copy of the task's own image: install its programs there",
+        "verifier.network_mode": "the verifier may reach what the environment may reach",
+        "verifier.allowed_hosts": "the verifier may reach what the environment may reach",
+        "agent.network_mode": "the agent may reach what the environment may reach",
+        "agent.allowed_hosts": "the agent may reach what the environment may reach",
+    }
+)
+"""Keys that change what a task is, in ways that étude does not have, and what to do."""
+
+
+class TaskFolderError(UserError):
+    """A task folder is broken or asks for what étude does not have; the message names file, key, value and fix."""
+
+
+class ArtifactSettings(Section):
+    """``[[artifacts]]``: something the agent leaves for the verifier."""
+
+    source: str
+    """Path in the agent's world."""
+    destination: str | None = None
+    """Where Harbor keeps a copy on the machine; the verifier sees ``source``, so this decides nothing here."""
+    exclude: tuple[str, ...] = Field(default=(), max_length=0)
+    """Not held to: declare what is wanted instead."""
+    service: Literal["main"] | None = None
+    """There is one service: the agent's world."""
+
+
+class VerifierSettings(Section):
+    """``[verifier]``: how the verifier is run."""
+
+    timeout_sec: float = Field(default=600.0, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    user: Literal["root", 0] | None = None
+    """The verifier is root in a world of its own."""
+    environment_mode: Literal["shared", "separate"] | None = None
+    """Verifiers are always separate. One that was written for ``shared`` (Harbor's default) finds the agent's whole
+    working folder in its world; what the agent changed elsewhere it does not see.
+    """
+
+
+class AgentSettings(Section):
+    """``[agent]``: how the agent is run."""
+
+    timeout_sec: float | None = Field(default=None, gt=0)
+    """Advice for whoever configures the harness; a task of étude has no deadline of its own."""
+    user: Literal["agent", 1000] | None = None
+    """Agents are never root."""
+
+
+class EnvironmentSettings(Section):
+    """``[environment]``: the agent's world."""
+
+    build_timeout_sec: float = Field(default=600.0, gt=0)
+    docker_image: str | None = None
+    os: Literal["linux"] = "linux"
+    cpus: float = Field(default=1.0, gt=0)
+    memory_mb: int = Field(default=2048, gt=0)
+    storage_mb: int = Field(default=10240, gt=0)
+    env: dict[str, str] = Field(default_factory=dict)
+    workdir: str | None = None
+    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+    """``None`` is no network: what a task needs, its image has."""
+    allowed_hosts: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _modernise(cls, tree: Any) -> Any:
+        """Keys that were renamed: ``memory``, ``storage`` and ``allow_internet``."""
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)
+        for old, new in (("memory", "memory_mb"), ("storage", "storage_mb")):
+            if old in tree:
+                size = SIZE.fullmatch(str(tree.pop(old)))
+                if size is None or new in tree:
+                    raise ValueError(f"{old} is the old name of {new}: keep one of them, such as {new} = 2048")
+                tree[new] = int(float(size[1]) * SIZE_UNITS[size[2].upper()])
+        if "allow_internet" in tree:
+            allowed = tree.pop("allow_internet")
+            tree.setdefault("network_mode", "public" if allowed else "no-network")
+        if isinstance(tree.get("os"), str):
+            tree["os"] = tree["os"].lower()
+        return tree
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _plain_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [host for host in hosts if not HOST.fullmatch(host)]
+        if wrong:
+            raise ValueError(f"{wrong} are no plain host names: write each host out, without wildcards or ranges")
+        return hosts
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if (self.network_mode == "allowlist") != bool(self.allowed_hosts):
+            raise ValueError("allowed_hosts goes with network_mode = 'allowlist', and only with it")
+        return self
+
+    @property
+    def limits(self) -> SandboxLimits:
+        """What a sandbox may use."""
+        return SandboxLimits(
+            memory_bytes=self.memory_mb * MIB,
+            disk_bytes=self.storage_mb * MIB,
+            processes=PROCESSES,
+            cpus=self.cpus,
+        )
+
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """``host:port`` that commands may reach."""
+        return tuple(f"{host}:{port}" for host in self.allowed_hosts for port in WEB_PORTS)
+
+
+class SolutionSettings(Section):
+    """``[solution]``: how the reference solution is run."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+
+
+class TaskSettings(Section):
+    """The whole of ``task.toml``, as far as étude holds to it."""
+
+    schema_version: str = Field(default="1.0", pattern=r"1\.\d+")
+    source: str | None = None
+    """Where the task came from, for people."""
+    task: dict[str, Any] = Field(default_factory=dict)
+    """``[task]``: name, version, authors, keywords; carried."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """``[metadata]``: carried."""
+    artifacts: tuple[ArtifactSettings, ...] = ()
+    verifier: VerifierSettings = VerifierSettings()
+    agent: AgentSettings = AgentSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
+    solution: SolutionSettings = SolutionSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _modernise(cls, tree: Any) -> Any:
+        """``version`` became ``schema_version``; an artefact may be written as its path alone."""
+        if not isinstance(tree, dict):
+            return tree
+        tree = dict(tree)
+        if "version" in tree:
+            tree.setdefault("schema_version", tree.pop("version"))
+        entries = tree.get("artifacts")
+        if isinstance(entries, tuple):
+            tree["artifacts"] = tuple({"source": entry} if isinstance(entry, str) else entry for entry in entries)
+        return tree
+
+
+def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSettings:
+    """Check the text of a ``task.toml``; ``source`` is its path, for messages.
+
+    ``offline`` reads a task that asks for the public network as one that asks for none. Raises
+    :class:`TaskFolderError` with every fault found.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TaskFolderError(f"{source} is no TOML: {error}") from error
+    faults = [f"{key} = {value!r}: {REFUSED[key]}" for key, value in _take_refused(tree) if value]
+    settings = None
+    try:
+        settings = TaskSettings.model_validate(_tuples(tree))
+    except ValidationError as error:
+        faults += [_explain(fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in error.errors()]
+    if settings is not None and settings.environment.network_mode == "public" and not offline:
+        faults.append(
+            "environment.network_mode = 'public': sandboxes reach what is on a list or nothing; name the hosts in "
+            "allowed_hosts with network_mode = 'allowlist', or read the folder as offline tasks"
+        )
+    if faults or settings is None:
+        raise TaskFolderError(f"{source}:\n  " + "\n  ".join(faults))
+    return settings
+
+
+def fill_variables(variables: Mapping[str, str], *, source: str, key: str) -> dict[str, str]:
+    """``variables`` with the defaults of their templates filled in.
+
+    Harbor looks up ``${NAME}`` on the machine that runs it; then two machines would run two tasks, and secrets would
+    be in both. Raises :class:`TaskFolderError` for a template without a default.
+    """
+    filled = {}
+    for name, text in variables.items():
+        missing = [match[1] for match in TEMPLATE.finditer(text) if match[2] is None]
+        if missing:
+            raise TaskFolderError(
+                f"{source}: {key}.{name} = {text!r}: variables of the machine are not handed into worlds; "
+                f"write the value, or a default as in ${{{missing[0]}:-value}}"
+            )
+        filled[name] = TEMPLATE.sub(lambda match: match[2], text)
+    return filled
+
+
+def _take_refused(tree: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Remove the keys of ``REFUSED``, and say what they were: empty ones ask for nothing."""
+    taken = []
+    for key in REFUSED:
+        *parents, leaf = key.split(".")
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict) and leaf in node:
+            taken.append((key, node.pop(leaf)))
+    return taken
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, all the way down: settings are frozen."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(map(str, location)) or "the file"
+    if kind == "extra_forbidden":
+        return f"{key} = {value!r}: Harbor has no such key; put notes into [metadata]"
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
+    return f"{key}{shown}: {message.removeprefix('Value error, ')}"

@@ -1,0 +1,99 @@
+"""The database-migration family: a real PostgreSQL with real rows, a request, and one file of SQL to write.
+
+    template = kind + variant        such as "unique: latest"; whole templates are held out
+    instance = template + names + rows the agent sees + rows it does not
+
+The agent finds a server that is up and a database with the rows it may look at. Its ``migration.sql`` is judged on a
+database with other rows that have the same oddities, by questions whose answers are computed here in Python
+(:mod:`etude.rewards.graders.queries`): a migration that only fits what was seen fails.
+
+About every n-th variant of a kind is held out, chosen by hash and so the same for every seed. No two variants ask for
+the same, so what is held out is never the answer of a training task, whatever the names.
+
+Owns the split and the wording. Does not start databases (:mod:`etude.sandboxes.services`).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+
+import orjson
+
+from etude.sandbox_spec import Service, ServiceKind, World
+from etude.tasks.heldout import HeldoutTasks
+from etude.tasks.migrations import columns, keys, tables, types
+from etude.tasks.migrations.problems import Kind, Problem, exchange, inserts
+from etude.types import QueryChecks, Split, Task
+
+KINDS: tuple[Kind, ...] = (
+    *columns.KINDS,
+    *types.KINDS,
+    *keys.KINDS,
+    *tables.KINDS,
+)
+PATH = "migration.sql"
+"""The file that the agent writes."""
+RULES = (
+    f"The PostgreSQL database is up: psql needs no arguments. Try what you like in it. Leave one SQL file, {PATH}. It "
+    "is sent to a fresh copy of this database, with other rows of the same sort, as one script in one transaction, by "
+    "the owner of the tables, who is no superuser; commands of psql itself, \\copy and the like, are not understood. "
+    "What it leaves must be ordinary tables, without triggers, rules or policies. Rows that the request does not "
+    "mention stay as they are."
+)
+
+
+class MigrationFamily:
+    """An endless stream of migration tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, *, seed: int, heldout_one_in: int = 3, kinds: Sequence[Kind] = KINDS) -> None:
+        """About one in ``heldout_one_in`` variants of each of ``kinds`` is held out; at least one, never all."""
+        if heldout_one_in < 2:
+            raise ValueError(f"heldout_one_in={heldout_one_in}: with fewer than 2 nothing would be left to train on")
+        self._seed = seed
+        self.kinds = tuple(kinds)
+        heldout = {kind.name: choose_heldout(kind, heldout_one_in) for kind in self.kinds}
+        self._choices = {
+            (kind.name, split): [v for v in kind.variants if (v in heldout[kind.name]) == (split is Split.HELDOUT)]
+            for kind in self.kinds
+            for split in Split
+        }
+        chosen = [(kind, variant) for kind in self.kinds for variant in self.variants(kind, Split.HELDOUT)]
+        self._heldout_tasks = HeldoutTasks(chosen, lambda of, rng: _drawn(*of, Split.HELDOUT, rng))
+
+    def variants(self, kind: Kind, split: Split) -> Sequence[str]:
+        """The variants of one kind on one side of the hold-out."""
+        return tuple(self._choices[kind.name, split])
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        rng = Random(f"migration|{self._seed}|{split}|{index}")
+        kind = rng.choice(self.kinds)
+        return _drawn(kind, rng.choice(self.variants(kind, split)), split, rng)
+
+
+def _drawn(kind: Kind, variant: str, split: Split, rng: Random) -> Task:
+    return migration_task(kind.write(variant, rng), f"{kind.name}: {variant}", split)
+
+
+def migration_task(problem: Problem, template: str, split: Split) -> Task:
+    """The task that asks for a problem's migration."""
+    setup = f"{problem.schema}\n{inserts(problem.seen)}\n"
+    identity = orjson.dumps([problem.request, problem.reference, setup])
+    return Task(
+        task_id=hashlib.sha256(identity).hexdigest()[:16],
+        family="migrations",
+        template=template,
+        split=split,
+        prompt=f"{problem.request}\n\n{RULES}",
+        files={},
+        checks=QueryChecks(path=PATH, queries=problem.queries, unseen=exchange(problem.unseen)),
+        world=World(services=(Service(kind=ServiceKind.POSTGRES, setup=setup),)),
+    )
+
+
+def choose_heldout(kind: Kind, one_in: int) -> frozenset[str]:
+    """The variants of a kind that are held out, in order of their hash; one of two or more always stays."""
+    ordered = sorted(kind.variants, key=lambda variant: hashlib.sha256(f"{kind.name}|{variant}".encode()).digest())
+    return frozenset(ordered[: min(max(1, len(ordered) // one_in), len(ordered) - 1)])

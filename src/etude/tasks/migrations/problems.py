@@ -1,0 +1,176 @@
+"""What a migration problem is made of: tables with rows, a request, and the questions that tell right from wrong.
+
+Names in questions are the server's own and tables are named with their schema, since that is how they are asked
+(:mod:`etude.rewards.graders.queries`). What a question must be answered with is computed here in Python, from rows that
+the agent has not seen; no database is needed to make a task.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from random import Random
+from typing import TypeAlias, TypeVar
+
+from etude.types import Json, Query
+
+Value = TypeVar("Value")
+Row: TypeAlias = Mapping[str, Json]
+"""Column → value; dates and decimals are text."""
+Rows: TypeAlias = Mapping[str, Sequence[Row]]
+"""Table → rows."""
+
+UNIQUE, FOREIGN, NOT_NULL, CHECKED, NO_LABEL = "23505", "23503", "23502", "23514", "22P02"
+"""SQLSTATEs of what a constraint or a type refuses."""
+PAIRS = (
+    ("customers", "orders", "customer_id"),
+    ("accounts", "payments", "account_id"),
+    ("projects", "tickets", "project_id"),
+    ("clinics", "visits", "clinic_id"),
+    ("depots", "shipments", "depot_id"),
+    ("schools", "courses", "school_id"),
+)
+"""A table, another one whose rows belong to the first one's, and the column that says to which."""
+PEOPLE = ("users", "members", "contacts", "employees", "patients", "authors")
+THINGS = ("products", "parts", "books", "films", "rooms", "tools")
+GIVEN_NAMES = ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Frances", "John", "Niklaus", "Radia", "Zoë")
+FAMILY_NAMES = ("Lovelace", "Turing", "Hopper", "Dijkstra", "Liskov", "Knuth", "Allen", "O'Brien", "Wirth", "Müller")
+NEW_ID = 9001
+"""The id of a row that a question brings along; those of a table are lower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One migration to be written, with everything that is known about it."""
+
+    request: str
+    """What is asked of the agent: all that the questions check, and nothing about how."""
+    schema: str
+    """The tables as they are, without their schema's name."""
+    seen: Rows
+    """What the agent's database holds."""
+    unseen: Rows
+    """What the graded database holds: other rows with the same oddities."""
+    queries: tuple[Query, ...]
+    reference: str
+    """A right migration."""
+    slips: tuple[str, ...]
+    """Wrong ones that somebody could well write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A sort of migration; with one of its variants it is a template."""
+
+    name: str
+    variants: tuple[str, ...]
+    """No two of them ask for the same."""
+    write: Callable[[str, Random], Problem]
+    """Makes an instance of a variant: names, rows, questions."""
+
+
+def literal(value: Json) -> str:
+    """A value as SQL."""
+    if value is None:
+        return "NULL"
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
+
+
+def inserts(rows: Rows) -> str:
+    """The statements that fill empty tables, in their order; all rows of a table have the same columns."""
+    statements = []
+    for table, lines in rows.items():
+        if lines:
+            values = ",\n".join(f"({', '.join(literal(value) for value in line.values())})" for line in lines)
+            statements.append(f"INSERT INTO {table} ({', '.join(lines[0])}) VALUES\n{values};")
+    return "\n".join(statements)
+
+
+def exchange(rows: Rows) -> str:
+    """The statements that put other rows into the same tables."""
+    return f"TRUNCATE {', '.join(rows)};\n{inserts(rows)}"
+
+
+def holds(table: str, columns: Sequence[str], rows: Sequence[Row], where: str = "true") -> Query:
+    """A table has exactly these rows, of which these columns are asked; the first one orders them."""
+    return Query(
+        sql=f"SELECT {', '.join(columns)} FROM public.{table} WHERE {where} ORDER BY {columns[0]}",
+        rows=tuple(tuple(row[name] for name in columns) for row in rows),
+    )
+
+
+def asks(sql: str, *rows: tuple[Json, ...], setup: str = "") -> Query:
+    """A question and its answer."""
+    return Query(sql=sql, rows=rows, setup=setup)
+
+
+def refuses(sql: str, state: str, setup: str = "") -> Query:
+    """A statement that must fail."""
+    return Query(sql=sql, rows=(), fails_with=state, setup=setup)
+
+
+def typed(table: str, *columns: tuple[str, str, bool]) -> Query:
+    """A table has these columns: name, type, whether a value is required."""
+    names = ", ".join(literal(name) for name, _, _ in columns)
+    return Query(
+        sql="SELECT attname::text, format_type(atttypid, atttypmod), attnotnull FROM pg_attribute "
+        f"WHERE attrelid = 'public.{table}'::regclass AND attnum > 0 AND NOT attisdropped AND attname IN ({names}) "
+        'ORDER BY attname COLLATE "C"',
+        rows=tuple(sorted(columns)),
+    )
+
+
+def constrained(table: str, kind: str, column: str) -> Query:
+    """A table has one validated constraint of a kind (``u`` unique, ``f`` foreign key) over just this column.
+
+    What raises the right error need not be a constraint: the default of another column could, too.
+    """
+    return asks(
+        "SELECT a.attname::text, convalidated, NOT condeferrable FROM pg_constraint c "
+        "JOIN pg_attribute a ON a.attrelid = c.conrelid AND c.conkey = ARRAY[a.attnum] "
+        f"WHERE c.conrelid = 'public.{table}'::regclass AND c.contype = '{kind}'",
+        (column, True, True),
+    )
+
+
+def lacks(table: str, column: str) -> Query:
+    """A table has no such column any more."""
+    return asks(
+        f"SELECT count(*) FROM pg_attribute WHERE attrelid = 'public.{table}'::regclass "
+        f"AND attname = {literal(column)} AND NOT attisdropped",
+        (0,),
+    )
+
+
+def plain(*tables: str) -> Query:
+    """These are ordinary tables: what they hold is stored, and no trigger, rule or policy stands before it.
+
+    A view, or a trigger that raises the right error, could look like a migrated table to all the other questions.
+    """
+    names = ", ".join(literal(name) for name in tables)
+    return Query(
+        sql="SELECT relname::text, relkind::text, relrowsecurity, relhasrules, relhassubclass, "
+        "(SELECT count(*) FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal) "
+        f"FROM pg_class c WHERE relnamespace = 'public'::regnamespace AND relname IN ({names}) "
+        'ORDER BY relname COLLATE "C"',
+        rows=tuple((name, "r", False, False, False, 0) for name in sorted(tables)),
+    )
+
+
+def gone(relation: str) -> Query:
+    """Nothing has this name any more."""
+    return asks(f"SELECT to_regclass('public.{relation}') IS NULL", (True,))
+
+
+def dates(rng: Random, count: int) -> list[str]:
+    """Different days, in no order."""
+    return [str(date(2020, 1, 1) + timedelta(days)) for days in rng.sample(range(1500), count)]
+
+
+def shuffled(rng: Random, values: Sequence[Value]) -> list[Value]:
+    """The same values in another order."""
+    return rng.sample(values, len(values))
+
+
+def numbers(rng: Random, count: int) -> list[int]:
+    """Different ids, ascending, with gaps."""
+    return sorted(rng.sample(range(1, 8 * count), count))

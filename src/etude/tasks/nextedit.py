@@ -1,0 +1,193 @@
+"""The next-edit family: a variable was just renamed in real code; what becomes of the line that comes next?
+
+    [-data-]{+buf+} = self.read()    the prompt: the edit that was made, as ``git diff --word-diff`` shows it …
+    if not data:                     … and the line in which the variable stands next
+
+    answer if not buf:               a suggestion, accepted if it is that line, white space aside
+    submit                           no suggestion: better than a wrong one
+
+Code is the Python standard library's: every local variable or parameter of every function, at any two of its lines
+that follow one another. Whole modules are held out, by hash, and with the same hash as text for mid-training, so that
+no weight is trained on held-out lines (the tokenizer may have read them); what also occurs in another module is left
+out. The new names are the most frequent ones of other variables: a tokenizer of some hundred words knows them as one or
+two.
+
+Owns the material and the split. Does not grade (:mod:`etude.rewards.graders.answers`), nor say what a wrong suggestion
+costs, which is the recipe's (``[reward]``).
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import TypeAlias
+
+from etude.tasks.corpora.corpus import STDLIB_CHARACTERS
+from etude.tasks.corpora.mixture import Side
+from etude.tasks.heldout import HeldoutTasks
+from etude.types import AnswerChecks, Split, Task
+
+MODULES = 100
+"""Modules of the standard library that are read, in order of their names; parsing them takes a second or two."""
+SHORTEST_LINE, LONGEST_LINE = 8, 32
+"""Letters of a line, without its indent."""
+LONGEST_NAME = 6
+"""Letters of a variable's name."""
+NEW_NAMES = 100
+"""How many there are to choose from."""
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Variable: TypeAlias = ast.Name | ast.arg
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of code without its indent, and where a variable stands in it."""
+
+    text: str
+    places: tuple[int, ...]
+    """Columns, ascending."""
+
+    def renamed(self, old: str, new: str) -> str:
+        """The line with another name for its variable."""
+        text = self.text
+        for place in reversed(self.places):
+            text = text[:place] + new + text[place + len(old) :]
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A variable and two lines of its function in which it stands, one after the other."""
+
+    name: str
+    edited: Line
+    cursor: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """One instance: a site, and the new name."""
+
+    site: Site
+    new: str
+
+    @property
+    def prompt(self) -> str:
+        """The edit that was made, and the line that is next."""
+        old, edited = self.site.name, self.site.edited
+        return f"{edited.renamed(old, f'[-{old}-]{{+{self.new}+}}')}\n{self.site.cursor.text}"
+
+    @property
+    def line(self) -> str:
+        """What becomes of that line."""
+        return self.site.cursor.renamed(self.site.name, self.new)
+
+
+class NextEditFamily:
+    """An endless stream of edits to be gone on with; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, *, seed: int, one_in: int) -> None:
+        """About one of ``one_in`` modules is held out."""
+        self._seed = seed
+        train, heldout = sites_of(Split.TRAIN, one_in), sites_of(Split.HELDOUT, one_in)
+        known = set(train)
+        self._sites: Mapping[Split, Sequence[Site]] = {
+            Split.TRAIN: train,
+            Split.HELDOUT: [site for site in heldout if site not in known],
+        }
+        names = Counter(site.name for site in train if len(site.name) > 1)
+        self.names: Sequence[str] = [name for name, _ in names.most_common(NEW_NAMES)]
+        """New names, of both sides."""
+        by_name: defaultdict[str, list[Site]] = defaultdict(list)
+        for site in self._sites[Split.HELDOUT]:
+            by_name[site.name].append(site)
+        self._heldout_tasks = HeldoutTasks(
+            sorted(by_name), lambda name, rng: _task(self._renamed(rng.choice(by_name[name]), rng), Split.HELDOUT)
+        )
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
+        if split is Split.HELDOUT:
+            return self._heldout_tasks.task(index)
+        return _task(self.edit(split, Random(f"nextedit|{self._seed}|{split}|{index}")), split)
+
+    def edit(self, split: Split, rng: Random) -> Edit:
+        """Draw a site, and a name that neither of its lines has."""
+        return self._renamed(rng.choice(self._sites[split]), rng)
+
+    def _renamed(self, site: Site, rng: Random) -> Edit:
+        taken = set(re.findall(r"\w+", f"{site.edited.text} {site.cursor.text}"))
+        return Edit(site=site, new=rng.choice([name for name in self.names if name not in taken]))
+
+
+def _task(edit: Edit, split: Split) -> Task:
+    return Task(
+        task_id=hashlib.sha256(edit.prompt.encode()).hexdigest()[:16],
+        family="nextedit",
+        template=edit.site.name,
+        split=split,
+        prompt=edit.prompt,
+        files={},
+        checks=AnswerChecks(answer=edit.line),
+    )
+
+
+@cache
+def sites_of(split: Split, one_in: int) -> tuple[Site, ...]:
+    """The sites of the modules of one side, each once, in their order."""
+    side = Side(split=split, seed=0, one_in=one_in)
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in _modules())
+    chosen = (text for text in texts if side.has(text[:STDLIB_CHARACTERS].encode()))
+    return tuple(dict.fromkeys(site for text in chosen for site in sites(text)))
+
+
+def sites(source: str) -> Iterator[Site]:
+    """Every site of a module, functions in their order."""
+    lines = source.split("\n")
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
+    variables = (pair for function in functions for pair in sorted(_variables(function).items()))
+    for name, places in variables:
+        for numbers in pairwise(sorted(places)):
+            edited, cursor = (_line(lines[number - 1], name, places[number]) for number in numbers)
+            if edited is not None and cursor is not None:
+                yield Site(name, edited, cursor)
+
+
+def _variables(function: Function) -> Mapping[str, Mapping[int, set[int]]]:
+    """Names that a function binds for itself → line → columns at which they stand."""
+    nodes = [node for node in ast.walk(function) if isinstance(node, Variable)]
+    shared = {name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    bound = {_name(node) for node in nodes if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)} - shared
+    chosen = {name for name in bound - {"self", "cls"} if len(name) <= LONGEST_NAME}
+    found: dict[str, defaultdict[int, set[int]]] = {name: defaultdict(set) for name in chosen}
+    for node in nodes:
+        if _name(node) in found:
+            found[_name(node)][node.lineno].add(node.col_offset)
+    return found
+
+
+def _name(node: Variable) -> str:
+    return node.arg if isinstance(node, ast.arg) else node.id
+
+
+def _line(whole: str, name: str, columns: set[int]) -> Line | None:
+    """A line in which a variable stands; ``None`` for one of the wrong length, or whose other words have its name."""
+    text = whole.strip()
+    indent = len(whole) - len(whole.lstrip())
+    if not (SHORTEST_LINE <= len(text) <= LONGEST_LINE and text.isascii()):
+        return None
+    places = tuple(sorted(column - indent for column in columns))
+    said = tuple(match.start() for match in re.finditer(rf"\b{re.escape(name)}\b", text))
+    return Line(text, places) if places == said else None
+
+
+def _modules() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(folder.glob("*.py"))[:MODULES]

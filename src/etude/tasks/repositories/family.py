@@ -1,0 +1,218 @@
+"""Repository tasks for a small model: one wrong line in a function that is named, asked for in a line.
+
+    fix clamp in src/humanize/number.py 523        its code begins at line 523, behind the docstring
+
+Also what such a model learns the craft from (:class:`RepairPractice`): right functions, and sessions of an agent that
+repairs fresh bugs in them, often badly. Whole functions are held out with all that was made of them: their code is in
+no document, neither asked about nor seen around another one. Owns the wording; the tasks themselves and their grading
+are what they were.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from random import Random
+
+from etude.config.imitation import TranscriptConfig
+from etude.errors import ConfigError
+from etude.harnesses import tools
+from etude.sandboxes.images.store import ImageStore
+from etude.tasks.corpora.transcripts import Message
+from etude.tasks.heldout import in_turns
+from etude.tasks.repositories.folder import RepositoryTasks
+from etude.tasks.repositories.mutations import mutants
+from etude.tasks.repositories.spans import Function, Source, apply, last_line
+from etude.types import Split, Task
+
+MIN_SLIPS = 2
+"""Wrong lines that a place must offer, so that an imperfect agent can be wrong there."""
+PLACES_PER_FUNCTION = 64
+"""Mutants of one function that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A line of a function that was right, and ways to have it wrong."""
+
+    path: str
+    function: str
+    first: int
+    """Line at which the function's code begins, behind its docstring."""
+    line: int
+    lines: tuple[str, ...]
+    """The whole file as it should be."""
+    slips: tuple[str, ...]
+
+    @property
+    def right(self) -> str:
+        """The line as it should be."""
+        return self.lines[self.line - 1]
+
+    def shown(self, line: str) -> str:
+        """What ``read PATH FIRST`` shows with ``line`` in that place."""
+        lines = (*self.lines[: self.line - 1], line, *self.lines[self.line :])
+        return tools.number_lines("\n".join(lines), self.first)
+
+
+class BriefTasks:
+    """The tasks of a folder that one line can do, briefly asked; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, family: RepositoryTasks, images: ImageStore) -> None:
+        """Raises :class:`~etude.errors.ConfigError` where a side of the hold-out has no such task."""
+        self._tasks = {split: [*_brief(family, images, split)] for split in Split}
+        self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
+        self.family = family
+        for split, tasks in self._tasks.items():
+            if not tasks:
+                raise ConfigError(
+                    f"{family.folder} has no {split} task of one wrong line: build more, or leave out tasks.brief"
+                )
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """All tasks of one side, in order."""
+        return self._tasks[split]
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split; after the last one comes the first."""
+        tasks = self._tasks[split]
+        return tasks[index % len(tasks)]
+
+
+class RepairPractice:
+    """What a small model learns from before it meets the tasks; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+
+    def __init__(self, tasks: BriefTasks, config: TranscriptConfig, split: Split = Split.TRAIN) -> None:
+        self._tasks = tasks
+        self._config = config
+        self._split = split
+
+    def code(self, rng: Random) -> str:
+        """A right function as the agent reads it."""
+        repair = rng.choice(self._repairs)
+        return repair.shown(repair.right)
+
+    def session(self, rng: Random) -> list[Message]:
+        """A session on a fresh bug: it may read first, edits the line, and hands in whatever it has."""
+        repair = rng.choice(self._repairs)
+        bug = rng.choice(repair.slips)
+        messages = [Message("user", ask(repair.function, repair.path, repair.first))]
+        if rng.random() < self._config.read_first:
+            messages.append(Message("assistant", f"{tools.READ} {repair.path} {repair.first}"))
+            messages.append(Message("user", repair.shown(bug)))
+        is_right = rng.random() < self._config.right_edit
+        line = repair.right if is_right else rng.choice([slip for slip in repair.slips if slip != bug])
+        messages.append(Message("assistant", f"{tools.EDIT} {repair.path} {repair.line}\n{line}"))
+        messages.append(Message("user", tools.OK))
+        messages.append(Message("assistant", tools.SUBMIT))
+        return messages
+
+    @cached_property
+    def _repairs(self) -> Sequence[Repair]:
+        """Every line of a function on this side of the hold-out that can be got wrong in several ways."""
+        sources: dict[str, tuple[Source, set[str]]] = {}
+        family = self._tasks.family
+        heldout = {task.template for task in family.tasks(Split.HELDOUT)}
+        for task in family.tasks(self._split):
+            for path, text in family.answer(task).items():
+                prefix, _, _ = task.template.rpartition(":")
+                kept_out = {name.rpartition(":")[2] for name in heldout if name.startswith(prefix + ":")}
+                sources.setdefault(path, (Source(path, text), kept_out))
+        shown = _repairs if self._split is Split.TRAIN else _heldout_repairs
+        found = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
+        if not found:
+            raise ConfigError(f"{family.folder} has no {self._split} function with a line that could be got wrong")
+        return found
+
+
+def ask(function: str, path: str, line: int) -> str:
+    """The prompt of a brief task."""
+    return f"fix {function} in {path} {line}"
+
+
+def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterator[Task]:
+    for task in family.tasks(split):
+        answer = family.answer(task)
+        if len(answer) != 1 or task.world is None:
+            continue
+        [(path, right)] = answer.items()
+        broken = _text(images, task.world.image, f"{task.world.workdir}/{path}")
+        line = _only_difference(broken, right)
+        function = line and _function_at(Source(path, right), line)
+        if function:
+            yield replace(task, prompt=ask(function.qualname, path, _first(function)))
+
+
+def _repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+    """Those of functions that may be learnt from: not held out, and no view of them shows one that is."""
+    functions = list(source.functions())
+    hidden = [
+        line for other in functions if other.top in heldout for line in range(other.line, last_line(other.node) + 1)
+    ]
+    for function in functions:
+        if function.top not in heldout and not any(line in _view(function) for line in hidden):
+            yield from _repairs_of(source, function)
+
+
+def _heldout_repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+    """Those of functions that are held out."""
+    for function in source.functions():
+        if function.top in heldout:
+            yield from _repairs_of(source, function)
+
+
+def _repairs_of(source: Source, function: Function) -> Iterator[Repair]:
+    for line, slips in _slips(source, function).items():
+        if line in _view(function) and len(slips) >= MIN_SLIPS:
+            yield Repair(
+                path=source.path,
+                function=function.qualname,
+                first=_first(function),
+                line=line,
+                lines=tuple(source.text.split("\n")),
+                slips=tuple(slips),
+            )
+
+
+def _view(function: Function) -> range:
+    """The lines that are shown when a function is read."""
+    return range(_first(function), _first(function) + tools.WINDOW_LINES)
+
+
+def _slips(source: Source, function: Function) -> Mapping[int, list[str]]:
+    """Line of the function → how bugs of one line would have it."""
+    found: dict[int, list[str]] = {}
+    for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
+        wrong = apply(source.text, [mutant.edit])
+        line = _only_difference(wrong, source.text)
+        if line:
+            found.setdefault(line, []).append(wrong.split("\n")[line - 1])
+    return found
+
+
+def _only_difference(one: str, other: str) -> int | None:
+    """The number of the one line in which two texts of equal length differ."""
+    ours, theirs = one.split("\n"), other.split("\n")
+    different = [number for number, pair in enumerate(zip(ours, theirs, strict=False), start=1) if pair[0] != pair[1]]
+    return different[0] if len(ours) == len(theirs) and len(different) == 1 else None
+
+
+def _function_at(source: Source, line: int) -> Function | None:
+    """The function whose code a line is part of, as long as one view shows where that begins and the line."""
+    for function in source.functions():
+        if _first(function) <= line <= last_line(function.node) and line < _first(function) + tools.WINDOW_LINES:
+            return function
+    return None
+
+
+def _first(function: Function) -> int:
+    """The line at which a function's code begins."""
+    return function.code[0].lineno if function.code else function.line
+
+
+def _text(images: ImageStore, image: str, path: str) -> str:
+    """A file as an image has it: that of its topmost layer."""
+    for layer in reversed(images.open(image).layers):
+        file = layer / path.lstrip("/")
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    raise ConfigError(f"image {image} has no {path}: its tasks and images do not belong together; build them again")

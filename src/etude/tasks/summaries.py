@@ -1,0 +1,197 @@
+"""The summaries family: a short function of Python's standard library, to be told in one line.
+
+    sum up                         the prompt: real code, its comments and docstring taken out
+    def first(items):
+        return items[0]
+
+    answer first returns items[0]  what an agent says, in one turn
+
+What a good line is a rubric says and a judge decides (``recipes/summaries``); beside that the line above is known as
+*the* right one, so that an evaluation has a number that no judge can be talked into
+(:mod:`etude.rewards.graders.answers`).
+
+Whole modules are held out, chosen by hash of their names and so the same for every seed. Owns the functions, the split
+and what mid-training reads. The library is the running Python's: another version has other functions.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from textwrap import dedent
+
+import orjson
+
+from etude.harnesses.tools import ANSWER
+from etude.tasks.corpora.transcripts import Message
+from etude.tasks.heldout import in_turns
+from etude.types import AnswerChecks, Split, Task
+
+REQUEST = "sum up"
+"""The first line of a prompt."""
+MOST_LINES, MOST_CHARACTERS = 5, 150
+"""Of a function: what a small model has room for."""
+LONGEST_NAME, LONGEST_RETURN = 14, 26
+"""Characters."""
+WELL, SLIP = 0.25, 0.25
+"""Shares of an imperfect agent's lines that are written well, and that tell what another function returns."""
+SLOPPY = (
+    "I think {name} returns {returned}",
+    "it probably returns {returned}!",
+    "hm, maybe {returned}",
+    "{name} basically just returns {returned}, I guess",
+    "this function simply gives {returned}!",
+)
+"""How it writes otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function:
+    """A function that returns one expression."""
+
+    module: str
+    name: str
+    text: str
+    returned: str
+
+    @property
+    def line(self) -> str:
+        """The right summary."""
+        return f"{self.name} returns {self.returned}"
+
+
+class SummariesFamily:
+    """An endless stream of functions to be summed up; implements :class:`~etude.protocols.TaskFamily`."""
+
+    def __init__(self, *, seed: int, heldout_one_in: int) -> None:
+        self._seed = seed
+        found = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
+        self._functions: Mapping[Split, Sequence[Function]] = {
+            split: [one for one in found if is_heldout(one.module, heldout_one_in) == (split is Split.HELDOUT)]
+            for split in Split
+        }
+        self._heldout = in_turns(self._functions[Split.HELDOUT], lambda one: one.module)
+
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split: drawn by the seed (training), or each once, modules in turns (held out)."""
+        if split is Split.HELDOUT:
+            return _task(self._heldout[index % len(self._heldout)], split)
+        return _task(self.function(split, Random(f"summaries|{self._seed}|{index}")), split)
+
+    def function(self, split: Split, rng: Random) -> Function:
+        """Draw one."""
+        return rng.choice(self._functions[split])
+
+
+class SummariesPractice:
+    """What mid-training shows of the family; implements :class:`~etude.tasks.corpora.corpus.Practice`."""
+
+    def __init__(self, family: SummariesFamily, split: Split) -> None:
+        self._family = family
+        self._split = split
+
+    def code(self, rng: Random) -> str:
+        """A function, and what it returns: an exercise in copying."""
+        function = self._exchanged(rng)
+        return f"{function.text}\n# {function.line}"
+
+    def session(self, rng: Random) -> Sequence[Message]:
+        """A function summed up by somebody who knows what to look at, and mostly not how to write."""
+        function = self._exchanged(rng)
+        told = self._family.function(self._split, rng) if rng.random() < SLIP else function
+        wording = "{name} returns {returned}" if rng.random() < WELL else rng.choice(SLOPPY)
+        line = wording.format(name=function.name, returned=told.returned)
+        return [Message("user", prompt_of(function)), Message("assistant", f"{ANSWER} {line}")]
+
+    def _exchanged(self, rng: Random) -> Function:
+        """A function put together from three: the body of one, the name of another, what a third returns. A few hundred
+        right lines could be learnt by heart; so many combinations have to be copied.
+        """
+        one, name, returned = (self._family.function(self._split, rng) for _ in range(3))
+        body = one.text.removeprefix(f"def {one.name}").removesuffix(one.returned)
+        text = f"def {name.name}{body}{returned.returned}"
+        return Function(module=one.module, name=name.name, text=text, returned=returned.returned)
+
+
+def prompt_of(function: Function) -> str:
+    """What the agent is asked."""
+    return f"{REQUEST}\n{function.text}"
+
+
+def is_heldout(module: str, one_in: int) -> bool:
+    """Whether a module's functions are only measured on."""
+    return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % one_in == 0
+
+
+@cache
+def library() -> Sequence[Function]:
+    """All functions of the library's modules that are short enough, in order, each text once."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    found: dict[str, Function] = {}
+    for file in sorted(folder.glob("*.py")):
+        for function in functions_of(file.stem, file.read_text(encoding="utf-8", errors="replace")):
+            found.setdefault(function.text, function)
+    return tuple(found.values())
+
+
+def functions_of(module: str, source: str) -> Iterator[Function]:
+    """The functions of a source text that are short and return one expression, at their end."""
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            last = node.body[-1]
+            if isinstance(last, ast.Return) and last.value is not None and _exits(node) == 1:
+                function = Function(
+                    module=module, name=node.name, text=_text(node, lines), returned=_segment(last.value, lines)
+                )
+                if _is_short(function):
+                    yield function
+
+
+def _exits(node: ast.FunctionDef) -> int:
+    """Returns, and inner functions and lambdas, which are not allowed either: 1 means one return and none of them."""
+    return sum(isinstance(inner, (ast.Return, ast.FunctionDef, ast.Lambda)) for inner in ast.walk(node)) - 1
+
+
+def _segment(value: ast.expr, lines: Sequence[str]) -> str:
+    """The text of an expression; nothing where it has several lines."""
+    if value.end_lineno != value.lineno:
+        return ""
+    return lines[value.lineno - 1].encode()[value.col_offset : value.end_col_offset].decode()
+
+
+def _text(node: ast.FunctionDef, lines: Sequence[str]) -> str:
+    """Its lines without docstring and comment lines."""
+    left_out: range = range(0)
+    first = node.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        left_out = range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    kept = [lines[number - 1] for number in numbers if number not in left_out]
+    return dedent("\n".join(line.rstrip() for line in kept if line.strip() and not line.lstrip().startswith("#")))
+
+
+def _is_short(function: Function) -> bool:
+    text, returned = function.text, function.returned
+    plain = text.isascii() and "\t" not in text and "#" not in text and text.startswith(f"def {function.name}(")
+    fits = len(text) <= MOST_CHARACTERS and text.count("\n") < MOST_LINES and len(function.name) <= LONGEST_NAME
+    ends = re.search(r"return (.*)\Z", text)
+    return plain and fits and 0 < len(returned) <= LONGEST_RETURN and ends is not None and ends[1] == returned
+
+
+def _task(function: Function, split: Split) -> Task:
+    identity = orjson.dumps([function.text, function.line])
+    return Task(
+        task_id=hashlib.sha256(identity).hexdigest()[:16],
+        family="summaries",
+        template=function.module,
+        split=split,
+        prompt=prompt_of(function),
+        files={},
+        checks=AnswerChecks(answer=function.line),
+    )

@@ -1,0 +1,116 @@
+"""Groups to the batch of one optimiser step.
+
+Owns which rollouts and groups carry a signal and what is counted about the others. Does not own which groups belong to
+the step (:mod:`etude.ledger`), which turn is credited with what (:mod:`etude.trainer.batching.credit`) or how a batch
+is cut to fit into memory (:mod:`etude.trainer.batching.packing`). Pure.
+
+Array legend: G rollouts of a group.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import numpy as np
+
+from etude.config.credit import CreditConfig
+from etude.config.training import Baseline
+from etude.trainer.batching.advantage import Values, group_weight
+from etude.trainer.batching.build import build_trajectories, count_trajectories
+from etude.trainer.batching.credit import Credit, own_turns, turn_credits
+from etude.types import Batch, Group, Ids, Rollout, Trajectory
+
+NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
+ALIKE_IN_ALL_TURNS = CreditConfig()
+"""What a recipe has that says nothing of credit."""
+
+
+def build_batch(
+    step: int,
+    groups: Sequence[Group],
+    baseline: Baseline = "mean",
+    penalties: Mapping[str, float] = NO_PENALTIES,
+    credit: CreditConfig = ALIKE_IN_ALL_TURNS,
+) -> Batch:
+    """The batch that turns weight version ``step - 1`` into ``step``.
+
+    ``penalties`` (rollout → what is taken off its reward) count where rewards are compared by ``baseline``; the batch's
+    statistics keep the rewards as they were given. A group in which every turn's advantage is 0, as where all rewards
+    are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
+    rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
+    rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
+    by. ``trajectories`` is empty when
+    nothing is left of any group. Raises ``ValueError`` without groups, and as
+    :func:`~etude.trainer.batching.credit.turn_credits` does.
+    """
+    if not groups:
+        raise ValueError(f"step {step} has no groups: a batch needs at least one")
+    weights = [
+        group_weight(baseline, compared=len(_trusted(group)), graded=len(group.rollouts), lost=group.lost)
+        for group in groups
+    ]
+    lost = [group.lost / max(1, len(group.rollouts)) for group in groups]  # for each one that is there
+    groups = [replace(group, rollouts=_trusted(group)) for group in groups]
+    credited = [_credits(group, penalties, credit, baseline) for group in groups]
+    learnt = [
+        _trajectories(group, found, weight) if _has_signal(found) else []
+        for group, weight, found in zip(groups, weights, credited, strict=True)
+    ]
+    tokens = [sum(int(trajectory.loss_mask.sum()) for trajectory in group) for group in learnt]
+    return Batch(
+        step=step,
+        trajectories=tuple(itertools.chain.from_iterable(learnt)),
+        num_loss_tokens=sum(tokens),
+        num_lost_tokens=sum(share * count for share, count in zip(lost, tokens, strict=True)),
+        num_lost_trajectories=sum(share * len(group) for share, group in zip(lost, learnt, strict=True)),
+        num_sampled_trajectories=sum(
+            count_trajectories(rollout, credit.trained_T)
+            for group, found in zip(groups, credited, strict=True)
+            for rollout, credit in zip(group.rollouts, found, strict=True)
+        ),
+        num_groups=len(groups),
+        num_degenerate_groups=sum(not _has_signal(found) for found in credited),
+        rewards=np.concatenate([_rewards(group) for group in groups]).astype(np.float32),
+        staleness=_staleness(groups, trained_version=step - 1),
+    )
+
+
+def _trusted(group: Group) -> tuple[Rollout, ...]:
+    return tuple(rollout for rollout in group.rollouts if not rollout.is_quarantined)
+
+
+def _rewards(group: Group) -> Values:
+    """[G]"""
+    return np.array([rollout.reward for rollout in group.rollouts], np.float64)
+
+
+def _credits(
+    group: Group, penalties: Mapping[str, float], credit: CreditConfig, baseline: Baseline
+) -> tuple[Credit, ...]:
+    penalties_G = np.array([penalties.get(rollout.rollout_id, 0.0) for rollout in group.rollouts], np.float64)
+    return turn_credits(group.rollouts, _rewards(group), credit, baseline, penalties_G)
+
+
+def _has_signal(credited: Sequence[Credit]) -> bool:
+    return any(credit.has_signal for credit in credited)
+
+
+def _trajectories(group: Group, credited: Sequence[Credit], weight: float) -> list[Trajectory]:
+    return [
+        trajectory
+        for rollout, credit in zip(group.rollouts, credited, strict=True)
+        for trajectory in build_trajectories(rollout, credit.advantages_T * weight, credit.trained_T)
+    ]
+
+
+def _staleness(groups: Sequence[Group], *, trained_version: int) -> Ids:
+    """[sampled tokens of all groups] how many versions the trainer was ahead of the one that sampled the token."""
+    versions = [
+        turn.versions
+        for group in groups
+        for rollout, own_T in zip(group.rollouts, own_turns(group.rollouts), strict=True)
+        for turn, own in zip(rollout.turns, own_T.tolist(), strict=True)
+        if own
+    ]
+    return (trained_version - np.concatenate([np.empty(0, np.int32), *versions])).astype(np.int32)

@@ -1,0 +1,93 @@
+"""The plan of a fault campaign: a function of its seed, with every kind in it, in order, within the run."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.faults.schedule import (
+    EMBEDDED,
+    LAST_SHARE,
+    LONGEST_DELAY_S,
+    MANNERS,
+    OFFLINE,
+    SERVED,
+    Extent,
+    Kind,
+    apportion,
+    plan,
+)
+
+THOUSAND = Extent(faults=1000, per_run=25, rollouts=104)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32), faults=st.integers(1, 120), per_run=st.integers(5, 30), server=st.booleans())
+def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: int, per_run: int, server: bool) -> None:
+    extent = Extent(faults=faults, per_run=per_run, rollouts=4 * per_run, server=server)
+    sorties = plan(seed, extent)
+    assert plan(seed, extent) == sorties
+    assert sorted(fault.number for sortie in sorties for fault in sortie.faults) == list(range(faults))
+    for sortie in sorties:
+        due = [fault.at for fault in sortie.faults]
+        assert len(due) <= per_run
+        assert due == sorted(due)
+        assert sortie.served == (server and sortie.number % 2 == 1)
+        for fault in sortie.faults:
+            assert fault.kind not in (EMBEDDED if sortie.served else SERVED)
+            shortest_s, longest_s = MANNERS[fault.kind].hold_s
+            assert 0 <= fault.at <= LAST_SHARE * extent.rollouts
+            assert shortest_s <= fault.hold_s <= longest_s
+            assert 0 <= fault.delay_s <= LONGEST_DELAY_S
+            assert 0 <= fault.pick < 1
+
+
+def test_every_kind_has_a_manner_and_comes_in_a_campaign_of_fifty() -> None:
+    assert set(MANNERS) == set(Kind)
+    fifty = Extent(faults=50, per_run=25, rollouts=104, server=True)
+    assert {fault.kind for sortie in plan(0, fifty) for fault in sortie.faults} == set(Kind)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 300), st.sets(st.sampled_from(Kind), min_size=1).map(frozenset))
+def test_as_many_are_apportioned_as_were_asked_for(faults: int, kinds: frozenset[Kind]) -> None:
+    apportioned = apportion(faults, kinds)
+    assert len(apportioned) == faults
+    assert len(set(apportioned)) == min(faults, len(kinds))
+    assert set(apportioned) <= kinds
+
+
+def test_few_faults_are_the_likeliest_ones() -> None:
+    assert apportion(1) == [max(MANNERS, key=lambda kind: MANNERS[kind].share)]
+
+
+def test_shares_are_kept() -> None:
+    given_ = Counter(apportion(1000))
+    whole = sum(manner.share for manner in MANNERS.values())
+    assert all(abs(given_[kind] - 1000 * manner.share / whole) <= 1 for kind, manner in MANNERS.items())
+
+
+def test_seeds_differ() -> None:
+    assert plan(1, THOUSAND) != plan(2, THOUSAND)
+
+
+def test_files_are_damaged_while_the_run_is_down_anyway() -> None:
+    shared = 0
+    for sortie in plan(0, THOUSAND):
+        kills = [fault.at for fault in sortie.faults if fault.kind is Kind.KILL_SUPERVISOR]
+        damages = [fault for fault in sortie.faults if fault.kind in OFFLINE]
+        assert len({fault.at for fault in damages}) <= 1
+        if kills and damages:
+            shared += 1
+            assert damages[0].at in kills
+            first = sortie.faults.index(damages[0])
+            assert sortie.faults[first - 1].kind is Kind.KILL_SUPERVISOR
+            assert sortie.faults[first : first + len(damages)] == tuple(damages)
+    assert shared > 0
+
+
+@pytest.mark.parametrize("extent", [Extent(faults=0, per_run=1, rollouts=9), Extent(faults=9, per_run=9, rollouts=9)])
+def test_a_plan_that_does_not_fit_is_refused(extent: Extent) -> None:
+    with pytest.raises(ValueError, match="no campaign"):
+        plan(0, extent)

@@ -1,0 +1,123 @@
+"""The worlds in which TRL's rollouts live in `bench loop`: étude's sandboxes, tools and hidden tests."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench.loop.contestants import CONTESTANTS, TRL, LoopOptions, loop_options, recipe
+from bench.loop.trl import Worlds, run_trl
+from bench.trl_environment import trl_python
+from etude.errors import InfrastructureError
+from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
+from etude.models.decoder import Decoder
+from etude.run.folder import RunFolder
+from etude.run.numerics import published_state
+from etude.run.publishing import WeightPublishing
+from etude.run.weight_log import open_log
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.telemetry.log import EventLog
+from etude.tokens.chat import ChatTemplate
+from etude.types import Case, FunctionChecks, Json, Split, Task
+from etude.weights.pull import pull
+
+CHECKS = FunctionChecks(
+    path="lib.py",
+    function="add",
+    visible=(Case(arguments=(1, 2), expected=3),),
+    hidden=(Case(arguments=(2, 2), expected=4), Case(arguments=(5, 1), expected=6)),
+)
+TASK = Task(
+    task_id="t",
+    family="bugfix",
+    template="add",
+    split=Split.TRAIN,
+    prompt="fix add in lib.py",
+    files={"lib.py": "def add(a, b):\n    return a - b"},
+    checks=CHECKS,
+)
+REPAIR = "edit lib.py 2\n    return a + b"
+
+
+async def ask(worlds: Worlds, **question: Json) -> dict[str, Json]:
+    return await worlds.answer(question)
+
+
+async def act(worlds: Worlds, call: str) -> str:
+    return str((await ask(worlds, verb="act", world=0, call=call))["observation"])
+
+
+async def grade(worlds: Worlds, *replies: tuple[int, str, bool]) -> Json:
+    return (await ask(worlds, verb="grade", replies=[list(reply) for reply in replies]))["rewards"]
+
+
+async def opened() -> AsyncIterator[Worlds]:
+    sandboxes = LocalSandboxes(workers=1)
+    try:
+        yield Worlds(tasks=[TASK], sandboxes=sandboxes)
+    finally:
+        await sandboxes.close()
+
+
+async def play() -> None:
+    async for worlds in opened():
+        for world in (0, 1):
+            await ask(worlds, verb="reset", world=world, task=0)
+        assert (await act(worlds, "test")).startswith("FAIL add(1, 2) = -1 want 3")
+        assert await act(worlds, REPAIR) == "ok"
+        assert await act(worlds, "test") == "PASS"
+        assert await act(worlds, "nonsense") == "bad call"
+        assert await grade(worlds, (0, "submit", True), (1, "submit", True)) == [1.0, 0.0]
+        assert await grade(worlds, (0, "test", True)) == [0.0], "not submitted"
+        assert await grade(worlds, (0, "submit", False)) == [0.0], "cut before it ended"
+        await ask(worlds, verb="reset", world=0, task=0)
+        assert await grade(worlds, (0, "submit", True)) == [0.0], "a fresh world is broken again"
+
+
+def test_worlds_are_worked_in_and_graded_as_those_of_our_own_rollouts() -> None:
+    asyncio.run(play())
+
+
+def test_a_question_that_nobody_answers_is_an_error() -> None:
+    async def unknown() -> None:
+        async for worlds in opened():
+            await ask(worlds, verb="fly")
+
+    with pytest.raises(InfrastructureError, match="asks for 'fly'"):
+        asyncio.run(unknown())
+
+
+def start(path: Path, options: LoopOptions) -> RunFolder:
+    """A run folder with a model that knows nothing, as version 0."""
+    config = recipe(CONTESTANTS[0], options)
+    folder = RunFolder.create(path, config)
+    chat = ChatTemplate.train(["read lib.py", "submit", *"abcdefgh"], config.model.vocab_size)
+    spec = spec_from_config(config.model, chat.vocab_size)
+    model = Decoder(spec)
+    model.initialise(0)
+    save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)
+    chat.save(folder.model)
+    with (
+        EventLog(folder.events, "midtrain") as events,
+        WeightPublishing(open_log(folder), config.name, events) as publishing,
+    ):
+        publishing.start(published_state(model, config.numerics), 0)
+        publishing.land()
+    return folder
+
+
+@pytest.mark.skipif(not os.environ.get("ETUDE_LONG"), reason="ETUDE_LONG=1: TRL takes a minute to take two steps")
+def test_trl_trains_our_model_in_our_worlds(tmp_path: Path) -> None:
+    try:
+        trl_python()
+    except InfrastructureError as error:
+        pytest.skip(str(error))
+    options = loop_options((TRL,), quick=True)
+    found = run_trl(options.chosen[0], options, start(tmp_path / "start", options), tmp_path / TRL)
+    assert found.missing is None
+    assert (found.steps, found.rollouts) == (2, 32)
+    assert [(mark.version, mark.step) for mark in found.marks] == [(1, 2)]
+    assert found.folder is not None and pull(open_log(found.folder), 1).version == 1
+    assert sum(found.phases.values()) == pytest.approx(1.0, abs=0.05)

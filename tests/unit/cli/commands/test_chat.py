@@ -1,0 +1,84 @@
+"""``etude chat``: what is printed, and which commands are obeyed."""
+
+import io
+from collections.abc import Iterator
+
+import pytest
+
+from etude.cli.commands.chat import Chat, Line, Talk
+from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
+from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.tokens.chat import ChatTemplate
+from etude.types import Json
+from gateways import gateway_in_a_thread
+
+SECRET = "a product's key"
+TEMPLATE = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
+
+
+class GrowingEngine(FakeEngine):
+    """Says `return`, and has new weights after every second token."""
+
+    def _draws(self, prompt_ids: object, params: object) -> Iterator[int]:
+        for index, letter in enumerate("return"):
+            self.version = index // 2
+            yield TEMPLATE.encode(letter)[0]
+        yield TEMPLATE.end_id
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Where a gateway answers, in a thread of its own."""
+    keys = (Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),)
+    engine = GrowingEngine(SystemClock(), vocab_size=300, max_length=64)
+    with gateway_in_a_thread(TEMPLATE, engine, keys, 64) as url:
+        yield url
+
+
+def test_a_reply_is_printed_with_the_weights_that_said_it(url: str) -> None:
+    out = io.StringIO()
+    assert Chat(f"{url}/v1/", SECRET, out=out).ask("go")
+    assert out.getvalue() == "re ‹v1› tu ‹v2› rn  [v0 → v1 → v2]\n"
+
+
+def test_a_failed_reply_is_told_and_the_conversation_goes_on(url: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    chat = Chat(url, SECRET, out=out, err=err)
+    assert not chat.ask("x" * 99)
+    assert "context" in err.getvalue()
+    assert chat.ask("go")
+    assert not Chat(url, "wrong", out=out, err=err).ask("go")
+    assert "401" in err.getvalue()
+    assert not Chat("http://127.0.0.1:9", SECRET, out=out, err=err).ask("go")
+    assert "no answer from" in err.getvalue()
+
+
+def test_commands_are_obeyed(url: str) -> None:
+    out = io.StringIO()
+    chat = Chat(url, SECRET, out=out)
+    assert chat.obey("/system be brief")
+    assert chat.obey("go")
+    assert chat.obey("/new")
+    assert chat.obey("/what")
+    assert "/quit" in out.getvalue()
+    assert not chat.obey("/quit")
+
+
+def test_instructions_outlive_what_was_said() -> None:
+    talk = Talk()
+    talk.reset("be brief")
+    talk.add("user", "go")
+    talk.reset()
+    assert talk.messages == [{"role": "system", "content": "be brief"}]
+    talk.reset("be kind")
+    assert talk.messages == [{"role": "system", "content": "be kind"}]
+
+
+def test_thoughts_are_printed_too() -> None:
+    out = io.StringIO()
+    line = Line(out, colour=False)
+    choice: Json = {"delta": {"reasoning_content": "hm", "content": None}}
+    line.take({"system_fingerprint": "v3", "choices": [choice]})
+    line.end()
+    assert out.getvalue() == "hm  [v3]\n"

@@ -1,0 +1,136 @@
+"""`etude show`: the right view for what was asked, mistakes named, JSON for programs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.cli.commands.show import parse_comparison
+from etude.cli.main import main
+from etude.config.loading import default_recipe
+from etude.errors import ConfigError
+from etude.ledger.ledger import TRAIN, Ledger
+from etude.run.folder import RunFolder
+from etude.tokens.chat import ChatTemplate
+from ledgers import rollout, task
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two groups of two."""
+    folder = RunFolder.create(tmp_path_factory.mktemp("showing") / "run", default_recipe())
+    ChatTemplate.train(["read f"], 300).save(folder.model)
+    with Ledger.open(folder.ledger) as ledger:
+        for group in range(2):
+            ledger.admit_group(task(group), TRAIN, 2, 0)
+            for slot in range(2):
+                ledger.record(rollout(group, slot, reward=float(slot), name=f"{group}{slot}" * 8), TRAIN)
+    return folder.path
+
+
+def shown(run: Path, capsys: pytest.CaptureFixture[str], *options: object) -> str:
+    assert main(["show", str(run), *map(str, options)]) == 0
+    return capsys.readouterr().out
+
+
+def lines(run: Path, capsys: pytest.CaptureFixture[str], *options: object) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in shown(run, capsys, *options, "--json").splitlines()]
+
+
+def test_nothing_asked_is_an_overview(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys)
+    assert "0 of 100 steps committed" in text
+    assert f"etude show {run} with" in text
+    assert "  --group 1 " in text
+    (told,) = lines(run, capsys)
+    assert told["purposes"][0]["outcomes"] == {"graded": 4, "failed": 0, "dropped": 0, "quarantined": 0}
+
+
+def test_before_training_there_is_something_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    with Ledger.open(folder.ledger) as ledger:
+        ledger.admit_group(task(0), "before-greedy", 1, 0)
+        ledger.record(rollout(0, 0, reward=None), "before-greedy")
+    text = shown(folder.path, capsys)
+    assert "--limit 20 --purpose before-greedy" in text
+    assert "--group 0 --purpose before-greedy" in text
+
+
+def test_filters_make_a_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "2 of 4" in shown(run, capsys, "--limit", 2)
+    found = lines(run, capsys, "--reward", ">0.5", "--sort", "tokens")
+    assert [rollout["rollout_id"][:2] for rollout in found] == ["11", "01"]
+    assert found[0]["traits"]["turns"] == 1
+    assert "no rollout is like that" in shown(run, capsys, "--reason", "never")
+    assert "4 rollouts" in shown(run, capsys, "--purpose", "train")
+
+
+def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys, "--group", 1)
+    assert text.count("━━ rollout") == 2
+    assert text.count("turn 0 ·") == 2
+    assert "2 compared" in text
+    assert shown(run, capsys, "--group", 1, "--slot", 0).count("━━ rollout") == 1
+    (told,) = lines(run, capsys, "--rollout", "01")
+    assert (told["group"], told["slot"], told["turns"][0]["advantage"]) == (0, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--reward", "high"], "--reward 'high': expected a comparison"),
+        (["--reward", ">=much"], "--reward '>=much'"),
+        (["--group", "0", "--limit", "3"], "--limit would have no effect"),
+        (["--group", "0", "--has-hint"], "--has-hint would have no effect"),
+        (["--rollout", "01", "--slot", "0"], "--rollout says which"),
+        (["--tokens"], "--tokens needs --group N or --rollout ID"),
+        (["--slot", "1"], "--slot needs --group N"),
+        (["--limit", "0"], "--limit 0: expected 1 or more"),
+        (["--purpose", "tarin"], "no rollouts of --purpose 'tarin'; choose another --purpose: train"),
+        (["--version", "99"], "--version 99: tokens of its rollouts are of versions 1 to 1"),
+        (["--group", "9"], "no group 9"),
+        (["--group", "0", "--purpose", "x"], "its purposes are train, choose with --purpose"),
+        (["--group", "0", "--slot", "9"], "slot 9 has ended"),
+        (["--rollout", "zz"], "has no rollout 'zz'"),
+        (["--rollout", "0"], "begins several ids"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_value(
+    run: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    assert main(["show", str(run), *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_run_that_may_only_be_read_is_read(run: Path) -> None:
+    within = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []  # root may write anywhere
+    log, places = run / "ledger.db-wal", run / "ledger.db-shm"
+    for file in (log, places):
+        file.unlink(missing_ok=True)  # readers that may write leave them behind
+
+    def asked() -> subprocess.CompletedProcess[str]:
+        command = [*within, sys.executable, "-m", "etude", "show", str(run)]
+        run.chmod(0o500)
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+        finally:
+            run.chmod(0o700)
+
+    assert "of 100 steps committed" in asked().stdout
+    log.write_bytes(b"what was written last")
+    assert "look into a copy of the folder" in asked().stderr
+    log.unlink()
+
+
+def test_comparisons_are_read_as_they_are_meant() -> None:
+    told = [parse_comparison(text) for text in (">=0.5", "< 0", " =1", "!=-1e-3", ">1", "<=.5")]
+    assert told == [(">=", 0.5), ("<", 0.0), ("=", 1.0), ("!=", -0.001), (">", 1.0), ("<=", 0.5)]
+    for wrong in ("0.5", ">=", "=>1", "", ">1 2"):
+        with pytest.raises(ConfigError, match="expected a comparison"):
+            parse_comparison(wrong)

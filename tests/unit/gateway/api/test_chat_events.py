@@ -1,0 +1,234 @@
+"""OpenAI's chat completions: answers, whole and as events, as its own SDK reads them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageFunctionToolCall
+
+from etude.gateway.api.calls import Answer, Ending, Refusal, Reply
+from etude.gateway.api.chat import parse
+from etude.protocols import Piece
+from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
+from etude.types import Finish, Json, Turn
+
+QUESTION: list[Json] = [{"role": "user", "content": "go"}]
+CALLS = (
+    ToolCall(call_id="call_0", name="bash", arguments='{"command": "ls"}'),
+    ToolCall(call_id="call_1", name="read", arguments="{}"),
+)
+PIECES = 4
+
+
+def body_of(messages: Json = QUESTION, **fields: Json) -> bytes:
+    return orjson.dumps({"messages": messages, **fields})
+
+
+def turn(tokens: int = 8, version: int = 12) -> Turn:
+    return Turn(
+        prompt_ids=np.arange(100, 105, dtype=np.int32),
+        completion_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        versions=np.array([version] * (tokens - 1) + [version + 1], np.int32),
+        finish=Finish.STOP,
+    )
+
+
+def answer_of(*messages: Message, ending: Ending = Ending.STOP, stop_text: str | None = None) -> Answer:
+    replies = [Reply(message=message, ending=ending, stop_text=stop_text, turn=turn()) for message in messages]
+    return Answer(answer_id="0" * 24, created=1_700_000_000, model="policy", replies=tuple(replies), reused_tokens=3)
+
+
+def said(content: str = "done", thinking: str = "", calls: tuple[ToolCall, ...] = ()) -> Message:
+    return Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
+
+
+def deltas_of(message: Message) -> list[Delta]:
+    """A message in small pieces, as a reader gives it."""
+    deltas: list[Delta] = [ThinkingDelta(letter) for letter in message.thinking]
+    deltas += [TextDelta(letter) for letter in message.content]
+    for index, call in enumerate(message.tool_calls):
+        deltas.append(CallDelta(index, call_id=call.call_id, name=call.name))
+        deltas += [CallDelta(index, arguments=letter) for letter in call.arguments]
+    return deltas
+
+
+def thinking_of(extra: dict[str, object] | None) -> object:
+    return (extra or {}).get("reasoning_content")
+
+
+def calls_of(calls: Sequence[object] | None) -> list[ToolCall]:
+    """What the SDK's types say of tool calls."""
+    found = []
+    for call in calls or ():
+        assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+        found.append(ToolCall(call_id=call.id, name=call.function.name, arguments=call.function.arguments))
+    return found
+
+
+def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) -> list[dict[str, Json]]:
+    """The chunks of an answer whose replies come in four pieces; two tokens each."""
+    events = parse(body).events()
+    data = events.opening(answer.answer_id, answer.created)
+    for index, reply in enumerate(answer.replies):
+        deltas, cuts = deltas_of(reply.message), [0, *split, 10**9]
+        for number in range(PIECES):
+            tokens = slice(2 * number, 2 * number + 2)
+            piece = Piece(
+                token_ids=reply.turn.completion_ids[tokens],
+                logprobs=reply.turn.logprobs[tokens],
+                versions=reply.turn.versions[tokens],
+            )
+            data += events.delta(index, deltas[cuts[number] : cuts[number + 1]], piece)
+    data += events.closing(answer)
+    lines = data.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert all(line.startswith("data: ") for line in lines[:-1])
+    return [orjson.loads(line[6:]) for line in lines[:-2]]
+
+
+def test_the_body_is_openais() -> None:
+    body = parse(body_of(model="gpt-9")).body(answer_of(said()))
+    assert orjson.loads(body) == {
+        "id": "chatcmpl-" + "0" * 24,
+        "object": "chat.completion",
+        "created": 1_700_000_000,
+        "model": "gpt-9",
+        "system_fingerprint": "v12-v13",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "done", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 8,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+    assert ChatCompletion.model_validate_json(body).choices[0].message.content == "done"
+
+
+def test_tool_calls_and_thinking_reach_the_sdk() -> None:
+    body = parse(body_of()).body(answer_of(said("", "hm", CALLS), ending=Ending.TOOL_CALLS))
+    choice = ChatCompletion.model_validate_json(body).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert [call.id for call in choice.message.tool_calls or ()] == ["call_0", "call_1"]
+    assert (choice.message.model_extra or {})["reasoning_content"] == "hm"
+    again: list[Json] = [*QUESTION, choice.message.model_dump(mode="json")]
+    assert parse(body_of(again)).call.messages[1] == said("", "hm", CALLS)
+
+
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [(Ending.STOP, "stop"), (Ending.STOP_TEXT, "stop"), (Ending.LENGTH, "length"), (Ending.TOOL_CALLS, "tool_calls")],
+)
+def test_every_ending_has_a_reason(ending: Ending, reason: str) -> None:
+    stop = "END" if ending is Ending.STOP_TEXT else None
+    answer = answer_of(said(), ending=ending, stop_text=stop)
+    choice = orjson.loads(parse(body_of()).body(answer))["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    last = stream_of(body_of(stream=True), answer)[-1]["choices"]
+    assert isinstance(last, list)
+    assert last == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": reason, "stop_reason": stop}]
+
+
+def test_a_user_can_check_what_is_captured() -> None:
+    data = orjson.loads(parse(body_of(return_token_ids=True, logprobs=True)).body(answer_of(said())))
+    assert data["prompt_token_ids"] == [100, 101, 102, 103, 104]
+    choice = data["choices"][0]
+    assert choice["token_ids"] == [0, 1, 2, 3, 4, 5, 6, 7]
+    entry = {"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    assert (len(choice["logprobs"]["content"]), choice["logprobs"]["content"][7]) == (8, entry)
+    assert ChatCompletion.model_validate(data).choices[0].logprobs is not None
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_usage() -> None:
+    body = body_of(stream=True, stream_options={"include_usage": True})
+    first, *_, last, usage = stream_of(body, answer_of(said("abcdefghijklmnop")))
+    assert first == {
+        "id": "chatcmpl-" + "0" * 24,
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "policy",
+        "usage": None,
+        "system_fingerprint": None,
+        "choices": [
+            {
+                "index": 0,
+                "delta": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        ],
+    }
+    assert (last["usage"], last["system_fingerprint"]) == (None, "v12-v13")
+    assert usage["choices"] == []
+    assert usage["usage"] == orjson.loads(parse(body_of()).body(answer_of(said())))["usage"]
+
+
+def test_a_stream_says_which_weights_said_what() -> None:
+    chunks = stream_of(body_of(stream=True), answer_of(said("abcdefghijklmnop")))
+    assert [chunk["system_fingerprint"] for chunk in chunks] == [None, "v12", "v12", "v12", "v12-v13", "v12-v13"]
+
+
+def test_tokens_without_text_are_shown_to_those_who_count_them() -> None:
+    answer = answer_of(said(""))
+    assert len(stream_of(body_of(stream=True), answer)) == 2
+    chunks = stream_of(body_of(stream=True, return_token_ids=True, logprobs=True), answer)
+    choices = [choice for chunk in chunks if isinstance(chunk["choices"], list) for choice in chunk["choices"]]
+    ids = [choice["token_ids"] for choice in choices if isinstance(choice, dict) and "token_ids" in choice]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert chunks[-1]["prompt_token_ids"] == [100, 101, 102, 103, 104]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_reply_has_its_index_in_the_stream(count: int) -> None:
+    answer = answer_of(*[said(f"reply {index}") for index in range(count)])
+    chunks = stream_of(body_of(stream=True, n=count), answer)
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    final = state.get_final_completion()
+    assert [choice.message.content for choice in final.choices] == [f"reply {index}" for index in range(count)]
+
+
+@given(
+    message=st.builds(
+        said,
+        st.text(st.characters(codec="utf-8"), max_size=12),
+        st.text(st.characters(codec="utf-8"), max_size=4),
+        st.sampled_from([(), CALLS[:1], CALLS]),
+    ),
+    split=st.lists(st.integers(0, 60), min_size=3, max_size=3).map(sorted),
+    logprobs=st.booleans(),
+)
+def test_the_sdk_adds_a_stream_up_to_the_body(message: Message, split: list[int], logprobs: bool) -> None:
+    answer = answer_of(message, ending=Ending.TOOL_CALLS if message.tool_calls else Ending.STOP)
+    asked = body_of(stream=True, logprobs=logprobs, stream_options={"include_usage": True})
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for chunk in stream_of(asked, answer, split):
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    streamed = state.get_final_completion()
+    whole = ChatCompletion.model_validate_json(parse(asked).body(answer))
+    one, two = streamed.choices[0], whole.choices[0]
+    assert (one.message.content or "") == (two.message.content or "")
+    assert thinking_of(one.message.model_extra) == thinking_of(two.message.model_extra)
+    assert calls_of(one.message.tool_calls) == calls_of(two.message.tool_calls) == list(message.tool_calls)
+    assert (one.finish_reason, one.logprobs) == (two.finish_reason, two.logprobs)
+    assert (streamed.usage, streamed.id, streamed.system_fingerprint) == (whole.usage, whole.id, "v12-v13")
+
+
+def test_a_failure_in_a_stream_is_an_error_event() -> None:
+    event = parse(body_of(stream=True)).events().failure(Refusal(503, "engine_unavailable", "gone"))
+    assert orjson.loads(event[6:])["error"]["type"] == "server_error"

@@ -1,0 +1,76 @@
+"""Grading in a sandbox of its own: only the file asked for counts, whatever else an agent left behind."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.rewards.graders.fresh_sandbox import FreshGrader
+from etude.rewards.graders.functions import HiddenTests
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.types import Case, FunctionChecks, Split, Task
+
+RIGHT = "def half(n):\n    return n // 2\n"
+TASK = Task(
+    task_id="t",
+    family="bugfix",
+    template="half",
+    split=Split.TRAIN,
+    prompt="fix half in a.py",
+    files={},
+    checks=FunctionChecks(
+        path="a.py", function="half", visible=(), hidden=tuple(Case(arguments=(n,), expected=n // 2) for n in (2, 7))
+    ),
+)
+
+
+def grade(files: Mapping[str, str], plant: str = "") -> Reward:
+    """The reward of what an agent left, after a program of its own ran."""
+
+    async def act() -> Reward:
+        provider = LocalSandboxes(1)
+        try:
+            sandbox: Sandbox = await provider.create(files)
+            if plant:
+                assert (await sandbox.exec(["python", "-c", plant])).exit_code == 0
+            result = HarnessResult(reason="submit", counts={})
+            return await FreshGrader(HiddenTests(timeout_s=10), provider).grade(TASK, sandbox, result)
+        finally:
+            await provider.close()
+
+    return asyncio.run(act())
+
+
+def test_a_right_file_is_rewarded() -> None:
+    assert grade({"a.py": RIGHT}).value == 1.0
+
+
+def test_a_file_that_is_gone_or_no_file_is_not() -> None:
+    assert grade({}).value == 0.0
+    assert grade({}, plant="import os; os.mkdir('a.py')").value == 0.0
+    assert grade({"b.py": RIGHT}, plant="import os; os.symlink('b.py', 'a.py')").value == 0.0
+
+
+def test_modules_that_were_planted_are_not_there() -> None:
+    """They would be imported before the standard library's."""
+    cheat = "from planted import half\n"
+    assert grade({"a.py": cheat, "planted.py": RIGHT}).value == 0.0
+
+
+def test_the_fresh_sandbox_is_closed(tmp_path: Path) -> None:
+    async def act() -> list[str]:
+        provider = LocalSandboxes(1, tmp_path)
+        try:
+            sandbox = await provider.create({"a.py": RIGHT})
+            result = HarnessResult(reason="submit", counts={})
+            await FreshGrader(HiddenTests(timeout_s=10), provider).grade(TASK, sandbox, result)
+            return [folder.name for folder in folders_in(tmp_path)]
+        finally:
+            await provider.close()
+
+    assert asyncio.run(act()) == ["000001"]
+
+
+def folders_in(scratch: Path) -> list[Path]:
+    """The sandboxes that a provider has on disk."""
+    return list(scratch.glob("*/*"))

@@ -1,0 +1,76 @@
+"""What is a vote and what is not."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.rewards.judge.verdicts import LONGEST_REASON, LONGEST_REPLY, Fault, Vote, read_vote
+from judges import GIVEN, style_rubric
+
+GOOD = {"reason": "clear", "score": 4, "aspect": "style", "nonce": GIVEN}
+
+
+def read(reply: str) -> Vote | Fault:
+    return read_vote(reply, style_rubric(), GIVEN)
+
+
+def changed(**changes: object) -> str:
+    return json.dumps(GOOD | changes)
+
+
+def test_a_verdict_is_a_vote_bare_or_in_one_block_of_code() -> None:
+    vote = Vote(score=4, reason="clear")
+    assert read(changed()) == vote
+    assert read(f"\n  {changed()}\n") == vote
+    assert read(f"```json\n{changed()}\n```") == vote
+    assert read(f"```\n{changed()}\n```") == vote
+    assert read(f"<think>\nscore 5? no: {{}}\n</think>\n\n{changed()}") == vote
+    assert read(changed(score=None)) == Vote(score=None, reason="clear")
+
+
+@pytest.mark.parametrize(
+    ("reply", "fault"),
+    [
+        ("", Fault.NOT_JSON),
+        ("4", Fault.NOT_JSON),
+        ("<think>" + changed(), Fault.NOT_JSON),
+        ("<think></think>" + changed() + "<think></think>", Fault.NOT_JSON),
+        ("[]", Fault.NOT_JSON),
+        ("Score: 4", Fault.NOT_JSON),
+        (changed() + changed(), Fault.NOT_JSON),
+        ("Here it is: " + changed(), Fault.NOT_JSON),
+        (changed()[:-1], Fault.NOT_JSON),
+        ('{"score": 5, ' + changed()[1:], Fault.NOT_JSON),
+        (changed(score=float("nan")), Fault.NOT_JSON),
+        ("[" * 10_000, Fault.NOT_JSON),
+        ('{"a":' * 3_000, Fault.NOT_JSON),
+        (changed(extra=1), Fault.WRONG_KEYS),
+        (json.dumps({"score": 4}), Fault.WRONG_KEYS),
+        (changed(reason=7), Fault.WRONG_KEYS),
+        (changed(nonce=""), Fault.WRONG_NONCE),
+        (changed(nonce=GIVEN.upper()), Fault.WRONG_NONCE),
+        (changed(aspect="factuality"), Fault.WRONG_ASPECT),
+        (changed(score=0), Fault.OFF_SCALE),
+        (changed(score=6), Fault.OFF_SCALE),
+        (changed(score=4.0), Fault.OFF_SCALE),
+        (changed(score=True), Fault.OFF_SCALE),
+        (changed(score="4"), Fault.OFF_SCALE),
+        (changed(score=[5]), Fault.OFF_SCALE),
+        (" " * (LONGEST_REPLY + 1), Fault.TOO_LONG),
+    ],
+)
+def test_anything_else_is_a_fault_with_a_name(reply: str, fault: Fault) -> None:
+    assert read(reply) is fault
+
+
+@given(st.text())
+def test_no_text_is_more_than_a_fault(text: str) -> None:
+    assert isinstance(read(text), Fault)
+
+
+def test_a_long_reason_is_cut() -> None:
+    vote = read(changed(reason="x" * (LONGEST_REASON + 1)))
+    assert isinstance(vote, Vote)
+    assert len(vote.reason) == LONGEST_REASON

@@ -1,0 +1,42 @@
+"""Slips are found in the words of any chat format, though each writes other things around them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from chat_formats import FAMILIES, every_format
+from etude.harnesses import tools
+from etude.rewards.shaping.hints import TOOL_RULES, ruled
+from etude.rewards.shaping.malformed_calls import slip_rewards
+from etude.run.detokenize import turn_reader
+from etude.tokens.messages import ChatFormat, Message
+from etude.types import Turn
+from records import make_turn
+
+SAID = ("open f.py", "read f.py", "edit f.py 9\nx", "submit")
+ANSWERED = (tools.BAD_CALL, "1 bad call", tools.BAD_EDIT)
+
+
+@pytest.fixture(scope="module")
+def formats() -> dict[str, ChatFormat]:
+    return every_format()
+
+
+def session(chat: ChatFormat) -> Iterator[Turn]:
+    """A conversation that grows by what was sampled and what came back."""
+    context = chat.open([Message(role="user", content="fix f in f.py")])
+    for said, answered in zip(SAID, (*ANSWERED, ""), strict=True):
+        sampled = [*chat.encode(said), chat.stop_ids[0]]
+        yield make_turn(context, sampled)
+        reply = Message(role="assistant", content=said)
+        context = [*context, *sampled, *chat.extend(reply, [Message(role="user", content=answered)])]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "ours"])
+def test_calls_that_were_turned_away_are_found_in_every_format(formats: dict[str, ChatFormat], family: str) -> None:
+    chat = formats[family]
+    spoken = turn_reader(chat)(list(session(chat)))
+    assert [turn.said for turn in spoken] == list(SAID)
+    assert [turn.answered for turn in spoken] == [*ANSWERED, ""]
+    assert slip_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
+    assert [(hint.turn, hint.source) for hint in ruled(spoken, TOOL_RULES)] == [(0, "malformed call"), (2, "bad edit")]

@@ -1,0 +1,64 @@
+"""What a recipe leaves open is resolved once, where the run is made; every process reads the same, wherever it runs."""
+
+from pathlib import Path
+
+import pytest
+
+from etude.config.loading import load_recipe, parse_config
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.run import resolve as decisions
+from etude.run.folder import RunFolder
+from etude.run.processes import run_process
+from etude.run.resolve import check_devices, resolve, resolve_device
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Be a machine with another device than this one."""
+    monkeypatch.setattr(decisions, "resolve_device", lambda name: device if name == "auto" else name)
+
+
+def on(engine: str, trainer: str, **numerics: str) -> RunConfig:
+    return parse_config(
+        {"engine": {"device": engine}, "trainer": {"device": trainer}, "numerics": dict(numerics)}, source="test"
+    )
+
+
+@pytest.mark.parametrize(("here", "there"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_the_machine_that_makes_a_run_decides_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, there: str
+) -> None:
+    elsewhere(monkeypatch, here)
+    folder = RunFolder.create(tmp_path / "run", RunConfig())
+    told = load_recipe(folder.config_file)
+    assert (told.engine.device, told.trainer.device) == (here, here)
+    expected = ("invariant", "off") if here == "cpu" else ("fast", "completion")
+    assert (told.numerics.arithmetic, told.numerics.replay) == expected
+    elsewhere(monkeypatch, there)
+    assert RunFolder.open(tmp_path / "run").config() == told == folder.config()
+
+
+@pytest.mark.parametrize("here", ["cpu", "cuda"])
+def test_devices_that_a_recipe_names_decide_whatever_machine_makes_the_run(
+    monkeypatch: pytest.MonkeyPatch, here: str
+) -> None:
+    elsewhere(monkeypatch, here)
+    mixed = resolve(on("cpu", "cuda"))
+    assert (mixed.numerics.arithmetic, mixed.numerics.replay) == ("fast", "completion")
+    assert resolve(on("cpu", "cpu")).numerics.arithmetic == "invariant"
+    for config in (mixed, resolve(on("cpu", "cpu")), resolve(on("auto", "cpu", arithmetic="fast"))):
+        assert resolve(config) == config
+        assert "auto" not in {config.engine.device, config.trainer.device, *config.numerics.model_dump().values()}
+
+
+def test_a_process_whose_device_is_not_here_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch, "cpu")
+    folder = RunFolder.create(tmp_path / "run", on("cpu", "cuda"))
+    check_devices(folder.config(), ("engine",))
+    with pytest.raises(ConfigError, match=r"trainer.device = 'cuda', but torch .* its trainer belongs on a machine"):
+        run_process("train", folder)
+
+
+def test_a_machine_without_a_driver_is_not_asked_about_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "GPU_FILES", ())
+    assert resolve_device("auto") == "cpu" and resolve_device("cuda") == "cuda"

@@ -1,0 +1,76 @@
+"""Where a run's sandboxes come from."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.errors import ConfigError
+from etude.rollouts.fake import FakeSandboxes
+from etude.run.task_sandboxes import KEY_VARIABLE, PlainWorlds, TaskWorlds, base_store, image_store, open_provider
+from etude.sandbox_spec import World
+from etude.sandboxes.images.store import ImageStore
+from etude.types import Split, Task
+from records import CHECKS
+
+
+def task(world: World | None = None) -> Task:
+    return Task(
+        task_id="t",
+        family="f",
+        template="t",
+        split=Split.TRAIN,
+        prompt="",
+        files={"a.py": "x = 1"},
+        checks=CHECKS,
+        world=world,
+    )
+
+
+def test_a_plain_world_is_the_files() -> None:
+    async def act() -> str | None:
+        return await (await PlainWorlds(FakeSandboxes()).open(task())).read_file("a.py")
+
+    assert asyncio.run(act()) == "x = 1"
+
+
+def test_a_plain_world_is_no_machine() -> None:
+    with pytest.raises(ConfigError, match=r"sandboxes\.kind = 'ns'"):
+        asyncio.run(PlainWorlds(FakeSandboxes()).open(task(World(image="f00"))))
+
+
+def test_a_tasks_world_is_opened_and_closed_with_its_provider(tmp_path: Path) -> None:
+    provider = FakeSandboxes()
+
+    async def act() -> str | None:
+        worlds = TaskWorlds(provider, ImageStore(tmp_path))
+        text = await (await worlds.open(task(World()))).read_file("a.py")
+        assert len(provider) == 1
+        await worlds.close()
+        return text
+
+    assert asyncio.run(act()) == "x = 1"
+    assert len(provider) == 0
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="f00"):
+        asyncio.run(TaskWorlds(FakeSandboxes(), ImageStore(tmp_path)).open(task(World(image="f00"))))
+
+
+def test_images_lie_beside_tasks_where_there_are_any(tmp_path: Path) -> None:
+    config = SandboxConfig(kind="ns", images=str(tmp_path / "own"))
+    tasks = TaskConfig(family="repository", folder=str(tmp_path / "tasks"))
+    assert image_store(config, tasks).folder == base_store(config).folder == tmp_path / "own"
+    (tmp_path / "tasks" / "images").mkdir(parents=True)
+    assert image_store(config, tasks).folder == tmp_path / "tasks" / "images"
+
+
+def test_providers_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ImageStore(tmp_path)
+    with pytest.raises(ConfigError, match="use ns"):
+        open_provider(SandboxConfig(), store)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=KEY_VARIABLE):
+        open_provider(SandboxConfig(kind="remote", url="http://127.0.0.1:1"), store)

@@ -1,0 +1,216 @@
+"""The store of images: content addressing, errors, interrupted writers, disks."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError, DamagedError
+from etude.sandboxes.images.layers import AGENT, digest_tree, entries
+from etude.sandboxes.images.store import ImageStore, default_folder
+
+NAMES = st.text("abc.é ", min_size=1, max_size=4).filter(lambda name: name not in {".", ".."})
+FILES = st.dictionaries(NAMES, st.binary(max_size=20), max_size=5)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageStore:
+    return ImageStore(tmp_path / "store")
+
+
+def plant(folder: Path) -> Path:
+    """A tree with everything that a layer may hold."""
+    (folder / "work/inner").mkdir(parents=True)
+    (folder / "usr").mkdir(mode=0o755)
+    (folder / "usr/tool").write_text("#!/bin/sh\n")
+    (folder / "usr/tool").chmod(0o755)
+    (folder / "usr/link").symlink_to("../../etc/passwd")
+    (folder / "work/inner/a").write_bytes(b"a")
+    (folder / "work/inner").chmod(0o550)
+    return folder
+
+
+def test_a_layer_is_stored_once_under_its_content(store: ImageStore, tmp_path: Path) -> None:
+    first = store.add_layer(plant(tmp_path / "one"))
+    again = store.add_layer(plant(tmp_path / "two"))
+    assert first == again == digest_tree(store.layer(first))
+    layer = store.layer(first)
+    assert (layer / "usr/tool").stat().st_mode & 0o777 == 0o755
+    assert (layer / "usr/link").readlink() == Path("../../etc/passwd")
+    assert (layer / "work/inner").stat().st_mode & 0o777 == 0o550
+    assert [folder.name for folder in (store.folder / "layers").iterdir()] == [first]
+    assert list((store.folder / "incoming").iterdir()) == []
+
+
+@given(FILES, FILES)
+def test_digests_differ_exactly_where_trees_do(
+    tmp_path_factory: pytest.TempPathFactory, one: dict[str, bytes], two: dict[str, bytes]
+) -> None:
+    parent = tmp_path_factory.mktemp("trees")
+    for name, files in (("one", one), ("two", two)):
+        (parent / name).mkdir()
+        for file, data in files.items():
+            (parent / name / file).write_bytes(data)
+    assert (digest_tree(parent / "one") == digest_tree(parent / "two")) == (one == two)
+
+
+@pytest.mark.parametrize("change", ["content", "mode", "link", "owner", "name", "kind"])
+def test_every_change_gives_another_digest(tmp_path: Path, change: str) -> None:
+    if change == "owner" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    tree = plant(tmp_path / "tree")
+    before = digest_tree(tree)
+    match change:
+        case "content":
+            (tree / "usr/tool").write_text("#!/bin/sh \n")
+        case "mode":
+            (tree / "usr/tool").chmod(0o700)
+        case "link":
+            (tree / "usr/link").unlink()
+            (tree / "usr/link").symlink_to("elsewhere")
+        case "owner":
+            os.chown(tree / "usr/tool", AGENT, AGENT)
+        case "name":
+            (tree / "usr/tool").rename(tree / "usr/tools")
+        case _:
+            (tree / "usr/tool").unlink()
+            (tree / "usr/tool").mkdir(mode=0o755)
+    assert digest_tree(tree) != before
+
+
+def test_what_is_in_the_working_folder_is_the_agents(tmp_path: Path) -> None:
+    owners = {entry.path: entry.owner for entry in entries(plant(tmp_path / "tree"))}
+    assert owners == {
+        **dict.fromkeys(("work", "work/inner", "work/inner/a"), AGENT),
+        **dict.fromkeys(("usr", "usr/tool", "usr/link"), 0),
+    }
+
+
+def test_a_pipe_is_no_part_of_a_layer(store: ImageStore, tmp_path: Path) -> None:
+    tree = plant(tmp_path / "tree")
+    os.mkfifo(tree / "usr/pipe")
+    with pytest.raises(ValueError, match=r"'usr/pipe' is a socket, pipe or device"):
+        store.add_layer(tree)
+    assert list((store.folder / "incoming").iterdir()) == []
+
+
+def test_an_image_is_opened_by_digest_and_by_name(store: ImageStore, tmp_path: Path) -> None:
+    layer = store.add_layer(plant(tmp_path / "tree"))
+    image = store.add([layer], environment={"A": "1"}, workdir="/app", name="mine")
+    assert store.open("mine") == store.open(image.digest) == image
+    assert (image.layers, image.workdir, image.environment) == ((store.layer(layer),), "/app", {"A": "1"})
+    assert store.add([layer], environment={"A": "2"}).digest != image.digest
+    assert [stored.names for stored in store.images] == [("mine",), ()]
+    assert store.images[0].size_bytes == len("#!/bin/sh\n") + 1
+
+
+def test_a_name_moves_to_the_image_that_took_it_last(store: ImageStore) -> None:
+    store.add([], workdir="/one", name="mine")
+    store.add([], workdir="/two", name="mine")
+    assert store.open("mine").workdir == "/two"
+
+
+@pytest.mark.parametrize(
+    ("reference", "match"),
+    [("nobody", "no image is called 'nobody'"), ("0" * 64, "etude images build"), ("../x", "is no name")],
+)
+def test_a_missing_image_is_named_with_the_fix(store: ImageStore, reference: str, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        store.open(reference)
+
+
+def test_an_image_of_missing_parts_is_refused(store: ImageStore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are not in"):
+        store.add(["f" * 64])
+    with pytest.raises(ConfigError, match="etude images build debian"):
+        store.add([], base="debian")
+    image = store.add([store.add_layer(plant(tmp_path / "tree"))])
+    image.layers[0].rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="needs layers"):
+        store.open(image.digest)
+
+
+def test_a_changed_layer_is_damage(store: ImageStore, tmp_path: Path) -> None:
+    image = store.add([store.add_layer(plant(tmp_path / "tree"))])
+    store.verify(image)
+    (image.layers[0] / "usr/tool").write_text("#!/bin/bash\n")
+    with pytest.raises(DamagedError, match="was changed"):
+        store.verify(image)
+
+
+def test_removed_images_free_their_layers(store: ImageStore, tmp_path: Path) -> None:
+    layer = store.add_layer(plant(tmp_path / "tree"))
+    store.add([layer], name="mine")
+    assert store.collect() == 0
+    store.remove("mine")
+    assert store.collect() == 1
+    assert list((store.folder / "layers").iterdir()) == []
+    with pytest.raises(ConfigError, match="no image is called"):
+        store.remove("mine")
+
+
+def test_what_a_dead_writer_left_is_swept(store: ImageStore, tmp_path: Path) -> None:
+    left = plant(store.folder / "incoming/dead")
+    with store.incoming() as alive:
+        assert not left.exists()
+        store.add_layer(plant(tmp_path / "tree"))
+        assert alive.exists()
+
+
+def test_nobody_else_reaches_what_images_have_also_in_an_old_store(store: ImageStore, tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "lends").touch()
+    (tmp_path / "tree" / "lends").chmod(0o4755)
+    layer = store.layer(store.add_layer(tmp_path / "tree"))
+    assert (layer / "lends").stat().st_mode & 0o7777 == 0o4755
+    private = [store.folder / name for name in ("layers", "bases", "disks", "incoming")]
+    assert {folder.stat().st_mode & 0o777 for folder in private} == {0o700}
+    for folder in private:
+        folder.chmod(0o755)
+    ImageStore(store.folder)
+    assert {folder.stat().st_mode & 0o777 for folder in private} == {0o700}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+@pytest.mark.parametrize("name", ["layers", "incoming"])
+def test_root_reads_another_users_store_and_writes_nothing_that_the_user_could_run(
+    store: ImageStore, tmp_path: Path, name: str
+) -> None:
+    image = store.add([store.add_layer(plant(tmp_path / "tree"))])
+    (store.folder / name).chmod(0o755)
+    os.chown(store.folder / name, 12345, 12345)
+    assert ImageStore(store.folder).open(image.digest) == image
+    assert (store.folder / name).stat().st_mode & 0o777 == 0o700
+    with pytest.raises(ConfigError, match=f"{name} belongs to user 12345, .*: set ETUDE_IMAGES"):
+        store.add_layer(plant(tmp_path / "other"))
+
+
+def test_a_store_of_somebody_else_is_refused(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=f"layers belongs to user {os.getuid()}: set ETUDE_IMAGES"):
+        ImageStore(store.folder)
+
+
+def test_a_disk_has_the_layers_files_and_owners(store: ImageStore, tmp_path: Path) -> None:
+    if shutil.which("mksquashfs") is None:
+        pytest.skip("squashfs-tools are not installed")
+    layer = store.layer(store.add_layer(plant(tmp_path / "tree")))
+    disk = store.disk_image(layer)
+    assert store.disk_image(layer) == disk
+    listed = subprocess.run(["unsquashfs", "-lln", disk], capture_output=True, text=True, check=True).stdout
+    owners = {line.split()[-1]: line.split()[1] for line in listed.splitlines() if "inner/a" in line or "tool" in line}
+    assert owners == {"squashfs-root/work/inner/a": f"{AGENT}/{AGENT}", "squashfs-root/usr/tool": "0/0"}
+    outside = store.disk_image(plant(tmp_path / "outside"))
+    assert outside == disk
+
+
+def test_the_store_is_in_the_users_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_IMAGES", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "etude/images"
+    monkeypatch.setenv("ETUDE_IMAGES", str(tmp_path / "here"))
+    assert default_folder() == tmp_path / "here"

@@ -1,0 +1,70 @@
+"""Ways out of a sandbox: a name leads elsewhere or nowhere, an address that was allowed leads where it says."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from etude.sandboxes import egress
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "127.0.0.1", "127.9.8.7", "0.0.0.0", "::1", "::ffff:127.0.0.1", "169.254.169.254", "fe80::1%eth0"],
+)
+def test_what_is_inward(host: str) -> None:
+    assert egress.is_inward(host)
+
+
+@pytest.mark.parametrize("host", ["pypi.org", "10.0.0.7", "192.168.1.1", "8.8.8.8", "2001:db8::1", "localhost.example"])
+def test_what_is_not(host: str) -> None:
+    assert not egress.is_inward(host)
+
+
+def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Names lead to ``addresses``."""
+
+    async def found(_loop: object, _host: str, port: int, **_wishes: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", found)
+
+
+async def say_hello(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"hello")
+    writer.close()
+
+
+async def heard(host: str) -> bytes:
+    """What a server of this machine says to who reaches it as ``host``."""
+    async with await asyncio.start_server(say_hello, "127.0.0.1", 0) as server:
+        reader, writer = await egress.connect(host, server.sockets[0].getsockname()[1])
+        said = await reader.read()
+        writer.close()
+        return said
+
+
+def test_an_address_that_was_allowed_is_reached() -> None:
+    assert asyncio.run(heard("127.0.0.1")) == b"hello"
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1"], ["192.0.2.1", "169.254.169.254"]])
+def test_a_name_that_leads_inwards_is_not_followed(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
+    resolving(monkeypatch, *addresses)
+    with pytest.raises(OSError, match=f"rebound.example leads to {addresses[-1]}"):
+        asyncio.run(heard("rebound.example"))
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolving(monkeypatch, "192.0.2.1", "192.0.2.2")
+    asked: list[str] = []
+
+    async def refuse(host: str, *_: object, **__: object) -> None:
+        asked.append(host)
+        raise OSError(f"{host} refuses")
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse)
+    with pytest.raises(OSError, match=r"192\.0\.2\.2 refuses"):
+        asyncio.run(egress.connect("far.example", 80))
+    assert asked == ["192.0.2.1", "192.0.2.2"]

@@ -1,0 +1,67 @@
+"""Text files: every character is read once an epoch, files are held out whole."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError
+from etude.tasks.corpora.mixture import Side
+from etude.tasks.corpora.texts import PlainText, TextFiles
+from etude.tokens.chat import ChatTemplate
+from etude.types import Split
+
+CHAT = ChatTemplate.train(["some words to learn from"], 300)
+TEXT = PlainText(CHAT)
+TRAIN, HELDOUT = Side(seed=0, one_in=4), Side(split=Split.HELDOUT, seed=0, one_in=4)
+
+
+def read(files: TextFiles, epoch: int = 0) -> list[str]:
+    places = range(epoch * files.size, (epoch + 1) * files.size)
+    return [CHAT.decode(files.document(index).token_ids.tolist()) for index in places]
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=300), piece_bytes=st.integers(4, 40))
+def test_pieces_are_the_file_without_a_character_lost_or_cut(
+    tmp_path_factory: pytest.TempPathFactory, text: str, piece_bytes: int
+) -> None:
+    file = tmp_path_factory.mktemp("text") / "file.txt"
+    file.write_bytes(text.encode())
+    if not text:
+        return
+    pieces = read(TextFiles(file, TEXT, TRAIN, piece_bytes=piece_bytes))
+    assert sorted("".join(pieces)) == sorted(text)
+    assert all(piece in text for piece in pieces)
+
+
+def test_only_the_beginning_of_a_file_is_opened_as_a_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 100)
+    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, piece_bytes=64)
+    openings = [files.document(index).token_ids[0] == CHAT.document_id for index in range(2)]
+    assert sorted(openings) == [False, True]
+
+
+def test_files_are_held_out_whole(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number:04} " * 30)
+    sides = [set(" ".join(read(TextFiles(tmp_path, TEXT, side, piece_bytes=64))).split()) for side in (TRAIN, HELDOUT)]
+    numbers = [{word for word in words if len(word) == 4} for words in sides]
+    assert not numbers[0] & numbers[1]
+    assert len(numbers[0] | numbers[1]) == 40
+    assert numbers[1]
+
+
+def test_every_epoch_has_another_order(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{number:015}\n" for number in range(64)))
+    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, piece_bytes=64)
+    assert sorted(read(files)) == sorted(read(files, 1))
+    assert read(files) != read(files, 1)
+
+
+def test_a_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        TextFiles(tmp_path / "nothing", TEXT, TRAIN, piece_bytes=64)
+    with pytest.raises(ConfigError, match="no text file to train on"):
+        TextFiles(tmp_path, TEXT, TRAIN, piece_bytes=64)

@@ -1,0 +1,263 @@
+"""OpenEnv's environments, played over their own protocol: a real server, and one that misbehaves."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from etude.errors import ConfigError, SandboxError
+from etude.harnesses.completions import CompletionClient
+from etude.protocols import HarnessResult, Reward
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.tasks.openenv import HELDOUT_SEEDS, OpenEnvEnvironment, read_action
+from etude.types import Json, Split
+from scripted_model import ScriptedModel, serving
+
+PYTHON = os.environ.get("ETUDE_OPENENV_PYTHON", sys.executable if importlib.util.find_spec("openenv") else "")
+"""The Python that has the real package, if one does."""
+real = pytest.mark.skipif(not PYTHON, reason="openenv-core is not installed: set ETUDE_OPENENV_PYTHON")
+
+SERVER = '''
+import socket
+import uvicorn
+from openenv.core.env_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+
+class Guess(Action):
+    number: int
+
+
+class Hint(Observation):
+    hint: str
+
+
+class Guessing(Environment):
+    """Guess a number from 0 to 99."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self._secret, self._state = 0, State()
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self._secret, self._state = seed % 100, State(episode_id=episode_id)
+        return Hint(hint="guess", done=False, reward=None)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self._state.step_count += 1
+        if action.number == self._secret:
+            return Hint(hint="yes", done=True, reward=1.0)
+        return Hint(hint="higher" if action.number < self._secret else "lower", done=False, reward=-0.01)
+
+    @property
+    def state(self):
+        return self._state
+
+
+app = create_fastapi_app(Guessing, Guess, Hint)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+'''
+
+
+def bisect(messages: Sequence[dict[str, Json]]) -> str:
+    low, high, last = 0, 99, 49
+    for message in messages[1:]:
+        content = str(message["content"])
+        if message["role"] == "assistant":
+            last = json.loads(content)["number"]
+        elif "higher" in content:
+            low = last + 1
+        elif "lower" in content:
+            high = last - 1
+    return json.dumps({"number": (low + high) // 2})
+
+
+async def play(
+    url: str, model: ScriptedModel, scratch: Path, *, split: Split = Split.TRAIN, index: int = 7, max_steps: int = 20
+) -> tuple[HarnessResult, Reward]:
+    sandboxes = LocalSandboxes(scratch=scratch)
+    try:
+        async with aiohttp.ClientSession() as http, serving(model) as session:
+            client = CompletionClient(http, max_tokens=32, timeout_s=10)
+            environment = OpenEnvEnvironment(url, http, client, max_steps=max_steps, timeout_s=10)
+            await environment.open()
+            task = environment.task(split, index)
+            sandbox = await sandboxes.create(task.files)
+            result = await environment.run(task, session, sandbox, temperature=1.0)
+            return result, await environment.grade(task, sandbox, result)
+    finally:
+        await sandboxes.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("openenv")
+    (folder / "server.py").write_text(SERVER, encoding="utf-8")
+    with subprocess.Popen([PYTHON, "server.py"], cwd=folder, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+@real
+def test_a_real_server_is_played_to_its_end(server: str, tmp_path: Path) -> None:
+    model = ScriptedModel(bisect)
+    result, reward = asyncio.run(play(server, model, tmp_path))
+    assert result.reason == "submit"
+    assert reward.value == pytest.approx(1.0 - 0.01 * (result.counts["steps"] - 1))
+    assert "number" in str(model.requests[0]["messages"])
+
+
+@real
+def test_a_real_server_turns_down_what_is_no_action(server: str, tmp_path: Path) -> None:
+    result, reward = asyncio.run(play(server, ScriptedModel(lambda messages: '{"nummer": 1}'), tmp_path, max_steps=3))
+    assert (result.reason, dict(result.counts), reward.value) == ("turns", {"malformed": 3}, 0.0)
+
+
+# --- A server of recorded answers -----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def recorded(answer: Callable[[dict[str, Json]], Json]) -> AsyncIterator[str]:
+    async def connect(request: web.Request) -> web.WebSocketResponse:
+        ws = web.WebSocketResponse()
+        await ws.prepare(request)
+        async for message in ws:
+            reply = answer(json.loads(message.data))
+            if reply is None:
+                break
+            await ws.send_str(json.dumps(reply))
+        await ws.close()
+        return ws
+
+    async def metadata(request: web.Request) -> web.Response:
+        return web.json_response({"name": "Guessing", "description": "Guess.", "version": "1.0.0"})
+
+    async def schema(request: web.Request) -> web.Response:
+        return web.json_response({"action": {"type": "object"}, "observation": {}, "state": {}})
+
+    app = web.Application()
+    app.router.add_get("/ws", connect)
+    app.router.add_get("/metadata", metadata)
+    app.router.add_get("/schema", schema)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def observation(hint: str, reward: float | None = None, *, done: bool = False) -> Json:
+    return {"type": "observation", "data": {"observation": {"hint": hint}, "reward": reward, "done": done}}
+
+
+def record(
+    answer: Callable[[dict[str, Json]], Json], model: ScriptedModel, scratch: Path
+) -> tuple[HarnessResult, Reward]:
+    async def act() -> tuple[HarnessResult, Reward]:
+        async with recorded(answer) as url:
+            return await play(url, model, scratch, max_steps=3)
+
+    return asyncio.run(act())
+
+
+def test_rewards_of_all_steps_are_added(tmp_path: Path) -> None:
+    asked: list[dict[str, Json]] = []
+
+    def answer(message: dict[str, Json]) -> Json:
+        asked.append(message)
+        if message["type"] == "reset":
+            return observation("go", 0.25)
+        return observation("on", 0.5, done=len(asked) == 3)
+
+    result, reward = record(answer, ScriptedModel(lambda messages: '```json\n{"number": 1}\n```'), tmp_path)
+    assert (result.reason, dict(result.counts)) == ("submit", {"steps": 2})
+    assert (reward.value, reward.parts) == (1.25, {"steps": 2.0})
+    assert asked[0] == {"type": "reset", "data": {"seed": HELDOUT_SEEDS + 7, "episode_id": "one"}}
+    assert asked[1] == {"type": "step", "data": {"number": 1}}
+
+
+def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> None:
+    def answer(message: dict[str, Json]) -> Json:
+        if message["type"] == "reset":
+            return observation("go")
+        return {"type": "error", "data": {"message": "no number", "code": "EXECUTION_ERROR"}}
+
+    model = ScriptedModel(lambda messages: "hm" if len(messages) == 1 else "{}")
+    result, reward = record(answer, model, tmp_path)
+    assert (result.reason, dict(result.counts), reward.value) == ("turns", {"malformed": 3}, 0.0)
+    told = [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "user"]  # type: ignore[index, union-attr, call-overload]  # JSON
+    assert told[1:] == ["expected one JSON object", "EXECUTION_ERROR: no number"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (None, "hung up"),
+        ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, "full"),
+        ({"type": "error", "data": {"message": "no data", "code": "EXECUTION_ERROR"}}, "cannot begin with seed"),
+        ({"type": "observation", "data": {}}, "unreadable"),
+        ({"type": "observation", "data": {"observation": {}, "reward": "much"}}, "unreadable"),
+        ([], "unreadable"),
+    ],
+)
+def test_a_server_that_fails_is_infrastructure(reply: Json, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match=words):
+        record(lambda message: reply, ScriptedModel(lambda messages: "{}"), tmp_path)
+
+
+def test_a_reward_that_is_no_number_is_the_environments_fault(tmp_path: Path) -> None:
+    with pytest.raises(SandboxError, match="finite"):
+        record(lambda message: observation("x", float("nan"), done=True), ScriptedModel(lambda messages: ""), tmp_path)
+
+
+def test_where_no_server_is_the_address_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9"):
+        asyncio.run(play("http://127.0.0.1:9", ScriptedModel(bisect), tmp_path))
+    with pytest.raises(ConfigError, match="expected http"):
+        asyncio.run(play("127.0.0.1:9", ScriptedModel(bisect), tmp_path))
+
+
+def test_no_seed_is_on_both_sides(tmp_path: Path) -> None:
+    async def tasks() -> None:
+        async with aiohttp.ClientSession() as http:
+            environment = OpenEnvEnvironment("http://x", http, CompletionClient(http, max_tokens=1, timeout_s=1))
+            sides = [{environment.task(split, index).task_id for index in range(2 * HELDOUT_SEEDS)} for split in Split]
+            assert not sides[0] & sides[1]
+
+    asyncio.run(tasks())
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('Well:\n```\n{"a": 1}\n```', {"a": 1}),
+        ("[1]", None),
+        ("", None),
+        ("[" * 100_000, None),
+        ('{"a": ' * 300 + "1" + "}" * 300, None),
+        ('{"a": 1} {"a": 2}', None),
+    ],
+)
+def test_an_action_is_one_object(text: str, action: Json) -> None:
+    assert read_action(text) == action
