@@ -32,12 +32,12 @@ class Retired:
     """One line of the list."""
 
     kind: str
-    """``word``: a part of any identifier or file name; ``name``: an identifier as a whole; ``opening``: of a docstring."""
+    """``word``: a part of an identifier or file name; ``name``: a whole identifier; ``opening``: of a docstring."""
     text: str
     say: str
     """The term to use."""
     where: tuple[str, ...]
-    """Patterns of paths in which it is refused; with ``!`` in front, of paths in which it has another, common meaning."""
+    """Patterns of paths in which it is refused; with ``!`` in front, of paths in which it is a common word."""
 
     def applies(self, path: str) -> bool:
         """Say whether the rule holds in a file."""
@@ -61,13 +61,13 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def read_list(text: str) -> tuple[Retired, ...]:
+def read_list(table: str) -> tuple[Retired, ...]:
     """Parse ``words.txt``: ``kind text[, text …] => term [@ pattern …]``; ``#`` begins a comment.
 
     Raises ``ValueError`` with the number of a line that says something else.
     """
     rules = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(table.splitlines(), 1):
         line = line.split("#")[0].strip()
         if not line:
             continue
@@ -77,8 +77,8 @@ def read_list(text: str) -> tuple[Retired, ...]:
                 f"words.txt:{number}: expected 'word|name|opening TEXT, … => TERM [@ PATTERN …]', got {line!r}"
             )
         kind, texts, say, where = match.groups()
-        for text_ in re.split(r"\s*,\s*", texts):
-            rules.append(Retired(kind=kind, text=text_, say=say, where=tuple((where or "").split())))
+        patterns = tuple((where or "").split())
+        rules += [Retired(kind=kind, text=text, say=say, where=patterns) for text in re.split(r"\s*,\s*", texts)]
     return tuple(rules)
 
 
