@@ -81,8 +81,8 @@ class Severed:
 
 @pytest.mark.parametrize(("when", "kept"), [("before", False), ("after", True)])
 def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, kept: bool) -> None:
-    severed = Severed(PostgresDatabase.open(postgres.url, f"severed_{when}", patience_s=30.0), postgres)
-    transactions = Transactions(severed, patience_s=30.0)
+    severed = Severed(PostgresDatabase.open(postgres.url, f"severed_{when}", retry_timeout_s=30.0), postgres)
+    transactions = Transactions(severed, retry_timeout_s=30.0)
     with Ledger(transactions, term_s=20.0, clock=SystemClock()) as ledger:
         severed.when = when
         assert ledger.admit_group(task("a"), "before", 2, 0) == 0  # not idempotent: evaluations may repeat a task
@@ -165,7 +165,7 @@ def test_a_schema_of_somebody_else_or_of_a_newer_ledger_is_refused_and_left_alon
 
 def test_a_lock_held_for_too_long_is_an_infrastructure_fault_and_passes(place: str) -> None:
     with Ledger.open(place, HASTY) as ledger:
-        other = open_database(place, patience_s=5.0)
+        other = open_database(place, retry_timeout_s=5.0)
         other.begin()
         with pytest.raises(LedgerUnavailable, match=r"could not be asked for 0\.3 s.*lock"):
             fill(ledger, "a")
@@ -176,8 +176,8 @@ def test_a_lock_held_for_too_long_is_an_infrastructure_fault_and_passes(place: s
 
 
 def test_a_full_disk_leaves_no_transaction_behind(tmp_path: Path) -> None:
-    database = SqliteDatabase.open(tmp_path / "ledger.db", patience_s=1.0)
-    with Ledger(Transactions(database, patience_s=0.1), term_s=20.0, clock=SystemClock()) as ledger:
+    database = SqliteDatabase.open(tmp_path / "ledger.db", retry_timeout_s=1.0)
+    with Ledger(Transactions(database, retry_timeout_s=0.1), term_s=20.0, clock=SystemClock()) as ledger:
         ((pages,),) = database.execute("PRAGMA page_count")
         database.execute(f"PRAGMA max_page_count = {pages + 4}")
         with pytest.raises(LedgerUnavailable, match="full"):
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_no_transaction_behind(tmp_path: Path) -> None:
 
 
 def test_commits_survive_a_power_cut_as_checkpoints_do(tmp_path: Path) -> None:
-    database = SqliteDatabase.open(tmp_path / "ledger.db", patience_s=1.0)
+    database = SqliteDatabase.open(tmp_path / "ledger.db", retry_timeout_s=1.0)
     assert database.execute("PRAGMA synchronous") == [(2,)], "FULL: a commit is synced before it returns"
     database.close()
 

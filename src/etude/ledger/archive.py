@@ -26,7 +26,7 @@ from etude.ledger.open import open_database
 from etude.ledger.records import decode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
-from etude.ledger.transactions import Door, Transactions
+from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.types import Disposition, Group, Rollout, RolloutStatus
 
 ALIKE_CHARACTERS = 60
@@ -140,10 +140,11 @@ class Census:
     """Rollouts that an older étude recorded: only how they ended is known without reading them."""
 
 
-class Archive(Door):
+class Archive(LedgerConnection):
     """One reader's look into a ledger; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``, and
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for ``ledger.patience_s``,
+    and
     :class:`~etude.errors.DamagedError` for a record that cannot be read.
     """
 
@@ -154,9 +155,9 @@ class Archive(Door):
         Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
         older étude's, which a process that writes brings forward.
         """
-        patience_s = (config or LedgerConfig()).patience_s
-        database = open_database(place, patience_s=patience_s, read_only=True)
-        return cls(Transactions(database, patience_s=patience_s))
+        retry_timeout_s = (config or LedgerConfig()).patience_s
+        database = open_database(place, retry_timeout_s=retry_timeout_s, read_only=True)
+        return cls(Transactions(database, retry_timeout_s=retry_timeout_s))
 
     def steps_done(self) -> int:
         """Committed optimiser steps."""

@@ -1,7 +1,7 @@
 """What the ledger asks of a database, whichever it is.
 
 Owns the protocol and the two ways in which a database fails: for now, and for good. The databases are
-:mod:`etude.ledger.sqlite` and :mod:`etude.ledger.postgres`; how long the ledger insists is
+:mod:`etude.ledger.sqlite` and :mod:`etude.ledger.postgres`; retries are
 :mod:`etude.ledger.transactions`'.
 
 **Why no library between.** The ledger is forty statements in SQL that both databases understand. What differs is the
@@ -30,7 +30,7 @@ NOTHING_THERE = "nothing has been recorded there yet: start the run, or look int
 
 
 class LedgerUnavailable(InfrastructureError):
-    """The ledger's database could not be asked for as long as the ledger insists."""
+    """The ledger's database could not be reached within the retry timeout."""
 
 
 class Database(Protocol):

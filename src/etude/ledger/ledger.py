@@ -28,7 +28,7 @@ from etude.ledger.open import open_database
 from etude.ledger.records import encode_rollout
 from etude.ledger.states import GroupState
 from etude.ledger.tasks import decode_task
-from etude.ledger.transactions import Door, Transactions
+from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
 
@@ -81,11 +81,11 @@ class Progress:
         return self.kept + self.dropped
 
 
-class Ledger(Door):
+class Ledger(LedgerConnection):
     """One process's door to the ledger of a run; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after insisting for ``ledger.patience_s``; any
-    that writes :class:`~etude.errors.FencedError`, when this door held a lease that another process has now.
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for ``ledger.patience_s``;
+    any that writes :class:`~etude.errors.FencedError`, when this door held a lease that another process has now.
     """
 
     def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
@@ -102,8 +102,8 @@ class Ledger(Door):
         Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
         """
         config = config or LedgerConfig()
-        database = open_database(place, patience_s=config.patience_s)
-        transactions = Transactions(database, patience_s=config.patience_s)
+        database = open_database(place, retry_timeout_s=config.patience_s)
+        transactions = Transactions(database, retry_timeout_s=config.patience_s)
         return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:

@@ -54,11 +54,11 @@ VERSION_TABLE = "schema_version"
 class PostgresDatabase:
     """One connection to the schema of a run, made again when it is lost."""
 
-    def __init__(self, server: str, schema: str, *, patience_s: float, read_only: bool = False) -> None:
+    def __init__(self, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False) -> None:
         self._server = server
         self._schema = schema
         settings = SETTINGS | ({"default_transaction_read_only": "on"} if read_only else {})
-        self._connection = _connection(server, schema, patience_s, settings)
+        self._connection = _connection(server, schema, retry_timeout_s, settings)
         digest = blake2b(schema.encode(), digest_size=8).digest()
         self._lock = int.from_bytes(digest, "big", signed=True)
         self._db: psycopg.Connection[Row] | None = None
@@ -66,7 +66,7 @@ class PostgresDatabase:
         """The number of the last transaction that was begun."""
 
     @classmethod
-    def open(cls, server: str, schema: str, *, patience_s: float, read_only: bool = False) -> Self:
+    def open(cls, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False) -> Self:
         """Connect, and make or migrate the tables.
 
         ``server`` is a URL as libpq takes it. With ``read_only`` nothing is written: a schema that is missing or of an
@@ -75,7 +75,7 @@ class PostgresDatabase:
         :class:`~etude.ledger.database.Interrupted`.
         """
         try:
-            opened = cls(server, schema, patience_s=patience_s, read_only=read_only)
+            opened = cls(server, schema, retry_timeout_s=retry_timeout_s, read_only=read_only)
             try:
                 if read_only:
                     opened._check_there()
@@ -184,11 +184,11 @@ class PostgresDatabase:
         return {name for (name,) in self.execute(query, self._schema)}
 
 
-def _connection(server: str, schema: str, patience_s: float, settings: Mapping[str, str]) -> dict[str, Any]:
+def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapping[str, str]) -> dict[str, Any]:
     """How to connect: what the URL says, our bounds where it says nothing, the schema."""
     given = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "etude", **NETWORK}
     given |= conninfo.conninfo_to_dict(server)
-    lock_timeout = f"{round(1000 * min(patience_s, LOCK_TIMEOUT_S))}ms"
+    lock_timeout = f"{round(1000 * min(retry_timeout_s, LOCK_TIMEOUT_S))}ms"
     said = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
     options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in said.items()))
     return {**given, "options": " ".join(options)}

@@ -46,7 +46,7 @@ class SqliteDatabase:
         self._db = db
 
     @classmethod
-    def open(cls, path: Path, *, patience_s: float, read_only: bool = False) -> Self:
+    def open(cls, path: Path, *, retry_timeout_s: float, read_only: bool = False) -> Self:
         """Open a ledger file, creating it when there is none; several processes may do so at once.
 
         With ``read_only`` nothing is written: a file that is missing or of an older étude is refused like a stranger's.
@@ -55,7 +55,7 @@ class SqliteDatabase:
         """
         if not path.parent.is_dir():
             raise RunFolderError(f"no folder {str(path.parent)!r} to keep a ledger in: create it first")
-        busy_s = min(patience_s, BUSY_TIMEOUT_S)
+        busy_s = min(retry_timeout_s, BUSY_TIMEOUT_S)
         try:
             if not path.exists():
                 if read_only:

@@ -32,7 +32,7 @@ def test_every_run_gets_a_schema_of_its_own_that_people_can_find() -> None:
 @pytest.mark.parametrize("fragment", ["", "#", "#Upper", "#a-b", "#a;drop", "#" + "a" * 64])
 def test_a_url_without_a_sound_schema_is_refused(fragment: str) -> None:
     with pytest.raises(RunFolderError, match="names no schema"):
-        open_database(SERVER + fragment, patience_s=1.0)
+        open_database(SERVER + fragment, retry_timeout_s=1.0)
 
 
 def test_what_is_said_of_a_server_has_no_secrets() -> None:
@@ -44,7 +44,7 @@ def test_without_the_client_library_its_name_and_the_command_are_told() -> None:
     script = (
         "import sys; sys.modules['psycopg'] = None\n"
         "from etude.errors import ConfigError\nfrom etude.ledger.open import open_database\n"
-        f"try: open_database({SERVER + '#a'!r}, patience_s=1.0)\n"
+        f"try: open_database({SERVER + '#a'!r}, retry_timeout_s=1.0)\n"
         "except ConfigError as error: print(error)"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -241,7 +241,8 @@ class PooledSandbox:
 
     async def fork(self, count: int = 1) -> Sequence["PooledSandbox"]:
         """Independent copies, each with a lease of its own. They are made at once, without waiting in line: a holder
-        that waits holds a sandbox meanwhile. Raises :class:`~etude.sandboxes.pool.lifecycle.SandboxesBusy` without room.
+        that waits holds a sandbox meanwhile. Raises :class:`~etude.sandboxes.pool.lifecycle.SandboxesBusy` without
+        room.
         """
         self.beat()
         if count < 1:
