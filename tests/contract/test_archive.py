@@ -82,7 +82,7 @@ def test_a_reader_makes_no_ledger_and_can_write_to_none(new_place: NewPlace) -> 
             Archive.open(where)
     with Ledger.open(where) as ledger:
         fill(ledger)
-    reader = open_database(where, patience_s=1.0, read_only=True)
+    reader = open_database(where, retry_timeout_s=1.0, read_only=True)
     with pytest.raises(Exception, match=r"read-?only"):
         reader.execute("DELETE FROM facts")
     reader.close()
