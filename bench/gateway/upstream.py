@@ -21,8 +21,8 @@ import numpy as np
 import orjson
 import uvloop
 
-from etude.engines.http.wire import encode_completion, encode_piece
-from etude.protocols import Completion, Piece
+from etude.engines.http.wire import encode_chunk, encode_completion
+from etude.protocols import Completion, TokenChunk
 from etude.types import Finish, Json
 
 VERSION = 1
@@ -77,8 +77,8 @@ class Replies:
 def _pieces(completion: Completion) -> list[bytes]:
     last = len(completion.token_ids) - 1
     return [
-        encode_piece(
-            Piece(
+        encode_chunk(
+            TokenChunk(
                 token_ids=completion.token_ids[at : at + 1],
                 logprobs=completion.logprobs[at : at + 1],
                 versions=completion.versions[at : at + 1],

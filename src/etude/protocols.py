@@ -17,8 +17,8 @@ from etude.types import (
     Floats,
     Hint,
     Ids,
-    KeptSets,
     Routes,
+    SamplingMask,
     Split,
     Task,
     TokenIds,
@@ -70,7 +70,7 @@ class SamplingParams:
             raise ValueError(f"top_k={self.top_k!r}: expected a whole number of at least 0")
 
     @property
-    def cuts(self) -> bool:
+    def truncates(self) -> bool:
         """Whether tokens are drawn from a part of the vocabulary, which the record must then name."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
@@ -89,7 +89,7 @@ class Completion:
     """[P + C − 1, layers, k] of every token that was read: all but the last one; ``None`` where nobody asked, or the
     model has no experts.
     """
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
 
 
@@ -106,19 +106,19 @@ def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion
         finish=completion.finish,
         temperature=params.temperature,
         routes=completion.routes,
-        kept=completion.kept,
+        sampling_mask=completion.sampling_mask,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenChunk:
     """Some tokens of a completion in progress, [c] each."""
 
     token_ids: Ids
     logprobs: Floats
     versions: Ids
     completion: Completion | None = None
-    """The whole, with the last piece."""
+    """The whole, with the last chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """
         ...
 
-    def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[Piece, None]:
+    def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come; closing the iterator cancels it.
 
         Raises like :meth:`generate`.

@@ -285,7 +285,7 @@ class RouteSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSets:
+class SamplingMask:
     """From which part of the vocabulary each token was drawn: what top-p and top-k left over.
 
     Token t was drawn from ``token_ids[offsets[t]:offsets[t + 1]]``, ascending ids; an empty set stands for the whole
@@ -354,7 +354,7 @@ class Turn:
     """What it was asked for, as far as its harness said so."""
     routes: Routes | None = None
     """[P + C − 1, layers, k] of every token that was read: all but the last one sampled."""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
     payload: PayloadRef | None = None
     """Where routes and kept sets lie while they are not in memory; never beside them."""
@@ -391,13 +391,15 @@ class Turn:
 
     def _check_payload(self) -> None:
         read, sampled = self.length - 1, len(self.completion_ids)
-        if self.payload is not None and (self.routes is not None or self.kept is not None):
+        if self.payload is not None and (self.routes is not None or self.sampling_mask is not None):
             raise ValueError(f"a turn refers to payload {self.payload.digest} and holds routes or kept sets, too")
         if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != read):
             raise ValueError(f"a turn that read {read} tokens has routes of shape {list(self.routes.shape)}")
-        if self.kept is not None and (len(self.kept) != sampled or not self.kept.holds(self.completion_ids)):
+        if self.sampling_mask is not None and (
+            len(self.sampling_mask) != sampled or not self.sampling_mask.holds(self.completion_ids)
+        ):
             raise ValueError(
-                f"the {sampled} tokens of a turn were not all drawn from the {len(self.kept)} kept sets it came with"
+                f"the {sampled} tokens of a turn are not all in its sampling mask of {len(self.sampling_mask)} sets"
             )
 
 
@@ -558,7 +560,7 @@ class Trajectory:
     """[L] 0 where not sampled."""
     routes: Routes | None = None
     """[L, layers, k] which experts the engine used; ``NO_ROUTE`` where nobody said."""
-    kept: KeptSets | None = None
+    sampling_mask: SamplingMask | None = None
     """[L] from what each token was drawn; empty where not sampled or not cut."""
     old_logprobs: Floats | None = None
     reference_logprobs: Floats | None = None
@@ -566,7 +568,7 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         for name, array in ((one.name, getattr(self, one.name)) for one in fields(self)):
-            if isinstance(array, np.ndarray | KeptSets) and len(array) != len(self.token_ids):
+            if isinstance(array, np.ndarray | SamplingMask) and len(array) != len(self.token_ids):
                 raise ValueError(f"trajectory of {self.rollout_id}: {name} is not [{len(self.token_ids)}]")
         if bool((self.versions == UNSAMPLED)[self.loss_mask].any()):
             raise ValueError(f"trajectory of {self.rollout_id}: a trained token has no weight version")

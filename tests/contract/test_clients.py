@@ -39,7 +39,7 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
-from etude.protocols import Completion, Engine, EngineHealth, Piece, SamplingParams, Session
+from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, Session, TokenChunk
 from etude.rollouts.sessions import GatewaySessions
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
@@ -86,7 +86,7 @@ class Overheard:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         async for piece in self.engine.stream(prompt_ids, params, session=session):
             yield piece
             if piece.completion is not None:

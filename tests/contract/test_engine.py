@@ -15,14 +15,14 @@ from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http.client import HttpEngine
-from etude.engines.http.wire import encode_completion, encode_piece
+from etude.engines.http.wire import encode_chunk, encode_completion
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.server import BUSY, engine_app
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.protocols import Completion, Engine, Piece, SamplingParams
+from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Finish
 from patience import PATIENCE_S
 
@@ -166,9 +166,9 @@ def test_concurrent_calls_get_their_own_answers(opener: Opener) -> None:
     play(opener, scene)
 
 
-async def listen(engine: Engine, params: SamplingParams, pieces: int | None = None) -> list[Piece]:
+async def listen(engine: Engine, params: SamplingParams, pieces: int | None = None) -> list[TokenChunk]:
     """All pieces of a stream, or the first few; then it is closed."""
-    heard = list[Piece]()
+    heard = list[TokenChunk]()
     async with aclosing(engine.stream(PROMPT, params, session="s")) as stream:
         async for piece in stream:
             heard.append(piece)
@@ -182,12 +182,12 @@ def assert_same(one: Completion, other: Completion) -> None:
     np.testing.assert_array_equal(one.logprobs, other.logprobs)
     np.testing.assert_array_equal(one.versions, other.versions)
     assert one.finish is other.finish
-    assert (one.routes is None, one.kept is None) == (other.routes is None, other.kept is None)
+    assert (one.routes is None, one.sampling_mask is None) == (other.routes is None, other.sampling_mask is None)
     if one.routes is not None and other.routes is not None:
         np.testing.assert_array_equal(one.routes, other.routes)
-    if one.kept is not None and other.kept is not None:
-        np.testing.assert_array_equal(one.kept.offsets, other.kept.offsets)
-        np.testing.assert_array_equal(one.kept.token_ids, other.kept.token_ids)
+    if one.sampling_mask is not None and other.sampling_mask is not None:
+        np.testing.assert_array_equal(one.sampling_mask.offsets, other.sampling_mask.offsets)
+        np.testing.assert_array_equal(one.sampling_mask.token_ids, other.sampling_mask.token_ids)
 
 
 def test_a_stream_is_the_completion_in_pieces(opener: Opener) -> None:
@@ -237,7 +237,7 @@ def test_nothing_is_lost_on_the_way() -> None:
             ):
                 direct = await engine.generate(PROMPT, params, session="s")
                 assert (direct.routes is not None) == params.want_routes
-                assert (direct.kept is not None) == (params.seed != 1)
+                assert (direct.sampling_mask is not None) == (params.seed != 1)
                 assert_same(await client.generate(PROMPT, params, session="s"), direct)
                 streamed = (await listen(client, params))[-1].completion
                 assert streamed is not None
@@ -291,8 +291,8 @@ def make_completion(tokens: int = 3) -> Completion:
     )
 
 
-def make_piece(completion: Completion | None = None) -> Piece:
-    return Piece(
+def make_piece(completion: Completion | None = None) -> TokenChunk:
+    return TokenChunk(
         token_ids=np.array([1], np.int32),
         logprobs=np.array([-0.5], np.float32),
         versions=np.array([0], np.int32),
@@ -301,7 +301,7 @@ def make_piece(completion: Completion | None = None) -> Piece:
 
 
 WHOLE = encode_completion(make_completion())
-LAST = encode_piece(make_piece(make_completion()))
+LAST = encode_chunk(make_piece(make_completion()))
 
 
 @pytest.mark.parametrize(
@@ -322,9 +322,9 @@ def test_a_damaged_answer_is_an_unavailable_engine(body: bytes, status: int) -> 
     "body",
     [
         b"",
-        encode_piece(make_piece()),
-        encode_piece(make_piece())[:-9],
-        encode_piece(make_piece()) + b"{}\n",
+        encode_chunk(make_piece()),
+        encode_chunk(make_piece())[:-9],
+        encode_chunk(make_piece()) + b"{}\n",
         LAST[:-1],
         LAST[: LAST.index(b"\n") + 1],
         LAST.replace(b"token_ids", b"token_id2"),
@@ -346,7 +346,7 @@ def test_a_stream_that_breaks_off_at_the_engine_breaks_off_at_the_caller() -> No
         broken = Decoder(SPEC, InvariantArithmetic())
         broken.initialise(0, std=math.inf)
         async with native() as engine, over_http(engine_app(engine), timeout_s=0.0) as client:
-            heard = list[Piece]()
+            heard = list[TokenChunk]()
             with pytest.raises(EngineUnavailable, match=r"no answer|broke off"):
                 async for piece in client.stream(PROMPT, SamplingParams(max_tokens=50), session="s"):
                     heard.append(piece)

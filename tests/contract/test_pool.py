@@ -23,7 +23,7 @@ from etude.gateway.routing.router import Router
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.protocols import Completion, Piece, SamplingParams
+from etude.protocols import Completion, SamplingParams, TokenChunk
 from patience import until
 
 # An engine that is killed here dies as a process does: it closes no connection that came in at that very moment.
@@ -103,7 +103,7 @@ def test_a_turn_whose_engine_is_killed_in_the_middle_is_the_turn_it_would_have_b
     async def run() -> None:
         async with pool_of(2) as (pool, hosts):
             whole = await hosts[0].engine.generate(PROMPT, params, session="s")
-            heard = list[Piece]()
+            heard = list[TokenChunk]()
             async for piece in pool.stream(PROMPT, params, session="s"):
                 heard.append(piece)
                 if len(heard) == 20:
@@ -126,7 +126,7 @@ def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_wer
     async def run() -> None:
         async with pool_of(2) as (pool, hosts):
             pool.announce(1, DIGESTS[1])
-            heard = list[Piece]()
+            heard = list[TokenChunk]()
             async for piece in pool.stream(PROMPT, params, session="s"):
                 heard.append(piece)
                 if len(heard) == 20:

@@ -28,7 +28,7 @@ from etude.engines.vllm.answers import Offer
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmProcess, VllmServer
 from etude.errors import DamagedError, EngineUnavailable
-from etude.protocols import Completion, Piece, SamplingParams
+from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Finish, Floats
 from etude.weights.digest import state_digest
 from etude.weights.interop.checkpoint import read_checkpoint, write_checkpoint
@@ -318,7 +318,7 @@ def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
     digest, changes = state_digest(after), stage.changes(after)
     params = SamplingParams(max_tokens=count, seed=11)
 
-    async def scene() -> list[Piece]:
+    async def scene() -> list[TokenChunk]:
         stream = stage.engine.stream(PROMPT, params, session="s")
         first = await anext(stream)
         update = asyncio.create_task(stage.engine.update(version + 1, digest, changes, mode))

@@ -36,7 +36,7 @@ from etude.errors import EngineBusy
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
-from etude.protocols import Completion, Piece, SamplingParams
+from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Floats, Ids
 
 torch.set_num_threads(1)
@@ -186,8 +186,8 @@ class Campaign:
             self.tally["hung up"] += 1
             return None
 
-    async def _listen(self, ask: Ask) -> list[Piece]:
-        pieces = list[Piece]()
+    async def _listen(self, ask: Ask) -> list[TokenChunk]:
+        pieces = list[TokenChunk]()
         async with aclosing(self.engine.stream(ask.prompt, ask.params, session="s")) as stream:
             async for piece in stream:
                 pieces.append(piece)
@@ -230,7 +230,7 @@ def _params(random: Random) -> SamplingParams:
     )
 
 
-def _got(ask: Ask, completion: Completion | None, pieces: Sequence[Piece], swaps: int) -> Got:
+def _got(ask: Ask, completion: Completion | None, pieces: Sequence[TokenChunk], swaps: int) -> Got:
     """Pieces and completion are checked against each other."""
     heard = [
         np.concatenate(arrays) for arrays in zip(*((p.token_ids, p.logprobs, p.versions) for p in pieces), strict=True)
@@ -274,10 +274,10 @@ async def compare(campaign: Campaign, got: Got) -> None:
         return
     completion = got.completion
     assert completion.finish is alone.finish
-    assert (completion.kept is None) == (alone.kept is None)
-    if completion.kept is not None and alone.kept is not None:
-        assert np.array_equal(completion.kept.offsets, alone.kept.offsets)
-        assert np.array_equal(completion.kept.token_ids, alone.kept.token_ids)
+    assert (completion.sampling_mask is None) == (alone.sampling_mask is None)
+    if completion.sampling_mask is not None and alone.sampling_mask is not None:
+        assert np.array_equal(completion.sampling_mask.offsets, alone.sampling_mask.offsets)
+        assert np.array_equal(completion.sampling_mask.token_ids, alone.sampling_mask.token_ids)
     assert (completion.routes is None) == (alone.routes is None) == (not got.ask.params.want_routes)
     if completion.routes is not None and alone.routes is not None:
         assert np.array_equal(completion.routes, alone.routes)

@@ -176,7 +176,7 @@ def trajectory_of(one: Sample) -> Trajectory:
         finish=one.completion.finish,
         temperature=one.params.temperature,
         routes=one.completion.routes,
-        kept=one.completion.kept,
+        sampling_mask=one.completion.sampling_mask,
     )
     rollout = Rollout(
         rollout_id="r",

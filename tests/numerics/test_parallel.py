@@ -34,7 +34,7 @@ from etude.trainer.optimisers import build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.schedule import RateSchedule
-from etude.types import UNSAMPLED, KeptSets, Trajectory
+from etude.types import UNSAMPLED, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
 from trainer_ranks import make_model, run_ranks, train
 
@@ -204,7 +204,7 @@ def make_trajectories() -> list[Trajectory]:
                 turn_starts=(int(np.flatnonzero(mask)[0]),),
                 advantages=np.where(mask, random.normal(0, 1), 0).astype(np.float32),
                 routes=np.argsort(random.random((length, 2, 3)), axis=-1).astype(np.uint16) if index % 2 else None,
-                kept=KeptSets(
+                sampling_mask=SamplingMask(
                     offsets=np.concatenate([[0], np.cumsum(sizes)]), token_ids=np.concatenate(kept).astype(np.int32)
                 ),
             )
@@ -236,7 +236,7 @@ def make_course(batch: list[Trajectory], shares: int) -> Course:
         arrays: dict[str, Any] = {
             name: np.insert(getattr(student, name), [0] * 4, getattr(student, name)[0]) for name in PER_TOKEN
         }
-        teacher = replace(student, **arrays, routes=None, kept=None, turn_starts=(student.turn_starts[0] + 4,))
+        teacher = replace(student, **arrays, routes=None, sampling_mask=None, turn_starts=(student.turn_starts[0] + 4,))
         lessons.append(Lesson(student=student, teacher=teacher))
     lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
     dealt = pack(lengths, max_tokens=40, ranks=shares, cost=Cost(per_token=1.0, per_pair=0.1))

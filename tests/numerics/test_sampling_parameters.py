@@ -12,7 +12,7 @@ from torch import Tensor
 
 from etude.config.training import LossConfig
 from etude.engines.native.sampling import Drawn, Sampler
-from etude.models.arithmetic import Arithmetic, Kept
+from etude.models.arithmetic import Arithmetic, MaskTensors
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SamplingParams
@@ -30,17 +30,19 @@ def sample(arithmetic: Arithmetic, params: SamplingParams = PARAMS) -> tuple[Ten
     return logits_NV, Sampler(arithmetic).sample(logits_NV, [params] * TOKENS, [1] * TOKENS, range(TOKENS))
 
 
-def replayed(drawn: Drawn) -> Kept:
-    assert drawn.kept is not None
-    ids = torch.from_numpy(drawn.kept.token_ids).long()
-    return Kept(offsets_N1=torch.from_numpy(drawn.kept.offsets), token_ids=ids)
+def replayed(drawn: Drawn) -> MaskTensors:
+    assert drawn.sampling_mask is not None
+    ids = torch.from_numpy(drawn.sampling_mask.token_ids).long()
+    return MaskTensors(offsets_N1=torch.from_numpy(drawn.sampling_mask.offsets), token_ids=ids)
 
 
-def mismatch(arithmetic: Arithmetic, logits_NV: Tensor, drawn: Drawn, temperature: float, kept: Kept | None) -> Tensor:
+def mismatch(
+    arithmetic: Arithmetic, logits_NV: Tensor, drawn: Drawn, temperature: float, mask: MaskTensors | None
+) -> Tensor:
     """[N] the log-probability that a trainer would differentiate minus the one that the engine reported."""
     logits_NV = logits_NV.clone().requires_grad_()
     ids_N = torch.from_numpy(drawn.token_ids).long()
-    own_N = arithmetic.logprobs(logits_NV, ids_N, torch.full((TOKENS,), temperature), kept)
+    own_N = arithmetic.logprobs(logits_NV, ids_N, torch.full((TOKENS,), temperature), mask)
     assert own_N.requires_grad
     return own_N.detach() - torch.from_numpy(drawn.logprobs)
 
@@ -75,7 +77,7 @@ def test_reported_probabilities_are_the_frequencies() -> None:
     logits_V = torch.randn(40, generator=torch.Generator().manual_seed(5)) * 2
     sampler = Sampler(FastArithmetic())
     drawn = sampler.sample(logits_V.expand(draws, 40), [PARAMS] * draws, [9] * draws, range(draws))
-    assert drawn.kept is not None
+    assert drawn.sampling_mask is not None
     tokens, counts = np.unique(drawn.token_ids, return_counts=True)
     assert tokens.tolist() == drawn.kept_row(0).tolist()
     for token, count in zip(tokens, counts, strict=True):

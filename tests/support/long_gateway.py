@@ -20,7 +20,7 @@ from etude.gateway.capture.recorder import Recorder
 from etude.gateway.http.keys import Key, Scope, digest_of
 from etude.gateway.http.server import door
 from etude.gateway.routing.engine_health import EngineEntry
-from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
 from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate
@@ -63,9 +63,9 @@ class ScriptedEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         whole = completion_of(prompt_ids)
-        yield Piece(token_ids=whole.token_ids, logprobs=whole.logprobs, versions=whole.versions, completion=whole)
+        yield TokenChunk(token_ids=whole.token_ids, logprobs=whole.logprobs, versions=whole.versions, completion=whole)
 
     async def health(self) -> EngineHealth:
         return EngineHealth(version=0, digest="d", running=0, waiting=0)

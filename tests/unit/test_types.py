@@ -15,12 +15,12 @@ from etude.types import (
     Finish,
     FunctionChecks,
     Ids,
-    KeptSets,
     PayloadRef,
     Rollout,
     RolloutStatus,
     Routes,
     RouteSpace,
+    SamplingMask,
     Trajectory,
     Turn,
     WeightPack,
@@ -136,12 +136,12 @@ def test_routes_and_kept_sets_of_a_trajectory_are_as_long_as_its_tokens() -> Non
     with pytest.raises(ValueError, match=r"routes is not \[5\]"):
         trajectory(routes=np.zeros((4, 1, 2), np.uint16))
     with pytest.raises(ValueError, match=r"kept is not \[5\]"):
-        trajectory(kept=kept([3], []))
+        trajectory(sampling_mask=kept([3], []))
 
 
-def kept(*sets: list[int]) -> KeptSets:
+def kept(*sets: list[int]) -> SamplingMask:
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
-    return KeptSets(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
+    return SamplingMask(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
 
 
 def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
@@ -155,14 +155,14 @@ def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
 @pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 2, 1, 3]])
 def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="kept sets of 3 ids have offsets"):
-        KeptSets(offsets=np.array(offsets, np.int64), token_ids=np.arange(3, dtype=np.int32))
+        SamplingMask(offsets=np.array(offsets, np.int64), token_ids=np.arange(3, dtype=np.int32))
 
 
 def test_a_turn_drew_each_token_from_its_kept_set() -> None:
-    assert turn(kept=kept([2, 3], [], [5])).kept is not None
+    assert turn(sampling_mask=kept([2, 3], [], [5])).sampling_mask is not None
     for wrong in (kept([2], [], [5]), kept([3], [4])):
         with pytest.raises(ValueError, match="not all drawn from the"):
-            turn(kept=wrong)
+            turn(sampling_mask=wrong)
 
 
 def test_a_turn_has_routes_of_every_token_that_was_read() -> None:
@@ -176,7 +176,7 @@ def test_a_turn_holds_its_payload_or_refers_to_it() -> None:
     ref = PayloadRef(digest="ab" * 32, size_bytes=9)
     assert turn(payload=ref).payload == ref
     with pytest.raises(ValueError, match=r"refers to payload abab.* and holds"):
-        turn(payload=ref, kept=kept([3], [], []))
+        turn(payload=ref, sampling_mask=kept([3], [], []))
     with pytest.raises(ValueError, match=r"'\.\./etc' is no SHA-256"):
         PayloadRef(digest="../etc", size_bytes=9)
 

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 
 from etude.errors import EngineUnavailable
-from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Clock, Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, TokenIds, as_list
 
 STOP_SHARE = 0.1
@@ -61,12 +61,12 @@ class FakeEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion, then hand it out token by token."""
         whole = await self.generate(prompt_ids, params, session=session)
         last = len(whole.token_ids) - 1
         for token in range(last + 1):
-            yield Piece(
+            yield TokenChunk(
                 token_ids=whole.token_ids[token : token + 1],
                 logprobs=whole.logprobs[token : token + 1],
                 versions=whole.versions[token : token + 1],

@@ -21,7 +21,7 @@ from etude.gateway.capture.token_buffer import SessionFull
 from etude.gateway.http.request_ids import Serials
 from etude.gateway.http.request_log import Visit
 from etude.gateway.routing.admission import PRIORITIES
-from etude.protocols import Piece, SamplingParams
+from etude.protocols import SamplingParams, TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, UnreadKwargs
 
 
@@ -164,7 +164,7 @@ def _replayed(answer: Answer, events: Events) -> bytes:
     parts = [events.opening(answer.answer_id, answer.created)]
     for index, reply in enumerate(answer.replies):
         turn = reply.turn
-        piece = Piece(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+        piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
         parts.append(events.delta(index, _deltas(reply.message), piece))
     return b"".join([*parts, events.closing(answer)])
 

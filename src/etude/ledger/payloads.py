@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
-from etude.types import KeptSets, PayloadRef, Routes, Turn
+from etude.types import PayloadRef, Routes, SamplingMask, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
 """Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
@@ -58,7 +58,7 @@ class Payloads:
         data = save(arrays, metadata={"session": session})
         ref = PayloadRef(digest=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
         self._write(self._file(ref), data)
-        return replace(turn, routes=None, kept=None, payload=ref)
+        return replace(turn, routes=None, sampling_mask=None, payload=ref)
 
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
@@ -87,8 +87,8 @@ class Payloads:
     ) -> Turn:
         try:
             offsets = arrays.get(KEPT_OFFSETS)
-            kept = None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[KEPT_IDS])
-            return replace(turn, routes=routes, kept=kept, payload=None)
+            kept = None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[KEPT_IDS])
+            return replace(turn, routes=routes, sampling_mask=kept, payload=None)
         except (ValueError, KeyError) as error:
             raise DamagedError(f"payload {self._file(ref)} is of another turn: {error}; {_WAY_OUT}") from error
 
@@ -144,9 +144,9 @@ def _arrays(turn: Turn, known: int) -> dict[str, npt.NDArray[np.generic]]:
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if turn.routes is not None:
         arrays[ROUTES] = np.ascontiguousarray(turn.routes[known:])
-    if turn.kept is not None:
-        arrays[KEPT_OFFSETS] = np.ascontiguousarray(turn.kept.offsets)
-        arrays[KEPT_IDS] = np.ascontiguousarray(turn.kept.token_ids)
+    if turn.sampling_mask is not None:
+        arrays[KEPT_OFFSETS] = np.ascontiguousarray(turn.sampling_mask.offsets)
+        arrays[KEPT_IDS] = np.ascontiguousarray(turn.sampling_mask.token_ids)
     return arrays
 
 

@@ -65,7 +65,7 @@ KINDS = tuple(TurnKind)
 def encode_turns(turns: Sequence[Turn]) -> bytes:
     """All turns as one safetensors file. Raises ``ValueError`` for a turn whose routes or kept sets are in memory."""
     for index, turn in enumerate(turns):
-        if turn.routes is not None or turn.kept is not None:
+        if turn.routes is not None or turn.sampling_mask is not None:
             raise ValueError(f"turn {index} holds routes or kept sets: stow them in a payload file first")
     refs = [turn.payload for turn in turns]
     digests = b"".join(bytes(DIGEST_BYTES) if ref is None else bytes.fromhex(ref.digest) for ref in refs)

@@ -56,8 +56,8 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """Kept sets as tensors: row n drew from ``token_ids[offsets[n]:offsets[n + 1]]``, from all if that is empty."""
+class MaskTensors:
+    """A sampling mask, on the device: row n drew from ``token_ids[offsets[n]:offsets[n + 1]]``, all if empty."""
 
     offsets_N1: Tensor
     """int64 [N + 1]."""
@@ -125,7 +125,9 @@ class Arithmetic(Protocol):
         """[N,Q,W]: each token attends to its own sequence up to itself; this step's keys are in the cache."""
         ...
 
-    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+    def logprobs(
+        self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None
+    ) -> Tensor:
         """[N] float32: log-probability of each token under softmax(logits / temperature), of the kept set if given.
 
         A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, Kept, PackedRows, PagedRows
+from etude.models.arithmetic import Dispatch, MaskTensors, PackedRows, PagedRows
 
 
 @final
@@ -112,12 +112,14 @@ class FastArithmetic:
             start += count
         return torch.cat(parts)
 
-    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+    def logprobs(
+        self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None
+    ) -> Tensor:
         """[N] float32."""
         greedy_N = temperatures_N == 0
         scaled_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
-        if kept is not None:
-            scaled_NV = scaled_NV.masked_fill(~_allowed(kept, scaled_NV), -torch.inf)
+        if mask is not None:
+            scaled_NV = scaled_NV.masked_fill(~_allowed(mask, scaled_NV), -torch.inf)
         logprobs_N = scaled_NV.log_softmax(-1).gather(1, token_ids_N.unsqueeze(1)).squeeze(1)
         return torch.where(greedy_N, torch.zeros_like(logprobs_N), logprobs_N)
 
@@ -195,11 +197,11 @@ def _attend(q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, rea
     return out_BQTW.transpose(1, 2).flatten(0, 1)
 
 
-def _allowed(kept: Kept, logits_NV: Tensor) -> Tensor:
+def _allowed(mask: MaskTensors, logits_NV: Tensor) -> Tensor:
     """[N,V] bool: what may be drawn."""
-    counts_N = kept.offsets_N1.diff()
+    counts_N = mask.offsets_N1.diff()
     rows = torch.arange(len(counts_N), device=counts_N.device)
-    rows = torch.repeat_interleave(rows, counts_N, output_size=len(kept.token_ids))  # without it a GPU waits to count
+    rows = torch.repeat_interleave(rows, counts_N, output_size=len(mask.token_ids))  # without it a GPU waits to count
     allowed_NV = (counts_N == 0).unsqueeze(1).expand(logits_NV.shape).clone()
-    allowed_NV[rows, kept.token_ids] = True
+    allowed_NV[rows, mask.token_ids] = True
     return allowed_NV

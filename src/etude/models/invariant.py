@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, Kept, PackedRows, PagedRows
+from etude.models.arithmetic import Dispatch, MaskTensors, PackedRows, PagedRows
 from etude.models.fast import FastArithmetic
 from etude.models.kernels import pages, products
 from etude.models.kernels import rows as rowwise
@@ -143,11 +143,13 @@ class InvariantArithmetic:
         _in_parts(part, tokens)
         return torch.from_numpy(out)
 
-    def logprobs(self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+    def logprobs(
+        self, logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None
+    ) -> Tensor:
         """[N] float32."""
         if _tracked(logits_NV):
-            return _Twofold.run(_logprobs, TORCH.logprobs, logits_NV, token_ids_N, temperatures_N, kept)
-        return _logprobs(logits_NV, token_ids_N, temperatures_N, kept)
+            return _Twofold.run(_logprobs, TORCH.logprobs, logits_NV, token_ids_N, temperatures_N, mask)
+        return _logprobs(logits_NV, token_ids_N, temperatures_N, mask)
 
 
 class _Twofold(torch.autograd.Function):
@@ -274,9 +276,9 @@ def _combine(y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-def _logprobs(logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
+def _logprobs(logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None) -> Tensor:
     logits = _floats(logits_NV)
-    sets = (NO_IDS, NO_IDS) if kept is None else (kept.offsets_N1.numpy(), kept.token_ids.numpy())
+    sets = (NO_IDS, NO_IDS) if mask is None else (mask.offsets_N1.numpy(), mask.token_ids.numpy())
     out = np.empty(len(logits), np.float32)
     scratch = np.empty(logits.shape[1], np.float32)
     rowwise.logprobs(logits, token_ids_N.numpy(), _floats(temperatures_N), sets, scratch, out)

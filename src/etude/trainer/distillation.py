@@ -176,7 +176,7 @@ class Distillation:
     def _tokens(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
         """The replies of some contexts, drawn from whole distributions, and the routes of all tokens."""
         device = model.embedding.device
-        tokens = replace(sampled_tokens(views, [view.loss_mask for view in views], device), kept=None)
+        tokens = replace(sampled_tokens(views, [view.loss_mask for view in views], device), sampling_mask=None)
         return tokens, routing_of(views, self.replay, self.floor, device)
 
 

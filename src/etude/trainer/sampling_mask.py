@@ -1,8 +1,8 @@
-"""What tokens were really drawn from: temperatures and kept sets, brought to the trainer's side of the loss.
+"""What tokens were really drawn from: temperatures and mask sets, brought to the trainer's side of the loss.
 
 A policy is not the softmax of its logits but what its engine samples from: softmax(logits / temperature), cut to the
-set that top-k and top-p kept, renormalised. Ratio, gradient and entropy have to be those of that distribution. The set
-is constant: which tokens were kept is replayed as it was, as with DeepSeek-V3.2's "keep sampling mask" (arXiv
+set that top-k and top-p mask, renormalised. Ratio, gradient and entropy have to be those of that distribution. The set
+is constant: which tokens were mask is replayed as it was, as with DeepSeek-V3.2's "keep sampling mask" (arXiv
 2512.02556, section 3.1), so that old and new policy are compared on one action space.
 
 Owns gathering the sets of a micro-batch and the entropy over them. Not the loss, and not the log-probability, which is
@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.models.arithmetic import Kept
+from etude.models.arithmetic import MaskTensors
 from etude.types import Ids, Mask, Trajectory
 
 
-def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> Kept | None:
-    """The kept sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
+def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> MaskTensors | None:
+    """The mask sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
 
     The first token of a trajectory is never predicted and left out. ``None`` where none of the tokens was cut.
     """
@@ -31,34 +31,34 @@ def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], devic
     ids: list[Ids] = []
     for trajectory, mask in zip(trajectories, masks, strict=True):
         chosen = np.flatnonzero(mask[1:]) + 1
-        if trajectory.kept is None:
+        if trajectory.sampling_mask is None:
             sizes.append(np.zeros(len(chosen), np.int64))
             continue
-        sizes.append(trajectory.kept.sizes[chosen])
+        sizes.append(trajectory.sampling_mask.sizes[chosen])
         wanted = np.zeros(len(mask), bool)
         wanted[chosen] = True
-        ids.append(trajectory.kept.token_ids[np.repeat(wanted, trajectory.kept.sizes)])
+        ids.append(trajectory.sampling_mask.token_ids[np.repeat(wanted, trajectory.sampling_mask.sizes)])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))])
     if offsets[-1] == 0:
         return None
-    return Kept(
+    return MaskTensors(
         offsets_N1=torch.from_numpy(offsets).to(device),
         token_ids=torch.from_numpy(np.concatenate(ids)).to(device).long(),
     )
 
 
-def chosen_kept(kept: Kept | None, chosen_N: Tensor) -> Kept | None:
+def chosen_kept(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | None:
     """The sets of the tokens that are true in ``chosen_N``."""
-    if kept is None:
+    if mask is None:
         return None
-    sizes_N = kept.offsets_N1.diff()
+    sizes_N = mask.offsets_N1.diff()
     ends_n = sizes_N[chosen_N].cumsum(0)
-    token_ids = kept.token_ids[chosen_N.repeat_interleave(sizes_N)]
-    return Kept(offsets_N1=torch.cat((ends_n.new_zeros(1), ends_n)), token_ids=token_ids)
+    token_ids = mask.token_ids[chosen_N.repeat_interleave(sizes_N)]
+    return MaskTensors(offsets_N1=torch.cat((ends_n.new_zeros(1), ends_n)), token_ids=token_ids)
 
 
-def entropies(logits_NV: Tensor, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
-    """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the kept set if there is one; 0 where greedy."""
+def entropies(logits_NV: Tensor, temperatures_N: Tensor, mask: MaskTensors | None) -> Tensor:
+    """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the mask set if there is one; 0 where greedy."""
     greedy_N = temperatures_N == 0
     scales_N1 = torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / scales_N1
@@ -66,9 +66,9 @@ def entropies(logits_NV: Tensor, temperatures_N: Tensor, kept: Kept | None) -> T
     shares_NV = logs_NV.exp()
     # not torch.special.entr: its gradient at 0 is infinite, and a product with that is NaN
     entropies_N = -(shares_NV * logs_NV.masked_fill(shares_NV == 0, 0.0)).sum(-1)
-    if kept is not None:
-        sizes_N = kept.offsets_N1.diff()
-        entropies_N = torch.where(sizes_N > 0, _entropies_of_sets(logs_NV, sizes_N, kept.token_ids), entropies_N)
+    if mask is not None:
+        sizes_N = mask.offsets_N1.diff()
+        entropies_N = torch.where(sizes_N > 0, _entropies_of_sets(logs_NV, sizes_N, mask.token_ids), entropies_N)
     return torch.where(greedy_N, 0.0, entropies_N)
 
 

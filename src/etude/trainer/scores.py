@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.models.arithmetic import Kept
+from etude.models.arithmetic import MaskTensors
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.parallel_context import ContextParallel
@@ -48,7 +48,7 @@ class SampledTokens:
     """float32."""
     temperatures_N: Tensor
     """float32; 0: taken greedily."""
-    kept: Kept | None
+    sampling_mask: MaskTensors | None
     """From which sets tokens were drawn; ``None`` where none was cut."""
     old_logprobs_N: Tensor | None = None
     """float32: the trainer's own, of the weights that sampled; ``None`` where nobody scored them."""
@@ -94,7 +94,7 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
         versions_N=chosen([t.versions for t in trajectories]),
         advantages_N=chosen([t.advantages for t in trajectories]),
         temperatures_N=chosen([t.temperatures for t in trajectories]),
-        kept=gather_kept(trajectories, masks, device),
+        sampling_mask=gather_kept(trajectories, masks, device),
         old_logprobs_N=scored([t.old_logprobs for t in trajectories]),
         reference_logprobs_N=scored([t.reference_logprobs for t in trajectories]),
     )
@@ -119,8 +119,10 @@ def score(
     logits_NV = _logits(model, tokens, routing)
     entropy_logits_NV = logits_NV if differentiate_entropies else logits_NV.detach()
     return Scores(
-        logprobs_N=model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept),
-        entropies_N=entropies(entropy_logits_NV, tokens.temperatures_N, tokens.kept),
+        logprobs_N=model.arithmetic.logprobs(
+            logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask
+        ),
+        entropies_N=entropies(entropy_logits_NV, tokens.temperatures_N, tokens.sampling_mask),
     )
 
 
@@ -152,7 +154,7 @@ def _score_together(
     mine_N = owners_N == context.rank
     logits_nV = model.logits(hidden_nH)
     entropy_logits_nV = logits_nV if differentiate_entropies else logits_nV.detach()
-    temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.kept, mine_N)
+    temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.sampling_mask, mine_N)
     logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, kept)
     return Scores(
         logprobs_N=context.gathered(logprobs_n, owners_N),
@@ -163,7 +165,7 @@ def _score_together(
 def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
     """[N] float32: the log-probabilities of :func:`score` alone."""
     logits_NV = _logits(model, tokens, routing)
-    return model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.kept)
+    return model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
 
 
 def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
@@ -199,5 +201,5 @@ def _nothing(device: torch.device) -> SampledTokens:
         versions_N=none.int(),
         advantages_N=none,
         temperatures_N=none,
-        kept=None,
+        sampling_mask=None,
     )

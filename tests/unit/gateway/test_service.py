@@ -31,10 +31,10 @@ from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import Router
 from etude.gateway.service import Service
 from etude.ledger.payloads import Payloads
-from etude.protocols import Completion, Engine, Piece, SamplingParams
+from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import Message
-from etude.types import Json, KeptSets, TokenIds
+from etude.types import Json, SamplingMask, TokenIds
 
 VOCAB_SIZE, MAX_LENGTH = 300, 128
 GO = (Message(role="user", content="go"),)
@@ -79,7 +79,7 @@ class KeepingEngine(FakeEngine):
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         whole = await super().generate(prompt_ids, params, session=session)
         offsets = np.arange(len(whole.token_ids) + 1, dtype=np.int64)
-        return replace(whole, kept=KeptSets(offsets=offsets, token_ids=whole.token_ids))
+        return replace(whole, sampling_mask=SamplingMask(offsets=offsets, token_ids=whole.token_ids))
 
 
 class EndlessEngine(FakeEngine):
@@ -93,12 +93,12 @@ class EndlessEngine(FakeEngine):
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         try:
             for index in count():
                 self.sampled += 1
                 token = np.array([self._tokens[index % len(self._tokens)]], np.int32)
-                yield Piece(token_ids=token, logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32))
+                yield TokenChunk(token_ids=token, logprobs=np.zeros(1, np.float32), versions=np.zeros(1, np.int32))
                 await asyncio.sleep(0)
         finally:
             self.stopped.set()
@@ -189,8 +189,8 @@ def test_what_top_p_left_is_recorded_of_a_reply_that_was_cut(tmp_path: Path) -> 
         answer = await stage.answer(ask(max_tokens=9, stops=("cd",), top_p=0.5))
         (turn,) = Payloads(tmp_path).fetch([answer.replies[0].turn])
         assert turn.completion_ids.tolist() == ids_of("abcd")
-        assert turn.kept is not None
-        assert len(turn.kept) == 4
+        assert turn.sampling_mask is not None
+        assert len(turn.sampling_mask) == 4
 
     play(engine, scene, tmp_path)
 

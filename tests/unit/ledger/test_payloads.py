@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.payloads import Payloads
-from etude.types import Finish, KeptSets, PayloadRef, Turn
+from etude.types import Finish, PayloadRef, SamplingMask, Turn
 
 
-def make_turn(seed: int = 0, *, routes: bool = True, kept: bool = True) -> Turn:
+def make_turn(seed: int = 0, *, routes: bool = True, masked: bool = True) -> Turn:
     random = np.random.default_rng(seed)
     prompt, sampled = int(random.integers(1, 9)), int(random.integers(1, 9))
     ids = random.integers(0, 100, sampled, np.int32)
@@ -29,7 +29,9 @@ def make_turn(seed: int = 0, *, routes: bool = True, kept: bool = True) -> Turn:
         finish=Finish.STOP,
         temperature=0.7,
         routes=random.integers(0, 384, (prompt + sampled - 1, 3, 8)).astype(np.uint16) if routes else None,
-        kept=KeptSets(offsets=offsets, token_ids=np.concatenate(sets).astype(np.int32)) if kept else None,
+        sampling_mask=SamplingMask(offsets=offsets, token_ids=np.concatenate(sets).astype(np.int32))
+        if masked
+        else None,
     )
 
 
@@ -43,22 +45,22 @@ def files(folder: Path) -> list[Path]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(seed=st.integers(0, 1000), routes=st.booleans(), kept=st.booleans())
+@given(seed=st.integers(0, 1000), routes=st.booleans(), masked=st.booleans())
 def test_a_turn_comes_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, routes: bool, kept: bool
+    tmp_path_factory: pytest.TempPathFactory, seed: int, routes: bool, masked: bool
 ) -> None:
-    payloads, turn = Payloads(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, kept=kept)
+    payloads, turn = Payloads(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, masked=masked)
     stowed = payloads.stow(turn, "s")
-    assert (stowed.routes, stowed.kept) == (None, None)
-    assert (stowed.payload is None) == (not routes and not kept)
+    assert (stowed.routes, stowed.sampling_mask) == (None, None)
+    assert (stowed.payload is None) == (not routes and not masked)
     (back,) = payloads.fetch([stowed])
-    assert (back.routes is None, back.kept is None, back.payload) == (not routes, not kept, None)
+    assert (back.routes is None, back.sampling_mask is None, back.payload) == (not routes, not masked, None)
     if turn.routes is not None and back.routes is not None:
         assert back.routes.dtype == np.uint16
         assert np.array_equal(back.routes, turn.routes)
-    if turn.kept is not None and back.kept is not None:
-        assert np.array_equal(back.kept.offsets, turn.kept.offsets)
-        assert np.array_equal(back.kept.token_ids, turn.kept.token_ids)
+    if turn.sampling_mask is not None and back.sampling_mask is not None:
+        assert np.array_equal(back.sampling_mask.offsets, turn.sampling_mask.offsets)
+        assert np.array_equal(back.sampling_mask.token_ids, turn.sampling_mask.token_ids)
 
 
 def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) -> None:

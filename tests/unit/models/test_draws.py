@@ -45,12 +45,12 @@ def check_against_sorting(
     logits: npt.NDArray[np.float32], choices: Choices, u: float, t: float, k: int, p: float
 ) -> None:
     order, probability = ranking(logits), probabilities(logits, t)
-    size = len(choices.kept) or len(logits)
+    size = len(choices.sampling_mask) or len(logits)
     fewest, most = nucleus_sizes(probability[order], min(k, len(logits)), p)
     assert fewest <= size <= most
     kept = np.sort(order[:size])
-    if len(choices.kept):
-        assert np.array_equal(choices.kept, kept)
+    if len(choices.sampling_mask):
+        assert np.array_equal(choices.sampling_mask, kept)
     token = int(choices.token_ids[0])
     place = int(np.searchsorted(kept, token))
     assert kept[place] == token
@@ -89,7 +89,7 @@ def test_nothing_is_cut_by_p_of_one_and_k_of_zero_or_the_whole_vocabulary() -> N
     for k in (0, 5, 6):
         choices = draw_row([0.0, 1.0, -np.inf, 3.0, 2.0], 0.5, k=k)
         assert choices.offsets.tolist() == [0, 0]
-        assert len(choices.kept) == 0
+        assert len(choices.sampling_mask) == 0
 
 
 def test_a_single_survivor_is_certain() -> None:
@@ -98,32 +98,32 @@ def test_a_single_survivor_is_certain() -> None:
         for k, p in ((1, 1.0), (0, 1e-300), (1, 0.5)):
             choices = draw_row(logits, u, k=k, p=p)
             assert choices.token_ids.tolist() == [1]
-            assert choices.kept.tolist() == [1]
+            assert choices.sampling_mask.tolist() == [1]
 
 
 def test_of_equal_logits_lower_ids_are_kept() -> None:
-    assert draw_row([1.0] * 10, 0.9, k=3).kept.tolist() == [0, 1, 2]
-    assert draw_row([1.0] * 10, 0.9, p=0.35).kept.tolist() == [0, 1, 2, 3]
-    assert draw_row([0.0, 2.0, 0.0, 2.0, 2.0], 0.9, k=2).kept.tolist() == [1, 3]
+    assert draw_row([1.0] * 10, 0.9, k=3).sampling_mask.tolist() == [0, 1, 2]
+    assert draw_row([1.0] * 10, 0.9, p=0.35).sampling_mask.tolist() == [0, 1, 2, 3]
+    assert draw_row([0.0, 2.0, 0.0, 2.0, 2.0], 0.9, k=2).sampling_mask.tolist() == [1, 3]
 
 
 def test_top_p_counts_probabilities_renormalised_after_top_k() -> None:
     logits = np.log([0.4, 0.3, 0.2, 0.1])
-    assert draw_row(logits, 0.0, p=0.55).kept.tolist() == [0, 1]
-    assert draw_row(logits, 0.0, k=2, p=0.55).kept.tolist() == [0]  # 0.4 of 0.7
+    assert draw_row(logits, 0.0, p=0.55).sampling_mask.tolist() == [0, 1]
+    assert draw_row(logits, 0.0, k=2, p=0.55).sampling_mask.tolist() == [0]  # 0.4 of 0.7
 
 
 def test_top_p_looks_at_the_probabilities_at_the_temperature() -> None:
     logits = np.log([0.4, 0.3, 0.2, 0.1])
-    assert draw_row(logits, 0.0, temperature=0.2, p=0.75).kept.tolist() == [0]
-    assert draw_row(logits, 0.0, temperature=100.0, p=0.75).kept.tolist() == [0, 1, 2]
+    assert draw_row(logits, 0.0, temperature=0.2, p=0.75).sampling_mask.tolist() == [0]
+    assert draw_row(logits, 0.0, temperature=100.0, p=0.75).sampling_mask.tolist() == [0, 1, 2]
 
 
 def test_greedy_takes_the_first_of_the_largest_and_keeps_no_set() -> None:
     for values, best in (([1.0, 3.0, 3.0], 1), ([-0.0, 0.0], 0), ([-np.inf, -5.0], 1)):
         choices = draw_row(values, 0.99, temperature=0.0, k=2, p=0.5)
         assert choices.token_ids.tolist() == [best]
-        assert len(choices.kept) == 0
+        assert len(choices.sampling_mask) == 0
 
 
 def test_a_temperature_close_to_zero_is_greedy_and_not_a_fault() -> None:
@@ -165,8 +165,8 @@ def test_a_row_does_not_know_its_batch() -> None:
     together = draw_rows(order)
     for place, row in enumerate(order):
         assert together.token_ids[place] == alone[row].token_ids[0]
-        kept = together.kept[together.offsets[place] : together.offsets[place + 1]]
-        assert np.array_equal(kept, alone[row].kept)
+        kept = together.sampling_mask[together.offsets[place] : together.offsets[place + 1]]
+        assert np.array_equal(kept, alone[row].sampling_mask)
 
 
 @pytest.mark.parametrize(("k", "p"), [(0, 1.0), (0, 0.8), (6, 1.0)])
@@ -176,7 +176,7 @@ def test_frequencies_are_the_probabilities(k: int, p: float) -> None:
     seeds, positions = np.full(draws, 7, np.uint64), np.arange(draws, dtype=np.uint64)
     ks, ps = np.full(draws, k, np.int64), np.full(draws, p)
     choices = draw(np.tile(logits, (draws, 1)), np.full(draws, 0.7), ks, ps, uniforms(seeds, positions))
-    kept = choices.kept[: choices.offsets[1]] if len(choices.kept) else np.arange(12)
+    kept = choices.sampling_mask[: choices.offsets[1]] if len(choices.sampling_mask) else np.arange(12)
     expected = probabilities(logits, 0.7)[kept]
     expected *= draws / expected.sum()
     counts = np.bincount(choices.token_ids, minlength=12)

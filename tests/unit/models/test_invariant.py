@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.models.arithmetic import Kept, PagedRows, packed_rows
+from etude.models.arithmetic import MaskTensors, PagedRows, packed_rows
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import ROWS_PER_TASK, InvariantArithmetic
 from etude.models.kernels.pages import PAGE
@@ -134,13 +134,13 @@ def test_pages_and_chunks_do_not_change_a_bit(
 def test_log_probabilities_are_of_what_was_sampled_from() -> None:
     logits, ids = make(4, 50), torch.tensor([3, 7, 0, 49])
     temperatures = torch.tensor([1.0, 0.7, 0.0, 2.0])
-    kept = Kept(offsets_N1=torch.tensor([0, 0, 3, 3, 5]), token_ids=torch.tensor([7, 9, 30, 2, 49]))
+    kept = MaskTensors(offsets_N1=torch.tensor([0, 0, 3, 3, 5]), token_ids=torch.tensor([7, 9, 30, 2, 49]))
     found = OURS.logprobs(logits, ids, temperatures, kept)
     torch.testing.assert_close(found, TORCH.logprobs(logits, ids, temperatures, kept))
     torch.testing.assert_close(found[0], logits[0].log_softmax(-1)[3])
     torch.testing.assert_close(found[1], (logits[1] / 0.7)[[7, 9, 30]].log_softmax(-1)[0])
     assert found[2] == 0
-    own = Kept(offsets_N1=torch.tensor([0, 3]), token_ids=kept.token_ids[:3])
+    own = MaskTensors(offsets_N1=torch.tensor([0, 3]), token_ids=kept.token_ids[:3])
     assert torch.equal(found[1:2], OURS.logprobs(logits[1:2], ids[1:2], temperatures[1:2], own))
 
 

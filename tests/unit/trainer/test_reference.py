@@ -13,7 +13,7 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.trainer.reference import Reference
-from etude.types import UNSAMPLED, Floats, KeptSets, Trajectory
+from etude.types import UNSAMPLED, Floats, SamplingMask, Trajectory
 
 torch.set_num_threads(1)
 
@@ -77,8 +77,8 @@ def test_the_policy_itself_is_no_way_from_its_reference_and_training_it_leaves_t
 def test_the_kept_set_is_the_references_too() -> None:
     """A token that was alone in its set was certain under either."""
     policy, start = make_model(1), make_model(2)
-    kept = KeptSets(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))
-    certain = replace(make_trajectory(IDS, MASK, policy), kept=kept, logprobs=np.zeros(len(IDS), np.float32))
+    kept = SamplingMask(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))
+    certain = replace(make_trajectory(IDS, MASK, policy), sampling_mask=kept, logprobs=np.zeros(len(IDS), np.float32))
     assert Reference(make_model(3), state_of(start)).divergences([certain]) == [0.0]
 
 

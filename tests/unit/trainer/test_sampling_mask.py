@@ -8,17 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.models.arithmetic import Kept
+from etude.models.arithmetic import MaskTensors
 from etude.trainer.sampling_mask import entropies, gather_kept
-from etude.types import UNSAMPLED, KeptSets, Trajectory
+from etude.types import UNSAMPLED, SamplingMask, Trajectory
 
 CPU = torch.device("cpu")
 Sets = list[list[int]]
 
 
-def as_kept_sets(sets: Sets) -> KeptSets:
+def as_kept_sets(sets: Sets) -> SamplingMask:
     offsets = np.cumsum([0, *map(len, sets)])
-    return KeptSets(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
+    return SamplingMask(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
 
 
 def make_trajectory(mask: list[bool], sets: Sets | None) -> Trajectory:
@@ -33,7 +33,7 @@ def make_trajectory(mask: list[bool], sets: Sets | None) -> Trajectory:
         temperatures=np.ones(length, np.float32),
         turn_starts=(),
         advantages=np.zeros(length, np.float32),
-        kept=None if sets is None else as_kept_sets(sets),
+        sampling_mask=None if sets is None else as_kept_sets(sets),
     )
 
 
@@ -80,7 +80,7 @@ def test_entropy_is_that_of_what_was_sampled_from() -> None:
     sets: Sets = [[], [], [1, 2], [0, 3, 6], [4], [2, 5]]
     wanted = [plain_entropy(*case) for case in zip(logits.tolist(), temperatures.tolist(), sets, strict=True)]
     kept = as_kept_sets(sets)
-    tensors = Kept(offsets_N1=torch.from_numpy(kept.offsets), token_ids=torch.from_numpy(kept.token_ids).long())
+    tensors = MaskTensors(offsets_N1=torch.from_numpy(kept.offsets), token_ids=torch.from_numpy(kept.token_ids).long())
     torch.testing.assert_close(entropies(logits, temperatures, tensors), torch.tensor(wanted, dtype=torch.float64))
     whole = [plain_entropy(row, t, []) for row, t in zip(logits.tolist(), temperatures.tolist(), strict=True)]
     torch.testing.assert_close(entropies(logits, temperatures, None), torch.tensor(whole, dtype=torch.float64))

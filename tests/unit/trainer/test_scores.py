@@ -11,7 +11,7 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY, GroupedSpec, ModelSpec
 from etude.trainer.scores import sampled_logprobs, sampled_tokens, score
-from etude.types import UNSAMPLED, KeptSets, Trajectory
+from etude.types import UNSAMPLED, SamplingMask, Trajectory
 
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
@@ -67,12 +67,12 @@ def test_a_score_trains_the_model_with_the_sampling_distribution() -> None:
     attention = GroupedSpec(heads=2, kv_heads=1, head_dim=8)
     model = Decoder(ModelSpec(vocab_size=50, hidden_size=16, layers=1, attention=attention, dense_size=16))
     model.initialise(0, std=1.0)
-    kept = KeptSets(offsets=np.array([0, 0, 2, 2, 3]), token_ids=np.array([4, 9, 7], np.int32))
+    kept = SamplingMask(offsets=np.array([0, 0, 2, 2, 3]), token_ids=np.array([4, 9, 7], np.int32))
     trajectory = replace(
         make_trajectory([False, True, True, True], 0),
         token_ids=np.array([1, 9, 3, 7], np.int32),
         temperatures=np.array([1, 0.5, 1, 1], np.float32),
-        kept=kept,
+        sampling_mask=kept,
     )
     tokens = sampled_tokens([trajectory], [trajectory.loss_mask], CPU)
     scores = score(model, tokens)

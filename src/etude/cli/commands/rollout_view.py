@@ -189,7 +189,7 @@ class RolloutReader:
         return [tuple(self._turn_tokens(turn, differences_C)) for turn, differences_C in pairs], reasons
 
     def _turn_tokens(self, turn: Turn, differences_C: Floats) -> Iterator[ReadToken]:
-        sizes_C = None if turn.kept is None else turn.kept.sizes.tolist()
+        sizes_C = None if turn.sampling_mask is None else turn.sampling_mask.sizes.tolist()
         first = len(turn.prompt_ids) - 1  # the row that the first sampled token was drawn from
         for index, token_id in enumerate(turn.completion_ids.tolist()):
             row = None if turn.routes is None or first + index < 0 else turn.routes[first + index]

@@ -17,9 +17,9 @@ from aiohttp import ClientSession, TCPConnector
 from etude.clock import SystemClock
 from etude.engines.http.connection_pool import Lines
 from etude.engines.http.exchange import answering, unavailable
-from etude.engines.http.wire import PieceReader, decode_completion, encode_request
+from etude.engines.http.wire import ChunkReader, decode_completion, encode_request
 from etude.errors import EngineUnavailable
-from etude.protocols import Clock, Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Clock, Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import TokenIds
 
 Answer = TypeVar("Answer")
@@ -90,14 +90,14 @@ class HttpEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its pieces as they come; a stream that breaks is not taken up again.
 
         Raises like :meth:`generate`, at the first trouble.
         """
         body = encode_request(prompt_ids, params, session)
         async with self._exchange("POST", "/stream", body, GENERATE_TIMEOUT) as response:
-            reader = PieceReader()
+            reader = ChunkReader()
             async for data in response.content.iter_any():
                 piece = _readable(reader.feed, data)
                 if piece is None:

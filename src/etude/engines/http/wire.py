@@ -17,8 +17,8 @@ import orjson
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from etude.protocols import Completion, Piece, SamplingParams
-from etude.types import Finish, Json, KeptSets, TokenIds
+from etude.protocols import Completion, SamplingParams, TokenChunk
+from etude.types import Finish, Json, SamplingMask, TokenIds
 
 PARAMS = tuple(field.name for field in fields(SamplingParams))
 """What travels of sampling parameters: all of them."""
@@ -84,8 +84,8 @@ def encode_completion(completion: Completion) -> bytes:
     }
     if completion.routes is not None:
         arrays["routes"] = completion.routes
-    if completion.kept is not None:
-        arrays |= {"kept_offsets": completion.kept.offsets, "kept_ids": completion.kept.token_ids}
+    if completion.sampling_mask is not None:
+        arrays |= {"kept_offsets": completion.sampling_mask.offsets, "kept_ids": completion.sampling_mask.token_ids}
     # Of an array with gaps safetensors would write the gaps.
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
@@ -97,14 +97,14 @@ def decode_completion(data: bytes) -> Completion:
         _check_kinds(arrays)
         kept = None
         if "kept_ids" in arrays:
-            kept = KeptSets(offsets=arrays["kept_offsets"], token_ids=arrays["kept_ids"])
+            kept = SamplingMask(offsets=arrays["kept_offsets"], token_ids=arrays["kept_ids"])
         completion = Completion(
             token_ids=arrays["token_ids"],
             logprobs=arrays["logprobs"],
             versions=arrays["versions"],
             finish=list(Finish)[int(arrays[FINISH][0])],
             routes=arrays.get("routes"),
-            kept=kept,
+            sampling_mask=kept,
         )
     except (SafetensorError, KeyError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -114,7 +114,7 @@ def decode_completion(data: bytes) -> Completion:
     return completion
 
 
-def encode_piece(piece: Piece) -> bytes:
+def encode_chunk(piece: TokenChunk) -> bytes:
     """One line of a stream; with the last piece, what follows it as well."""
     tail = b"" if piece.completion is None else encode_completion(piece.completion)
     line = {
@@ -127,7 +127,7 @@ def encode_piece(piece: Piece) -> bytes:
 
 
 @final
-class PieceReader:
+class ChunkReader:
     """Puts a stream together again, however its bytes were cut. What came together is one piece."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class PieceReader:
         """Size of the completion that is expected now; 0 while it is lines."""
         self._is_done = False
 
-    def feed(self, data: bytes) -> Piece | None:
+    def feed(self, data: bytes) -> TokenChunk | None:
         """What more bytes complete, if anything. Raises ``ValueError`` on what is no stream of pieces."""
         self._rest += data
         if self._is_done:
@@ -179,10 +179,10 @@ class PieceReader:
         self._versions += versions
         self._tail_bytes = _whole("completion_bytes", fields["completion_bytes"], low=0)
 
-    def _piece(self, completion: Completion | None) -> Piece:
+    def _piece(self, completion: Completion | None) -> TokenChunk:
         try:
             with np.errstate(over="ignore"):  # what becomes infinite is refused
-                piece = Piece(
+                piece = TokenChunk(
                     token_ids=np.array(self._token_ids, np.int32),
                     logprobs=np.array(self._logprobs, np.float32),
                     versions=np.array(self._versions, np.int32),
@@ -203,7 +203,7 @@ def _check_kinds(arrays: Mapping[str, npt.NDArray[Any]]) -> None:
             raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected {expected}")
 
 
-def _check_tokens(sampled: Completion | Piece) -> None:
+def _check_tokens(sampled: Completion | TokenChunk) -> None:
     lengths = [len(array) for array in (sampled.token_ids, sampled.logprobs, sampled.versions)]
     if len(set(lengths)) != 1:
         raise ValueError(f"{lengths} token ids, log probabilities and versions: expected as many of each")

@@ -32,7 +32,7 @@ from etude.engines.weights.inplace import Scatter
 from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Ids, Routes, TokenIds, as_list
 
 SEED_BITS = 63
@@ -55,11 +55,11 @@ class _Call:
     request: Request
     seed: int
     done: asyncio.Future[Completion]
-    pieces: asyncio.Queue[Piece | EngineUnavailable] | None
+    pieces: asyncio.Queue[TokenChunk | EngineUnavailable] | None
     """Where tokens go as they come, if somebody looks; it holds no more than the completion has."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
-    kept: list[Ids] = field(default_factory=list)
+    sampling_mask: list[Ids] = field(default_factory=list)
     """What each token was drawn from, if anything may be cut."""
 
 
@@ -99,7 +99,7 @@ class NativeEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
         with self._submitted(prompt_ids, params, session, streaming=True) as call:
             assert call.pieces is not None
@@ -230,8 +230,8 @@ class NativeEngine:
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
             self._scheduler.append(call.request, token, logprob, version)
-            if call.request.params.cuts:
-                call.kept.append(drawn.kept_row(row))
+            if call.request.params.truncates:
+                call.sampling_mask.append(drawn.kept_row(row))
             completion = self._complete(call) if call.request.finished else None
             if call.pieces is not None:
                 call.pieces.put_nowait(_piece(token, logprob, version, completion))
@@ -244,7 +244,7 @@ class NativeEngine:
             versions=np.array(request.versions, np.int32),
             finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
             routes=_routes(call, self._cache) if request.params.want_routes else None,
-            kept=kept_sets(call.kept) if request.params.cuts else None,
+            sampling_mask=kept_sets(call.sampling_mask) if request.params.truncates else None,
         )
         self._scheduler.finish(request)
         del self._calls[request]
@@ -302,8 +302,8 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
 
-def _piece(token: int, logprob: float, version: int, completion: Completion | None) -> Piece:
-    return Piece(
+def _piece(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:
+    return TokenChunk(
         token_ids=np.array([token], np.int32),
         logprobs=np.array([logprob], np.float32),
         versions=np.array([version], np.int32),

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from etude.engines.native.sampling_kernels import Chances, draw_tensors
 from etude.errors import DivergedError
-from etude.models.arithmetic import Arithmetic, Kept
+from etude.models.arithmetic import Arithmetic, MaskTensors
 from etude.models.kernels.draws import NO_TOKEN, draw, uniforms
 from etude.protocols import SamplingParams
-from etude.types import Floats, Ids, KeptSets
+from etude.types import Floats, Ids, SamplingMask
 
 Table: TypeAlias = npt.NDArray[np.float64]
 """[4, R] temperature, top-k, top-p and a random number of each row."""
@@ -39,14 +39,14 @@ class Drawn:
     """[R]"""
     logprobs: Floats
     """[R] natural log of the probability each was drawn with: at its temperature, of its kept set; 0 if greedy."""
-    kept: KeptSets | None
+    sampling_mask: SamplingMask | None
     """[R] what top-k and top-p left to draw from; ``None`` where no row was cut."""
 
     def kept_row(self, row: int) -> Ids:
         """The set that one row was drawn from, ascending; empty where nothing was cut. Holds no other row in memory."""
-        if self.kept is None:
+        if self.sampling_mask is None:
             return np.zeros(0, np.int32)
-        return self.kept[row].copy()
+        return self.sampling_mask[row].copy()
 
 
 @final
@@ -71,17 +71,17 @@ class Sampler:
         """
         table_4R = tabulated(params, seeds, positions)
         draw_rows = draw_on_host if logits_RV.device.type == "cpu" else draw_on_device
-        token_ids_R, kept = draw_rows(logits_RV, table_4R)
+        token_ids_R, mask = draw_rows(logits_RV, table_4R)
         temperatures_R = torch.from_numpy(table_4R[0].astype(np.float32)).to(logits_RV.device, non_blocking=True)
-        logprobs_R = self._arithmetic.logprobs(logits_RV, token_ids_R.clamp(min=0), temperatures_R, kept)
-        return _fetched(token_ids_R, logprobs_R, kept)
+        logprobs_R = self._arithmetic.logprobs(logits_RV, token_ids_R.clamp(min=0), temperatures_R, mask)
+        return _fetched(token_ids_R, logprobs_R, mask)
 
 
-def kept_sets(rows: Sequence[Ids]) -> KeptSets:
+def kept_sets(rows: Sequence[Ids]) -> SamplingMask:
     """[C] the sets of a completion's tokens, as :meth:`Drawn.kept_row` gave them one by one."""
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return KeptSets(offsets=offsets, token_ids=np.concatenate([np.zeros(0, np.int32), *rows]))
+    return SamplingMask(offsets=offsets, token_ids=np.concatenate([np.zeros(0, np.int32), *rows]))
 
 
 def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Table:
@@ -100,20 +100,20 @@ def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions:
     )
 
 
-def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, Kept | None]:
+def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensors | None]:
     """[R] int64 token ids and their kept sets, computed by the kernel; ``None`` where no row was cut."""
     temperatures_R, top_ks_R, top_ps_R, uniforms_R = table_4R
     logits = logits_RV.float().contiguous().numpy()
     choices = draw(logits, temperatures_R, top_ks_R.astype(np.int64), top_ps_R, uniforms_R)
     token_ids_R = torch.from_numpy(choices.token_ids).long()
-    if not len(choices.kept):
+    if not len(choices.sampling_mask):
         return token_ids_R, None
-    return token_ids_R, Kept(
-        offsets_N1=torch.from_numpy(choices.offsets), token_ids=torch.from_numpy(choices.kept).long()
+    return token_ids_R, MaskTensors(
+        offsets_N1=torch.from_numpy(choices.offsets), token_ids=torch.from_numpy(choices.sampling_mask).long()
     )
 
 
-def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, Kept | None]:
+def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensors | None]:
     """The same in torch operations, on the device of the logits."""
     temperatures_R, top_ks_R, top_ps_R, _ = table_4R
     table = torch.from_numpy(table_4R)
@@ -129,12 +129,12 @@ def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, Kept | N
         return token_ids_R, None
     offsets = torch.zeros(len(kept_RV) + 1, dtype=torch.int64, device=kept_RV.device)
     offsets[1:] = kept_RV.sum(-1).cumsum(0)
-    return token_ids_R, Kept(offsets_N1=offsets, token_ids=kept_RV.nonzero()[:, 1])
+    return token_ids_R, MaskTensors(offsets_N1=offsets, token_ids=kept_RV.nonzero()[:, 1])
 
 
-def _fetched(token_ids_R: Tensor, logprobs_R: Tensor, kept: Kept | None) -> Drawn:
+def _fetched(token_ids_R: Tensor, logprobs_R: Tensor, mask: MaskTensors | None) -> Drawn:
     """Bring everything to the host at once; float64 holds each of the numbers exactly."""
-    parts = [token_ids_R, logprobs_R, *((kept.offsets_N1, kept.token_ids) if kept is not None else ())]
+    parts = [token_ids_R, logprobs_R, *((mask.offsets_N1, mask.token_ids) if mask is not None else ())]
     values = torch.cat([part.double() for part in parts]).cpu().numpy()
     rows = len(token_ids_R)
     token_ids = values[:rows].astype(np.int32)
@@ -145,7 +145,7 @@ def _fetched(token_ids_R: Tensor, logprobs_R: Tensor, kept: Kept | None) -> Draw
             "is negative or not finite"
         )
     sets = None
-    if kept is not None:
+    if mask is not None:
         offsets, ids = np.split(values[2 * rows :], [rows + 1])
-        sets = KeptSets(offsets=offsets.astype(np.int64), token_ids=ids.astype(np.int32))
-    return Drawn(token_ids=token_ids, logprobs=values[rows : 2 * rows].astype(np.float32), kept=sets)
+        sets = SamplingMask(offsets=offsets.astype(np.int64), token_ids=ids.astype(np.int32))
+    return Drawn(token_ids=token_ids, logprobs=values[rows : 2 * rows].astype(np.float32), sampling_mask=sets)

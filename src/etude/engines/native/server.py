@@ -20,9 +20,9 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from etude.engines.http.wire import decode_request, encode_completion, encode_piece
+from etude.engines.http.wire import decode_request, encode_chunk, encode_completion
 from etude.errors import EngineBusy, EngineUnavailable
-from etude.protocols import Engine, Piece
+from etude.protocols import Engine, TokenChunk
 
 MAX_BODY_BYTES = 16 * 2**20
 """A longer request is refused unread; a prompt of a million tokens fits twice."""
@@ -57,13 +57,13 @@ def engine_app(engine: Engine) -> web.Application:
     return app
 
 
-async def _send(pieces: AsyncIterator[Piece], response: web.StreamResponse, request: web.Request) -> None:
+async def _send(pieces: AsyncIterator[TokenChunk], response: web.StreamResponse, request: web.Request) -> None:
     """Write pieces as they come. A refusal comes before the first one, and has a status of its own."""
     try:
         async for piece in pieces:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(encode_piece(piece))
+            await response.write(encode_chunk(piece))
     except EngineUnavailable as error:
         if response.prepared:  # too late for a status: the connection breaks, and with it the stream
             raise ConnectionAbortedError(f"a stream ended early: {error}") from error

@@ -25,7 +25,7 @@ import numpy as np
 from etude.engines.http.exchange import Exchange
 from etude.engines.http.limits import Limits
 from etude.errors import DamagedError, EngineUnavailable
-from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Floats, Ids, Routes, TokenIds, as_list
 from etude.weights.digest import state_digest
 from etude.weights.interop.checkpoint import read_checkpoint
@@ -56,7 +56,7 @@ class SglangOffer:
             )
         if params.seed is not None and not self.seeds:
             raise ValueError(f"seed={params.seed}: SGLang heeds it under --enable-deterministic-inference only")
-        if params.cuts:
+        if params.truncates:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: SGLang's logprobs are those before the filters: nobody "
                 "could train on what is drawn: sample with top_p=1 and top_k=0"
@@ -111,7 +111,7 @@ class SglangEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come; raises as :meth:`generate` does."""
         self._limits.check(prompt_ids, params)
         self._offer.check(params)
@@ -257,11 +257,11 @@ def _is_finished(done: Sequence[Answer]) -> bool:
     return bool(done) and done[-1].finish != ABORTED
 
 
-def _piece(answer: Answer, given: int) -> Piece:
+def _piece(answer: Answer, given: int) -> TokenChunk:
     """What of an answer was not handed out yet."""
     token_ids = answer.token_ids[given:]
     versions = np.full(len(token_ids), answer.version, np.int32)
-    return Piece(token_ids=token_ids, logprobs=answer.logprobs[given:], versions=versions)
+    return TokenChunk(token_ids=token_ids, logprobs=answer.logprobs[given:], versions=versions)
 
 
 def _completion(done: Sequence[Answer], params: SamplingParams) -> Completion:

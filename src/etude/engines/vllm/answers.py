@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import EngineUnavailable
 from etude.protocols import SamplingParams
-from etude.types import Finish, Floats, Ids, KeptSets, Routes, TokenIds
+from etude.types import Finish, Floats, Ids, Routes, SamplingMask, TokenIds
 
 Choice = Mapping[str, Any]
 """One entry of ``choices``, or of one event's ``choices``."""
@@ -38,7 +38,7 @@ class Offer:
                 "this vLLM does not say which experts it used: start it with --enable-return-routed-experts, which "
                 "needs Model Runner V2 and hence a GPU, or do without replay"
             )
-        if params.cuts and not self.kept_sets:
+        if params.truncates and not self.kept_sets:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: this vLLM does not say what they left to draw from, so "
                 "nobody could train on it: start it with --return-sampling-mask, which needs Model Runner V2 and hence "
@@ -133,7 +133,7 @@ def routes_of(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> Rout
     return np.ascontiguousarray(routes_TLK[:, list(sparse_layers)], np.uint16)
 
 
-def kept_of(masks: Sequence[Sequence[int]], count: int) -> KeptSets:
+def kept_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
     """What top-p and top-k left for each of ``count`` tokens.
 
     Raises :class:`~etude.errors.EngineUnavailable` unless there is one set for each.
@@ -142,4 +142,4 @@ def kept_of(masks: Sequence[Sequence[int]], count: int) -> KeptSets:
         raise EngineUnavailable(f"vLLM named {len(masks)} kept sets for {count} tokens")
     offsets = np.concatenate([[0], np.cumsum([len(mask) for mask in masks], dtype=np.int64)]).astype(np.int64)
     ids = [np.sort(np.array(mask, np.int32)) for mask in masks]
-    return KeptSets(offsets=offsets, token_ids=np.concatenate([np.empty(0, np.int32), *ids]))
+    return SamplingMask(offsets=offsets, token_ids=np.concatenate([np.empty(0, np.int32), *ids]))

@@ -34,7 +34,7 @@ from etude.engines.vllm.answers import (
 )
 from etude.engines.weights.patches import Patch, write_patch
 from etude.errors import DamagedError, EngineUnavailable
-from etude.protocols import Completion, EngineHealth, Piece, SamplingParams
+from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Floats, Ids, TokenIds
 from etude.weights.replica import ChangedNumbers
 
@@ -133,7 +133,7 @@ class VllmEngine:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come.
 
         vLLM says only at the end where versions change. So tokens are handed out at once until an update begins, and
@@ -151,7 +151,7 @@ class VllmEngine:
             if last.get("finish_reason") is None and updates == self._updates:
                 token_ids, logprobs = draft.pending()
                 versions = np.full(len(token_ids), version, np.int32)
-                yield Piece(token_ids=token_ids, logprobs=logprobs, versions=versions)
+                yield TokenChunk(token_ids=token_ids, logprobs=logprobs, versions=versions)
         if last is None:
             raise EngineUnavailable("vLLM ended a completion without an answer")
         given = draft.given
@@ -159,7 +159,9 @@ class VllmEngine:
         if (completion.versions[:given] != version).any():
             raise EngineUnavailable("somebody else changed vLLM's weight version: only one client may update a server")
         token_ids, logprobs = draft.pending()
-        yield Piece(token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion)
+        yield TokenChunk(
+            token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion
+        )
 
     async def health(self) -> EngineHealth:
         """Say which weights are served; the digest is the one that was proven last.
@@ -270,7 +272,7 @@ class VllmEngine:
             versions=versions_of(last, count),
             finish=finish,
             routes=routes_of(last, len(prompt_ids) + count, layers) if params.want_routes else None,
-            kept=kept_of(draft.masks, count) if params.cuts else None,
+            sampling_mask=kept_of(draft.masks, count) if params.truncates else None,
         )
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from etude.errors import EtudeError
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, Message, TemplateKwargs, Tool
 from etude.types import Turn
 
@@ -137,7 +137,7 @@ class Events(Protocol):
         """Before anything was sampled."""
         ...
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
         """What the tokens of ``piece`` add to reply ``index``; there may be tokens that add no text."""
         ...
 

@@ -21,7 +21,7 @@ from etude.gateway.api.openai import (
     token_name,
     usage,
 )
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta
 from etude.types import Floats, Ids, Json
 
@@ -80,7 +80,7 @@ class ChatEvents:
         role: dict[str, object] = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(index, role) for index in range(self._call.sampling.count))
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
         """One chunk with all that a piece adds; none where that is nothing the caller wants."""
         if not deltas and not (self._view.logprobs or self._view.token_ids):
             return b""

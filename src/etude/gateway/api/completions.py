@@ -35,7 +35,7 @@ from etude.gateway.api.openai import (
     usage,
 )
 from etude.gateway.api.schemas import either, listed, record, whole
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, TextDelta, ThinkingDelta
 from etude.types import Floats, Ids, Json
 
@@ -115,7 +115,7 @@ class CompletionEvents:
             self._head["usage"] = None
         return b""
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
         """One chunk with all that a piece adds; none where that is nothing the caller wants."""
         text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
         if not text and not (self._view.logprobs or self._view.token_ids):

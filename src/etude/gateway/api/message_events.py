@@ -10,7 +10,7 @@ from types import MappingProxyType
 import orjson
 
 from etude.gateway.api.calls import Answer, Call, Ending, Refusal
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, ThinkingDelta
 from etude.types import Json
 
@@ -87,7 +87,7 @@ class MessageEvents:
         message = {**_opening(answer_id, self._model), "usage": {"input_tokens": 0, "output_tokens": 0}}
         return _event("message_start", message=message) + _event("ping")
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
         """More of the content; ``index`` is always 0."""
         return b"".join(self._added(delta) for delta in deltas)
 

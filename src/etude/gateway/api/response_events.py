@@ -14,7 +14,7 @@ from types import MappingProxyType
 import orjson
 
 from etude.gateway.api.calls import Answer, Call, Ending, Refusal
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, ThinkingDelta
 
 Shape = dict[str, object]
@@ -106,7 +106,7 @@ class ResponseEvents:
         exists = self._event("response.created", response=response)
         return exists + self._event("response.in_progress", response=response)
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: Piece) -> bytes:
+    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
         """More of the output; ``index`` is always 0."""
         return b"".join(self._added(delta) for delta in deltas)
 

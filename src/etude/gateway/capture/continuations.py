@@ -15,7 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from etude.errors import EngineUnavailable
-from etude.protocols import Completion, Piece, SamplingParams
+from etude.protocols import Completion, SamplingParams, TokenChunk
 
 MAX_SEED = 2**63 - 1
 """What every random generator takes."""
@@ -32,10 +32,10 @@ class StreamedTurn:
         self.complete = False
         """Whether the last piece was added."""
         self._asked = prompt, params
-        self._pieces: list[Piece] = []
+        self._pieces: list[TokenChunk] = []
         self._earlier = 0  # of ``_pieces``, those that an engine before the present one sampled
 
-    def add(self, piece: Piece) -> Piece:
+    def add(self, piece: TokenChunk) -> TokenChunk:
         """The piece as it is to be handed out: the last one of all has the completion of the whole turn."""
         earlier = self._pieces[: self._earlier]
         self._pieces.append(piece)
@@ -53,7 +53,7 @@ class StreamedTurn:
         if not told:
             return False
         prompt, params = self._asked
-        if params.cuts:
+        if params.truncates:
             lost = "what top-p and top-k left to draw from"
         elif len(told) == params.max_tokens or told[-1] in params.stop_ids:
             lost = "the record of its end"
@@ -65,7 +65,7 @@ class StreamedTurn:
         raise EngineUnavailable(f"a turn broke off after {len(told)} tokens; {lost} is lost, ask again") from error
 
 
-def _stitched(earlier: Sequence[Piece], rest: Completion) -> Completion:
+def _stitched(earlier: Sequence[TokenChunk], rest: Completion) -> Completion:
     """One completion of what several engines sampled; routes cover all of it, as the last engine read it."""
     return Completion(
         token_ids=np.concatenate([*(piece.token_ids for piece in earlier), rest.token_ids]),

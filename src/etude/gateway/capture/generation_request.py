@@ -54,7 +54,7 @@ class Job:
     @property
     def bulky(self) -> bool:
         """Whether the engine's record holds more than tokens. It comes with the last token: that is waited for."""
-        return self.params.want_routes or self.params.cuts
+        return self.params.want_routes or self.params.truncates
 
     def params_of(self, index: int) -> SamplingParams:
         """Of one reply: with the caller's seed each reply has another one, or all would be the same."""

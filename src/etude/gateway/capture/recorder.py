@@ -11,7 +11,7 @@ from dataclasses import replace
 from etude.errors import CaptureError
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, SamplingParams, turn_of
-from etude.types import Finish, KeptSets, RouteSpace, TokenIds, Turn
+from etude.types import Finish, RouteSpace, SamplingMask, TokenIds, Turn
 
 
 class Recorder:
@@ -43,9 +43,9 @@ class Recorder:
         wanted = replace(
             completion,
             routes=completion.routes if self._space is not None else None,
-            kept=completion.kept if self._payloads is not None else None,
+            sampling_mask=completion.sampling_mask if self._payloads is not None else None,
         )
-        if wanted.routes is None and wanted.kept is None:
+        if wanted.routes is None and wanted.sampling_mask is None:
             return self._checked(prompt_ids, params, wanted)
         # To check megabytes of routes takes longer than a loop that serves others may be kept from them.
         known = max(reused - 1, 0)
@@ -70,7 +70,7 @@ class Recorder:
             if turn.routes is None:
                 raise ValueError("it has no routes although they were asked for; does the engine serve them at all?")
             self._space.check(turn.routes, turn.length - 1)
-        if params.cuts and turn.kept is None and self._payloads is not None:
+        if params.truncates and turn.sampling_mask is None and self._payloads is not None:
             raise ValueError(f"it has no kept sets although top_p={params.top_p:g} and top_k={params.top_k} cut")
 
 
@@ -85,7 +85,7 @@ def cut(completion: Completion, tokens: int) -> Completion:
         raise ValueError(f"a completion of {len(completion.token_ids)} tokens cannot be cut to {tokens}")
     if not lost:
         return completion
-    routes, kept = completion.routes, completion.kept
+    routes, kept = completion.routes, completion.sampling_mask
     return replace(
         completion,
         token_ids=completion.token_ids[:tokens],
@@ -93,10 +93,10 @@ def cut(completion: Completion, tokens: int) -> Completion:
         versions=completion.versions[:tokens],
         finish=Finish.LENGTH,
         routes=None if routes is None else routes[: len(routes) - lost],  # a row for each token but the last one
-        kept=None if kept is None else _first_sets(kept, tokens),
+        sampling_mask=None if kept is None else _first_sets(kept, tokens),
     )
 
 
-def _first_sets(kept: KeptSets, tokens: int) -> KeptSets:
-    offsets = kept.offsets[: tokens + 1]
-    return KeptSets(offsets=offsets, token_ids=kept.token_ids[: offsets[-1]])
+def _first_sets(mask: SamplingMask, tokens: int) -> SamplingMask:
+    offsets = mask.offsets[: tokens + 1]
+    return SamplingMask(offsets=offsets, token_ids=mask.token_ids[: offsets[-1]])

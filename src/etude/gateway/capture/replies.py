@@ -20,7 +20,7 @@ from etude.gateway.capture.generation_request import Job
 from etude.gateway.capture.recorder import Recorder, cut
 from etude.gateway.routing.admission_queue import Line, Place
 from etude.gateway.routing.pool import EnginePool, Want
-from etude.protocols import Clock, Completion, Piece
+from etude.protocols import Clock, Completion, TokenChunk
 from etude.tokens.messages import ChatFormat, Delta, Message, ReplyReader
 from etude.types import Finish
 
@@ -41,10 +41,10 @@ class Spoken:
     """Some tokens of a reply, and what they add to it."""
 
     deltas: Sequence[Delta]
-    piece: Piece
+    piece: TokenChunk
 
 
-NOTHING = Piece(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32))
+NOTHING = TokenChunk(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32))
 """Goes with text that was held back: its tokens went before it."""
 
 
@@ -113,7 +113,7 @@ class Replies:
 
     async def _parts(self, job: Job, index: int) -> AsyncGenerator[Spoken | Reply, None]:
         """One reply while it is sampled, then as a whole."""
-        reader, said, sampled, whole = self._reader(job), list[Piece](), 0, None
+        reader, said, sampled, whole = self._reader(job), list[TokenChunk](), 0, None
         async with (
             self._place(job),
             aclosing(self._pieces(job, index)) as pieces,
@@ -133,7 +133,7 @@ class Replies:
             yield Spoken(deltas=rest, piece=NOTHING)
         yield await self._finished(job, index, reader, whole or _joined(said))
 
-    async def _pieces(self, job: Job, index: int) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, job: Job, index: int) -> AsyncGenerator[TokenChunk, None]:
         """What the engines sample."""
         with self._charged(job):
             async with aclosing(
@@ -213,7 +213,7 @@ def _turned_away(job: Job) -> None:
         job.visit.prompt_tokens = job.visit.reused_tokens = 0
 
 
-def _until(piece: Piece, end: int | None, before: int) -> Piece:
+def _until(piece: TokenChunk, end: int | None, before: int) -> TokenChunk:
     """The part of a piece that belongs to a reply of ``end`` tokens, of which ``before`` came earlier."""
     if end is None or before + len(piece.token_ids) <= end:
         return piece
@@ -223,7 +223,7 @@ def _until(piece: Piece, end: int | None, before: int) -> Piece:
     )
 
 
-def _joined(pieces: Sequence[Piece]) -> Completion:
+def _joined(pieces: Sequence[TokenChunk]) -> Completion:
     """What was sampled up to an end that the engine did not know of."""
     return Completion(
         token_ids=np.concatenate([piece.token_ids for piece in pieces]),

@@ -25,7 +25,7 @@ from etude.gateway.capture.continuations import StreamedTurn
 from etude.gateway.routing.admission import Admission
 from etude.gateway.routing.engine_health import EngineEntry, EngineState, EngineView
 from etude.gateway.routing.router import Reason, Router
-from etude.protocols import Clock, Completion, Engine, Piece, SamplingParams
+from etude.protocols import Clock, Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Ids, TokenIds, as_list
 
 Answer = TypeVar("Answer")
@@ -154,7 +154,7 @@ class EnginePool:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, want: Want = ANYTHING
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come; when its engine fails, it is continued elsewhere.
 
         Raises like :meth:`generate`. With top-p or top-k, a turn of which some tokens were handed out already cannot be
@@ -171,7 +171,7 @@ class EnginePool:
             if not turn.complete:
                 self.counters.continued += turn.resume(trip.trouble)
 
-    async def _pieces(self, name: str, trip: "_Trip", turn: StreamedTurn) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, name: str, trip: "_Trip", turn: StreamedTurn) -> AsyncGenerator[TokenChunk, None]:
         """What one engine adds to a turn. Each piece is a sign of life: an engine may be too busy for its polls."""
         client = self._clients[name]
         async with aclosing(client.engine.stream(turn.prompt, turn.params, session=trip.session)) as pieces:
@@ -342,7 +342,7 @@ class _Trip:
         return kind(why if self.trouble is None else f"{why}; at last: {self.trouble}")
 
 
-async def _next(pieces: AsyncIterator[Piece]) -> Piece:
+async def _next(pieces: AsyncIterator[TokenChunk]) -> TokenChunk:
     try:
         return await anext(pieces)
     except StopAsyncIteration:

@@ -67,7 +67,7 @@ class Choices(NamedTuple):
     """[R] ``NO_TOKEN`` where nothing can be drawn."""
     offsets: Int64s
     """[R + 1] row r was drawn from ``kept[offsets[r]:offsets[r + 1]]``, from the whole vocabulary if that is empty."""
-    kept: Int32s
+    sampling_mask: Int32s
     """Token ids, ascending in each row."""
 
 

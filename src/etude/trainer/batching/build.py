@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etude.types import NO_ROUTE, UNSAMPLED, Floats, KeptSets, Mask, Rollout, Routes, Trajectory, Turn
+from etude.types import NO_ROUTE, UNSAMPLED, Floats, Mask, Rollout, Routes, SamplingMask, Trajectory, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
         turn_starts=tuple(one.sampled.start for one in trained),
         advantages=advantages,
         routes=_routes(rollout_id, branch),
-        kept=_kept(trained, length),
+        sampling_mask=_kept(trained, length),
     )
 
 
@@ -136,15 +136,15 @@ def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
     return stitched
 
 
-def _kept(trained: Sequence[_Weighed], length: int) -> KeptSets | None:
+def _kept(trained: Sequence[_Weighed], length: int) -> SamplingMask | None:
     """[L], empty where nothing was sampled or nothing was cut; ``None`` where nothing was cut at all."""
-    known = [(one.sampled, one.turn.kept) for one in trained if one.turn.kept is not None]
+    known = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
     if not known:
         return None
     sizes = np.zeros(length, np.int64)
     for sampled, kept in known:
         sizes[sampled] = kept.sizes
-    return KeptSets(
+    return SamplingMask(
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         token_ids=np.concatenate([kept.token_ids for _, kept in known]),
     )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load, save
 
-from etude.types import KeptSets, Trajectory
+from etude.types import SamplingMask, Trajectory
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "advantages")
 MAYBE = ("routes", "old_logprobs", "reference_logprobs")
@@ -29,8 +29,8 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
         rows.append({"rollout_id": trajectory.rollout_id, "turn_starts": list(trajectory.turn_starts)})
         found: dict[str, npt.NDArray[Any]] = {name: getattr(trajectory, name) for name in ARRAYS}
         found |= {name: array for name in MAYBE if (array := getattr(trajectory, name)) is not None}
-        if trajectory.kept is not None:
-            found |= {"offsets": trajectory.kept.offsets, "kept_ids": trajectory.kept.token_ids}
+        if trajectory.sampling_mask is not None:
+            found |= {"offsets": trajectory.sampling_mask.offsets, "kept_ids": trajectory.sampling_mask.token_ids}
         arrays |= {f"{index}/{name}": np.ascontiguousarray(array) for name, array in found.items()}
     arrays[HEADER] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
     return save(arrays)
@@ -48,7 +48,7 @@ def _trajectory(arrays: dict[str, npt.NDArray[Any]], index: int, row: dict[str, 
     return Trajectory(
         rollout_id=row["rollout_id"],
         turn_starts=tuple(row["turn_starts"]),
-        kept=None if offsets is None else KeptSets(offsets=offsets, token_ids=arrays[f"{index}/kept_ids"]),
+        sampling_mask=None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[f"{index}/kept_ids"]),
         routes=arrays.get(f"{index}/routes"),
         old_logprobs=arrays.get(f"{index}/old_logprobs"),
         reference_logprobs=arrays.get(f"{index}/reference_logprobs"),

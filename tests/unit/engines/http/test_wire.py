@@ -16,15 +16,15 @@ from etude.engines.http.wire import (
     FINISH,
     MAX_LINE_BYTES,
     MAX_SEED,
-    PieceReader,
+    ChunkReader,
     decode_completion,
     decode_request,
+    encode_chunk,
     encode_completion,
-    encode_piece,
     encode_request,
 )
-from etude.protocols import Completion, Piece, SamplingParams
-from etude.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Finish, Json, KeptSets, Routes
+from etude.protocols import Completion, SamplingParams, TokenChunk
+from etude.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Finish, Json, Routes, SamplingMask
 
 IDS = st.integers(0, 2**31 - 1)
 WHOLE = st.integers(0, MAX_SEED)
@@ -50,10 +50,10 @@ def routes_of(draw: st.DrawFn, rows: int) -> Routes:
 
 
 @st.composite
-def kept_of(draw: st.DrawFn, tokens: int) -> KeptSets:
+def kept_of(draw: st.DrawFn, tokens: int) -> SamplingMask:
     sets = [sorted(draw(st.sets(IDS, max_size=4))) for _ in range(tokens)]
     offsets = np.append(0, np.cumsum([len(ids) for ids in sets])).astype(np.int64)
-    return KeptSets(offsets=offsets, token_ids=np.array([token for ids in sets for token in ids], np.int32))
+    return SamplingMask(offsets=offsets, token_ids=np.array([token for ids in sets for token in ids], np.int32))
 
 
 @st.composite
@@ -66,7 +66,7 @@ def completions(draw: st.DrawFn) -> Completion:
         versions=np.array(draw(several), np.int32),
         finish=draw(st.sampled_from(Finish)),
         routes=draw(st.none() | routes_of(draw(st.integers(0, 5)) + tokens)),
-        kept=draw(st.none() | kept_of(tokens)),
+        sampling_mask=draw(st.none() | kept_of(tokens)),
     )
 
 
@@ -77,7 +77,7 @@ def make_completion() -> Completion:
         versions=np.array([7, 7], np.int32),
         finish=Finish.STOP,
         routes=np.zeros((4, 2, 2), np.uint16),
-        kept=KeptSets(offsets=np.array([0, 2, 2]), token_ids=np.array([3, 9], np.int32)),
+        sampling_mask=SamplingMask(offsets=np.array([0, 2, 2]), token_ids=np.array([3, 9], np.int32)),
     )
 
 
@@ -91,12 +91,12 @@ def assert_same(one: Completion, other: Completion) -> None:
     for name in ("token_ids", "logprobs", "versions"):
         assert_same_array(getattr(one, name), getattr(other, name))
     assert one.finish is other.finish
-    assert (one.routes is None, one.kept is None) == (other.routes is None, other.kept is None)
+    assert (one.routes is None, one.sampling_mask is None) == (other.routes is None, other.sampling_mask is None)
     if one.routes is not None and other.routes is not None:
         assert_same_array(one.routes, other.routes)
-    if one.kept is not None and other.kept is not None:
-        assert_same_array(one.kept.offsets, other.kept.offsets)
-        assert_same_array(one.kept.token_ids, other.kept.token_ids)
+    if one.sampling_mask is not None and other.sampling_mask is not None:
+        assert_same_array(one.sampling_mask.offsets, other.sampling_mask.offsets)
+        assert_same_array(one.sampling_mask.token_ids, other.sampling_mask.token_ids)
 
 
 # Requests
@@ -235,8 +235,8 @@ def test_a_file_that_is_no_completion_is_refused(change: Change, word: str) -> N
 @given(completion=completions(), cuts=st.lists(st.integers(0, 5000), max_size=8))
 def test_a_stream_arrives_as_it_was_sent_however_it_was_cut(completion: Completion, cuts: list[int]) -> None:
     count = len(completion.token_ids)
-    sent = b"".join(encode_piece(part(completion, at, last=at == count - 1)) for at in range(count))
-    reader, edges = PieceReader(), [0, *sorted(cut % (len(sent) + 1) for cut in cuts), len(sent)]
+    sent = b"".join(encode_chunk(part(completion, at, last=at == count - 1)) for at in range(count))
+    reader, edges = ChunkReader(), [0, *sorted(cut % (len(sent) + 1) for cut in cuts), len(sent)]
     pieces = [piece for first, end in pairwise(edges) if (piece := reader.feed(sent[first:end])) is not None]
     assert_same_array(np.concatenate([piece.token_ids for piece in pieces]), completion.token_ids)
     assert_same_array(np.concatenate([piece.logprobs for piece in pieces]), completion.logprobs)
@@ -249,18 +249,18 @@ def test_a_stream_arrives_as_it_was_sent_however_it_was_cut(completion: Completi
 
 @given(completion=completions())
 def test_a_completion_comes_once_and_ends_its_stream(completion: Completion) -> None:
-    sent, reader = encode_piece(part(completion, 0, last=True)), PieceReader()
+    sent, reader = encode_chunk(part(completion, 0, last=True)), ChunkReader()
     assert reader.feed(sent) is not None
     assert reader.feed(b"") is None
     with pytest.raises(ValueError, match="1 bytes more behind the completion"):
         reader.feed(b"\n")
     with pytest.raises(ValueError, match="bytes more behind the completion"):
-        PieceReader().feed(sent + sent)
+        ChunkReader().feed(sent + sent)
 
 
-def part(completion: Completion, at: int, *, last: bool) -> Piece:
+def part(completion: Completion, at: int, *, last: bool) -> TokenChunk:
     token = slice(at, at + 1)
-    return Piece(
+    return TokenChunk(
         token_ids=completion.token_ids[token],
         logprobs=completion.logprobs[token],
         versions=completion.versions[token],
@@ -269,13 +269,13 @@ def part(completion: Completion, at: int, *, last: bool) -> Piece:
 
 
 def test_what_came_together_is_one_piece() -> None:
-    piece = PieceReader().feed(b"".join(encode_piece(part(make_completion(), at, last=False)) for at in range(2)))
+    piece = ChunkReader().feed(b"".join(encode_chunk(part(make_completion(), at, last=False)) for at in range(2)))
     assert piece is not None
     assert_same_array(piece.token_ids, make_completion().token_ids[:2])
 
 
 def test_a_line_that_never_ends_is_refused() -> None:
-    reader = PieceReader()
+    reader = ChunkReader()
     with pytest.raises(ValueError, match="a line of more than"):
         for _ in range(3):
             reader.feed(b" " * (MAX_LINE_BYTES // 2))
@@ -308,12 +308,12 @@ LINE: dict[str, Json] = {"token_ids": [3], "logprobs": [-0.5], "versions": [7], 
     ids=str,
 )
 def test_a_line_that_is_no_piece_is_refused(change: dict[str, Json]) -> None:
-    assert PieceReader().feed(orjson.dumps(LINE) + b"\n") is not None
+    assert ChunkReader().feed(orjson.dumps(LINE) + b"\n") is not None
     with pytest.raises(ValueError, match=r"."):
-        PieceReader().feed(orjson.dumps({**LINE, **change}) + b"\n")
+        ChunkReader().feed(orjson.dumps({**LINE, **change}) + b"\n")
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b"null", b"{}", b"{", b"\xff\xfe", orjson.dumps(LINE)[:-1]])
 def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        PieceReader().feed(line + b"\n")
+        ChunkReader().feed(line + b"\n")

@@ -18,7 +18,7 @@ from etude.errors import DivergedError, EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
-from etude.protocols import Completion, Piece, SamplingParams
+from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Finish
 
 torch.set_num_threads(1)
@@ -182,9 +182,9 @@ def test_a_caller_that_goes_away_frees_its_slot() -> None:
 
 async def listen(
     engine: NativeEngine, prompt: Sequence[int], params: SamplingParams, pieces: int = 10_000
-) -> list[Piece]:
+) -> list[TokenChunk]:
     """The first pieces of a stream, which is closed then."""
-    heard = list[Piece]()
+    heard = list[TokenChunk]()
     async with aclosing(engine.stream(prompt, params, session="s")) as stream:
         async for piece in stream:
             heard.append(piece)
@@ -336,13 +336,13 @@ def test_kept_sets_are_what_top_k_and_top_p_left_whoever_is_in_the_batch() -> No
         calls = [engine.generate(p, one, session="s") for p, one in zip(prompts, CUTTING + NOT_CUTTING, strict=True)]
         together = await asyncio.gather(*calls)
         for prompt, params, completion in zip(prompts, CUTTING + NOT_CUTTING, together, strict=True):
-            if not params.cuts:
-                assert completion.kept is None
+            if not params.truncates:
+                assert completion.sampling_mask is None
                 continue
-            assert completion.kept is not None
+            assert completion.sampling_mask is not None
             expected = expected_kept(engine.weights, [*prompt, *completion.token_ids.tolist()], params)
-            assert [completion.kept[token].tolist() for token in range(20)] == expected[len(prompt) - 1 :]
-            assert completion.kept.holds(completion.token_ids)
+            assert [completion.sampling_mask[token].tolist() for token in range(20)] == expected[len(prompt) - 1 :]
+            assert completion.sampling_mask.holds(completion.token_ids)
 
     run(scene)
 
@@ -351,8 +351,8 @@ def test_kept_sets_are_what_top_k_and_top_p_left_whoever_is_in_the_batch() -> No
 def test_there_is_a_kept_set_for_each_token_even_where_nothing_is_ever_cut(params: SamplingParams) -> None:
     async def scene(engine: NativeEngine) -> None:
         completion = await engine.generate([1, 2], params, session="s")
-        assert completion.kept is not None
-        assert len(completion.kept) == len(completion.token_ids) == 20
+        assert completion.sampling_mask is not None
+        assert len(completion.sampling_mask) == len(completion.token_ids) == 20
 
     run(scene)
 

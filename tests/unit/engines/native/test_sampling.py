@@ -33,7 +33,7 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from() -> None:
 
 def test_no_sets_where_nothing_was_cut() -> None:
     drawn = Sampler(FastArithmetic()).sample(torch.randn(2, 50), [GREEDY, PLAIN], [1, 2], [0, 0])
-    assert drawn.kept is None
+    assert drawn.sampling_mask is None
     assert drawn.kept_row(1).tolist() == []
 
 
@@ -86,5 +86,5 @@ def test_sets_of_a_completion_are_joined() -> None:
 
 
 def test_which_requests_report_sets() -> None:
-    assert [one.cuts for one in (GREEDY, PLAIN, CUT)] == [False, False, True]
-    assert SamplingParams(max_tokens=1, top_p=0.99).cuts
+    assert [one.truncates for one in (GREEDY, PLAIN, CUT)] == [False, False, True]
+    assert SamplingParams(max_tokens=1, top_p=0.99).truncates

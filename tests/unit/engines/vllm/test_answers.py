@@ -141,7 +141,7 @@ def test_wishes_that_would_be_ignored_are_refused() -> None:
             Offer().check(params)
         Offer(sparse_layers=(0,), kept_sets=True).check(params)
     greedy = SamplingParams(max_tokens=1, top_p=0.5, temperature=0.0)
-    assert not greedy.cuts
+    assert not greedy.truncates
     Offer().check(greedy)
     assert request_body([1], greedy, salt="s", stream=False)["sampling_params"]["top_p"] == 1.0
 

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 
 from etude.gateway.api.calls import Answer, Ending, Refusal, Reply
 from etude.gateway.api.chat import parse
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
@@ -78,7 +78,7 @@ def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) ->
         deltas, cuts = deltas_of(reply.message), [0, *split, 10**9]
         for number in range(PIECES):
             tokens = slice(2 * number, 2 * number + 2)
-            piece = Piece(
+            piece = TokenChunk(
                 token_ids=reply.turn.completion_ids[tokens],
                 logprobs=reply.turn.logprobs[tokens],
                 versions=reply.turn.versions[tokens],

@@ -9,7 +9,7 @@ from openai.types import Completion
 
 from etude.gateway.api.calls import Answer, Ending, Refusal, Reply
 from etude.gateway.api.completions import COMPLETION_FIELDS, COMPLETION_NEUTRAL, DIALECT, parse
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, Message, TextDelta, ThinkingDelta
 from etude.types import Finish, Json, Turn
 
@@ -125,7 +125,7 @@ def test_a_stream_adds_up_to_the_body() -> None:
     said: list[list[Delta]] = [[ThinkingDelta("hm, "), TextDelta("do")], [], [TextDelta("ne")]]
     for token, deltas in enumerate(said):
         one = slice(token, token + 1)
-        piece = Piece(token_ids=turn.completion_ids[one], logprobs=turn.logprobs[one], versions=turn.versions[one])
+        piece = TokenChunk(token_ids=turn.completion_ids[one], logprobs=turn.logprobs[one], versions=turn.versions[one])
         data += events.delta(0, deltas, piece)
     *lines, done, end = (data + events.closing(answer)).decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
@@ -144,7 +144,7 @@ def test_tokens_without_text_are_no_chunk_by_default() -> None:
     answer, events = answer_of(), parse(body_of(stream=True)).events()
     events.opening(answer.answer_id, answer.created)
     turn = answer.replies[0].turn
-    piece = Piece(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     assert events.delta(0, [], piece) == b""
 
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from etude.gateway.api import messages, responses
 from etude.gateway.api.calls import Answer, Asked, Dialect, Ending, Refusal, Reply
-from etude.protocols import Piece
+from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
@@ -93,7 +93,7 @@ def answer_of(message: Message, ending: Ending = Ending.STOP, stop_text: str | N
 
 def stream_of(asked: Asked, answer: Answer, deltas: Sequence[Delta]) -> bytes:
     events, turn = asked.events(), answer.replies[0].turn
-    piece = Piece(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     stream = [events.opening(answer.answer_id, answer.created)]
     stream += [events.delta(0, [delta], piece) for delta in deltas]
     return b"".join([*stream, events.closing(answer)])
@@ -273,7 +273,7 @@ def test_failures_inside_a_stream_reach_the_clients() -> None:
 
     said = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
     turn = answer_of(Message(role="assistant")).replies[0].turn
-    piece = Piece(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     begun = said.opening("0", 1) + said.delta(0, [TextDelta("half")], piece)
     event = OPENAI_EVENTS.validate_python(data_of(begun + said.failure(refusal))[-1])
     assert event.type == "response.failed" and event.response.error is not None

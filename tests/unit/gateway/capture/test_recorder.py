@@ -13,14 +13,14 @@ from etude.errors import CaptureError
 from etude.gateway.capture.recorder import Recorder, cut
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, SamplingParams, turn_of
-from etude.types import Finish, KeptSets, Routes, RouteSpace, Turn
+from etude.types import Finish, Routes, RouteSpace, SamplingMask, Turn
 
 PROMPT, SPACE = [7, 8], RouteSpace(layers=2, slots=2, experts=4)
 GOOD = np.tile(np.array([[0, 3], [2, 1]], np.uint16), (4, 1, 1))
-KEPT = KeptSets(offsets=np.array([0, 2, 2, 3], np.int64), token_ids=np.array([1, 4, 3], np.int32))
+KEPT = SamplingMask(offsets=np.array([0, 2, 2, 3], np.int64), token_ids=np.array([1, 4, 3], np.int32))
 
 
-def completion_of(routes: Routes | None = None, kept: KeptSets | None = None) -> Completion:
+def completion_of(routes: Routes | None = None, mask: SamplingMask | None = None) -> Completion:
     ids = np.array([1, 2, 3], np.int32)
     return Completion(
         token_ids=ids,
@@ -28,7 +28,7 @@ def completion_of(routes: Routes | None = None, kept: KeptSets | None = None) ->
         versions=np.full(3, 5, np.int32),
         finish=Finish.STOP,
         routes=routes,
-        kept=kept,
+        sampling_mask=mask,
     )
 
 
@@ -99,15 +99,15 @@ def test_routes_need_a_folder() -> None:
 
 
 def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
-    turn = record(completion_of(kept=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
-    back = Payloads(tmp_path).fetch([turn])[0].kept
+    turn = record(completion_of(mask=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
+    back = Payloads(tmp_path).fetch([turn])[0].sampling_mask
     assert back is not None
     assert back.sizes.tolist() == [2, 0, 1]
 
 
 def test_without_a_folder_a_turn_is_for_no_trainer() -> None:
     turn = record(completion_of(GOOD, KEPT), None, params=SamplingParams(max_tokens=3, top_p=0.9))
-    assert (turn.routes, turn.kept, turn.payload) == (None, None, None)
+    assert (turn.routes, turn.sampling_mask, turn.payload) == (None, None, None)
 
 
 def changed(at: tuple[int, int, int], expert: int) -> Routes:
@@ -148,8 +148,8 @@ def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path)
     assert short.logprobs.tolist() == [-1, -2]
     assert short.versions.tolist() == [5, 5]
     assert short.finish is Finish.LENGTH
-    assert short.kept is not None
-    assert short.kept.sizes.tolist() == [2, 0]
+    assert short.sampling_mask is not None
+    assert short.sampling_mask.sizes.tolist() == [2, 0]
     turn = record(short, tmp_path, space=SPACE, params=SamplingParams(max_tokens=3, top_p=0.9))
     (back,) = Payloads(tmp_path).fetch([turn])
     assert back.routes is not None

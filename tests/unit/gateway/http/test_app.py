@@ -10,7 +10,7 @@ import pytest
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.protocols import Completion, Engine, Piece, SamplingParams
+from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
 from gateways import (
     CHAT,
@@ -43,7 +43,7 @@ class BreakingEngine(FakeEngine):
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         async for piece in super().stream(prompt_ids, params, session=session):
             yield piece
             raise RuntimeError(f"prompt {template().decode(as_list(prompt_ids))}")

@@ -21,8 +21,8 @@ from etude.gateway.routing.admission import Admission, AdmissionLimits
 from etude.gateway.routing.engine_health import EngineEntry, EngineState, HealthLimits
 from etude.gateway.routing.pool import EnginePool, PoolLimits, Want
 from etude.gateway.routing.router import Router
-from etude.protocols import Clock, Completion, Engine, EngineHealth, Piece, SamplingParams
-from etude.types import Finish, KeptSets, TokenIds
+from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
+from etude.types import Finish, SamplingMask, TokenIds
 from patience import until
 
 PROMPT = [1, 2, 3]
@@ -60,7 +60,7 @@ class Chain:
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[TokenChunk, None]:
         self.asked.append((tuple(prompt_ids), params))
         await self._trouble()
         left, said, context = (self.breaks.pop(0) if self.breaks else 1 << 30), list[int](), list(prompt_ids)
@@ -92,8 +92,8 @@ class Chain:
         if self.hangs:
             await asyncio.Event().wait()
 
-    def _piece(self, said: Sequence[int], completion: Completion | None) -> Piece:
-        return Piece(
+    def _piece(self, said: Sequence[int], completion: Completion | None) -> TokenChunk:
+        return TokenChunk(
             token_ids=np.array(said[-1:], np.int32),
             logprobs=np.array([-1.0 - self.mark], np.float32),
             versions=np.array([self.mark], np.int32),
@@ -102,14 +102,14 @@ class Chain:
 
     def _completion(self, said: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
         size, read = len(said), np.array([*prompt_ids, *said[:-1]], np.uint16)
-        kept = KeptSets(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
+        kept = SamplingMask(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
         return Completion(
             token_ids=np.array(said, np.int32),
             logprobs=np.full(size, -1.0 - self.mark, np.float32),
             versions=np.full(size, self.mark, np.int32),
             finish=Finish.STOP if said[-1] in params.stop_ids else Finish.LENGTH,
             routes=read.reshape(-1, 1, 1) if params.want_routes else None,
-            kept=kept if params.cuts else None,
+            sampling_mask=kept if params.truncates else None,
         )
 
 
@@ -139,7 +139,9 @@ async def watched(pool: EnginePool) -> AsyncIterator[None]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def listen(pool: EnginePool, params: SamplingParams, want: Want | None = None) -> tuple[list[Piece], Completion]:
+async def listen(
+    pool: EnginePool, params: SamplingParams, want: Want | None = None
+) -> tuple[list[TokenChunk], Completion]:
     pieces = [piece async for piece in pool.stream(PROMPT, params, session="s", want=want or Want())]
     assert pieces[-1].completion is not None
     return pieces, pieces[-1].completion
@@ -241,9 +243,9 @@ def test_a_cut_turn_that_was_handed_out_in_part_fails_and_one_that_was_not_is_sa
         breaks = [0]
         _, completion = await listen(pool_of(Chain(breaks=breaks), Chain(breaks=breaks)), CUT)
         assert not breaks
-        assert completion.kept is not None and len(completion.kept) == 12
+        assert completion.sampling_mask is not None and len(completion.sampling_mask) == 12
         pool = pool_of(Chain(breaks=[1]), Chain(breaks=[1]))
-        heard = list[Piece]()
+        heard = list[TokenChunk]()
         with pytest.raises(EngineUnavailable, match=r"after 1 tokens; what top-p and top-k left to draw from is lost"):
             async for piece in pool.stream(PROMPT, CUT, session="s"):
                 heard.append(piece)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.trainer.batching.encoding import decode, encode
-from etude.types import UNSAMPLED, KeptSets, Trajectory
+from etude.types import UNSAMPLED, SamplingMask, Trajectory
 
 
 @st.composite
@@ -26,7 +26,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         turn_starts=tuple(np.flatnonzero(mask)[:2].tolist()),
         advantages=random.standard_normal(length).astype(np.float32),
         routes=random.integers(0, 65_536, (length, 2, 3)).astype(np.uint16) if draw(st.booleans()) else None,
-        kept=KeptSets(offsets=offsets, token_ids=np.arange(offsets[-1], dtype=np.int32))
+        sampling_mask=SamplingMask(offsets=offsets, token_ids=np.arange(offsets[-1], dtype=np.int32))
         if draw(st.booleans())
         else None,
         old_logprobs=random.standard_normal(length).astype(np.float32) if draw(st.booleans()) else None,
@@ -40,8 +40,8 @@ def assert_same(a: object, b: object) -> None:
         assert a.dtype == b.dtype
         assert a.shape == b.shape
         assert a.tobytes() == b.tobytes()
-    elif isinstance(a, KeptSets):
-        assert isinstance(b, KeptSets)
+    elif isinstance(a, SamplingMask):
+        assert isinstance(b, SamplingMask)
         assert_same(a.offsets, b.offsets)
         assert_same(a.token_ids, b.token_ids)
     else:

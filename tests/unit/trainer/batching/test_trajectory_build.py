@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.trainer.batching.build import build_trajectories
-from etude.types import NO_ROUTE, UNSAMPLED, Finish, Ids, KeptSets, Rollout, RolloutStatus, Turn
+from etude.types import NO_ROUTE, UNSAMPLED, Finish, Ids, Rollout, RolloutStatus, SamplingMask, Turn
 
 
 def turn(prompt: list[int], completion: list[int], version: int = 0, *, routed: bool = True) -> Turn:
@@ -113,13 +113,16 @@ def test_routes_of_two_models_do_not_mix() -> None:
 
 
 def test_kept_sets_lie_where_their_tokens_do() -> None:
-    sets = KeptSets(offsets=np.array([0, 2, 2], np.int64), token_ids=np.array([3, 8], np.int32))
-    last = KeptSets(offsets=np.array([0, 1], np.int64), token_ids=np.array([6], np.int32))
-    first, third = replace(turn([1, 2], [3, 4]), kept=sets), replace(turn([1, 2, 3, 4, 9, 5, 1], [6]), kept=last)
+    sets = SamplingMask(offsets=np.array([0, 2, 2], np.int64), token_ids=np.array([3, 8], np.int32))
+    last = SamplingMask(offsets=np.array([0, 1], np.int64), token_ids=np.array([6], np.int32))
+    first, third = (
+        replace(turn([1, 2], [3, 4]), sampling_mask=sets),
+        replace(turn([1, 2, 3, 4, 9, 5, 1], [6]), sampling_mask=last),
+    )
     (trajectory,) = build_trajectories(rollout(first, turn([1, 2, 3, 4, 9], [5]), third), 1.0)
-    assert trajectory.kept is not None
-    assert trajectory.kept.sizes.tolist() == [0, 0, 2, 0, 0, 0, 0, 1]
-    assert trajectory.kept.token_ids.tolist() == [3, 8, 6]
+    assert trajectory.sampling_mask is not None
+    assert trajectory.sampling_mask.sizes.tolist() == [0, 0, 2, 0, 0, 0, 0, 1]
+    assert trajectory.sampling_mask.token_ids.tolist() == [3, 8, 6]
 
 
 def test_each_turn_has_its_own_advantage() -> None:
@@ -132,8 +135,8 @@ def test_each_turn_has_its_own_advantage() -> None:
 
 
 def test_a_turn_that_is_not_trained_is_context_to_those_that_are() -> None:
-    sets = KeptSets(offsets=np.array([0, 1], np.int64), token_ids=np.array([4], np.int32))
-    turns = [turn([1], [2], 5), replace(turn([1, 2, 3], [4], 6), kept=sets), turn([1, 2, 3, 4], [5], 7)]
+    sets = SamplingMask(offsets=np.array([0, 1], np.int64), token_ids=np.array([4], np.int32))
+    turns = [turn([1], [2], 5), replace(turn([1, 2, 3], [4], 6), sampling_mask=sets), turn([1, 2, 3, 4], [5], 7)]
     (trajectory,) = build_trajectories(rollout(*turns), 1.0, np.array([True, False, True]))
     assert trajectory.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert trajectory.loss_mask.tolist() == [False, True, False, False, True]
@@ -142,7 +145,7 @@ def test_a_turn_that_is_not_trained_is_context_to_those_that_are() -> None:
     assert trajectory.advantages.tolist() == [0, 1, 0, 0, 1]
     assert trajectory.temperatures.tolist() == [1, 0.5, 1, 1, 0.5]
     assert trajectory.turn_starts == (1, 4)
-    assert trajectory.kept is None
+    assert trajectory.sampling_mask is None
     assert trajectory.routes is not None
     assert trajectory.routes[:, 0, 0].tolist() == [5, 7, 6, 7, NO_ROUTE]
 
