@@ -24,7 +24,7 @@ from etude.rollouts.grading import grade_leftovers
 from etude.sandbox_spec import SandboxSpec
 from etude.types import ScriptChecks, Task, TestChecks
 
-Grade: TypeAlias = Callable[["Examiner", Task, Sandbox], Awaitable[bool]]
+GradeFunction: TypeAlias = Callable[["Examiner", Task, Sandbox], Awaitable[bool]]
 """Whether a grader takes what is in a sandbox for a solution."""
 
 OURS = ("étude (no probes)", "étude")
@@ -108,7 +108,7 @@ def _checks(task: Task) -> TestChecks:
     return task.checks
 
 
-GRADERS: Mapping[str, Grade] = MappingProxyType(
+GRADERS: Mapping[str, GradeFunction] = MappingProxyType(
     {
         "exit code in place": _status_in_place,
         "exit code (fresh)": _status_in_fresh,

@@ -311,7 +311,7 @@ class Harness(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
+class Grade:
     """The verdict on one rollout and what it was combined from."""
 
     value: float
@@ -321,7 +321,7 @@ class Reward:
 class Grader(Protocol):
     """Judges the world an agent left behind, from outside of it."""
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade a finished rollout. Infrastructure trouble raises; bad work is a low reward."""
         ...
 
@@ -330,7 +330,7 @@ class Grader(Protocol):
 class Appraisal:
     """What a finished rollout is worth, all considered, and what can be learnt from its single turns."""
 
-    reward: Reward
+    reward: Grade
     turn_rewards: tuple[float, ...] = ()
     """One for each turn, or none at all."""
     hints: tuple[Hint, ...] = ()
@@ -344,6 +344,6 @@ class Appraiser(Protocol):
     It ends by itself: whatever it waits for has a deadline of its own.
     """
 
-    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+    async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
         """Infrastructure trouble raises: then the rollout is tried again, and is never worth zero for it."""
         ...

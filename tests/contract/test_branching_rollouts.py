@@ -20,11 +20,11 @@ from etude.engines.fake import FakeEngine
 from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.protocols import Completion, HarnessResult, Reward, SamplingParams, Sandbox
+from etude.protocols import Completion, Grade, HarnessResult, SamplingParams, Sandbox
 from etude.rollouts.branching import Branching
-from etude.rollouts.runner import Flight
+from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.sessions import GatewaySessions
-from etude.rollouts.worker import Rig
+from etude.rollouts.worker import RolloutContext
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.batch import build_batch
@@ -82,18 +82,18 @@ class Worlds:
 class Grader:
     """Worth the numbers that are found in the file."""
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         text = await sandbox.read_file("a.py") or ""
         value = sum(int(line) for line in text.split() if line.isdigit())
-        return Reward(value=float(value), parts={})
+        return Grade(value=float(value), parts={})
 
 
 @asynccontextmanager
-async def rig(agent: Agent) -> AsyncIterator[Rig]:
+async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
     worlds, setting = Worlds(), Setting(engine=agent, max_length=WINDOW)
     async with gateway(setting) as caller, aiohttp.ClientSession() as http:
         try:
-            yield Rig(
+            yield RolloutContext(
                 sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
                 worlds=worlds,
                 harness=CodingHarness(HarnessConfig(max_turns=7), http),
@@ -109,10 +109,10 @@ async def rig(agent: Agent) -> AsyncIterator[Rig]:
 async def play(folder: Path, agent: Agent) -> list[Group]:
     config = RolloutConfig(group_size=SIZE, concurrency=SIZE * GROUPS)
     with Ledger.open(folder / "ledger.db") as ledger, EventLog(folder / "events", "rollouts") as events:
-        async with rig(agent) as parts:
+        async with context(agent) as parts:
             for number in range(GROUPS):
                 ledger.admit_group(task(number), TRAIN, SIZE, 0)
-            flight = Flight(TRAIN, config, temperature=1.0, ledger=ledger, rig=parts, events=events)
+            flight = RolloutRunner(TRAIN, config, temperature=1.0, ledger=ledger, context=parts, events=events)
             async with flight:
                 flight.launch(ledger.open_slots(TRAIN))
                 while len(flight):
@@ -131,7 +131,7 @@ def written(rollout: Rollout) -> float:
 
 
 def branches(groups: list[Group]) -> Iterator[tuple[Rollout, Rollout, int]]:
-    """Trunk, branch, shared turns."""
+    """ForkSpec, branch, shared turns."""
     for group in groups:
         known = {rollout.rollout_id: rollout for rollout in group.rollouts}
         for rollout in group.rollouts:

@@ -21,7 +21,7 @@ from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.bounds import Limits
 from etude.rollouts.sessions import GatewaySessions
-from etude.rollouts.worker import Rig, run_rollout
+from etude.rollouts.worker import RolloutContext, run_rollout
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
 from etude.run.task_sandboxes import TaskWorlds
@@ -82,7 +82,7 @@ def attempt(
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
             beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
             worlds = TaskWorlds(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
-            rig = Rig(
+            context = RolloutContext(
                 sessions=GatewaySessions(url, "admin", http),
                 worlds=worlds,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
@@ -90,7 +90,7 @@ def attempt(
                 clock=clock,
             )
             try:
-                return await run_rollout(SLOT, rig, Limits(commands_s=60.0), rollout_id="r", temperature=0.7)
+                return await run_rollout(SLOT, context, Limits(commands_s=60.0), rollout_id="r", temperature=0.7)
             finally:
                 await worlds.close()
 

@@ -27,9 +27,9 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
 from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
-from etude.rewards.judge.fingerprint import Manner
-from etude.rewards.judge.judge import Bounds
-from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.fingerprint import JudgeParams
+from etude.rewards.judge.judge import JudgeLimits
+from etude.rewards.judge.prompts import JudgeInput
 from etude.rewards.judge.rules import rules_app
 from etude.rewards.judge.summary_rules import SUMMARY_RULES
 from etude.rewards.judge.verdicts import Fault
@@ -44,7 +44,7 @@ from scripted_model import API_KEY, ScriptedModel, serving
 
 MAX_LENGTH = 4096
 KEY = "sk-a-very-secret-key"
-EXHIBIT = Exhibit(task="def area(w, h):\n    return w * h", work="area returns w * h")
+EXHIBIT = JudgeInput(task="def area(w, h):\n    return w * h", work="area returns w * h")
 CALL = Call(messages=[{"role": "user", "content": "?"}], schema={}, max_tokens=64, temperature=0.0, seed=0)
 T = TypeVar("T")
 
@@ -104,17 +104,17 @@ async def native_engine() -> AsyncGenerator[NativeEngine, None]:
         await asyncio.gather(steps, return_exceptions=True)
 
 
-async def judged(address: Address, manner: Manner, exhibit: Exhibit = EXHIBIT) -> Judgement:
+async def judged(address: Address, params: JudgeParams, judged: JudgeInput = EXHIBIT) -> Judgement:
     async with aiohttp.ClientSession() as http:
-        judging = court(Endpoint(http, address), manner=manner, bounds=Bounds(timeout_s=60.0))
-        return await judging.judge.judge(style_rubric(), exhibit, judging.means.purse)
+        judging = court(Endpoint(http, address), params=params, bounds=JudgeLimits(timeout_s=60.0))
+        return await judging.judge.judge(style_rubric(), judged, judging.deps.budget)
 
 
 def test_our_gateway_with_a_model_that_judges() -> None:
     async def scenario() -> Judgement:
         engine = JudgingEngine(SystemClock(), vocab_size=chat().vocab_size, max_length=MAX_LENGTH)
         async with behind_gateway(engine) as address:
-            return await judged(address, Manner(model="policy", votes=3, temperature=1.0))
+            return await judged(address, JudgeParams(model="policy", votes=3, temperature=1.0))
 
     judgement = asyncio.run(scenario())
     assert (judgement.score, len(judgement.votes), judgement.invalid) == (4, 3, ())
@@ -124,7 +124,7 @@ def test_the_native_engine_with_a_model_that_knows_nothing_gives_invalid_votes()
     async def scenario() -> Judgement:
         torch.manual_seed(0)
         async with native_engine() as engine, behind_gateway(engine) as address:
-            return await judged(address, Manner(model="policy", votes=2, temperature=1.0, max_tokens=48))
+            return await judged(address, JudgeParams(model="policy", votes=2, temperature=1.0, max_tokens=48))
 
     judgement = asyncio.run(scenario())
     assert (judgement.score, judgement.votes, len(judgement.invalid)) == (None, (), 2)
@@ -137,7 +137,7 @@ def test_our_gateway_refuses_a_schema_and_the_error_says_what_to_do() -> None:
         async with behind_gateway(engine) as address:
             structured = Address(url=address.url, model="policy", key=KEY, structured=True)
             with pytest.raises(JudgeUnavailable, match=r"HTTP 400.*set judge\.structured = false"):
-                await judged(structured, Manner(model="policy"))
+                await judged(structured, JudgeParams(model="policy"))
 
     asyncio.run(scenario())
 
@@ -147,7 +147,7 @@ def test_rules_behind_the_same_api(work: str) -> None:
     async def scenario() -> Judgement:
         async with listening(rules_app(SUMMARY_RULES, "7"), 0) as port:
             address = Address(url=f"http://127.0.0.1:{port}/v1", model="etude-rules-7")
-            return await judged(address, Manner(model="m"), Exhibit(task=EXHIBIT.task, work=work))
+            return await judged(address, JudgeParams(model="m"), JudgeInput(task=EXHIBIT.task, work=work))
 
     judgement = asyncio.run(scenario())
     assert judgement.score is not None
@@ -175,8 +175,8 @@ def test_the_wish_for_a_schema_is_sent_and_the_key_with_it() -> None:
     model = ScriptedModel(lambda messages: verdict(str(messages[-1]["content"]), 2))
 
     async def play(endpoint: Endpoint) -> Judgement:
-        judging = court(endpoint, manner=Manner(model="m", votes=2, temperature=0.5))
-        return await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+        judging = court(endpoint, params=JudgeParams(model="m", votes=2, temperature=0.5))
+        return await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
 
     assert scripted(model, play).score == 2
     assert set(model.keys) == {f"Bearer {API_KEY}"}
@@ -269,9 +269,9 @@ def test_a_judge_that_went_away_is_unavailable_in_time() -> None:
             pass
         address = Address(url=f"http://127.0.0.1:{port}/v1", model="m")
         async with aiohttp.ClientSession() as http:
-            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=3.0))
+            judging = court(Endpoint(http, address), bounds=JudgeLimits(timeout_s=3.0))
             with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientConnectorError"):
-                await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+                await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
 
     asyncio.run(scenario())
 
@@ -285,9 +285,9 @@ def test_what_speaks_no_http_is_no_judge() -> None:
     async def scenario() -> None:
         async with await asyncio.start_server(gibberish, "127.0.0.1", 0) as server, aiohttp.ClientSession() as http:
             address = Address(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m")
-            judging = court(Endpoint(http, address), bounds=Bounds(timeout_s=3.0))
+            judging = court(Endpoint(http, address), bounds=JudgeLimits(timeout_s=3.0))
             with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientResponseError"):
-                await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+                await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
 
     asyncio.run(scenario())
 
@@ -314,8 +314,8 @@ def test_nonces_of_different_calls_differ() -> None:
     model = ScriptedModel(lambda messages: verdict(str(messages[-1]["content"]), 2))
 
     async def play(endpoint: Endpoint) -> None:
-        judging = court(endpoint, manner=Manner(model="m", votes=5, temperature=0.5))
-        await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+        judging = court(endpoint, params=JudgeParams(model="m", votes=5, temperature=0.5))
+        await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
 
     scripted(model, play)
     questions: Sequence[str] = [json.dumps(request["messages"]).replace('\\"', '"') for request in model.requests]

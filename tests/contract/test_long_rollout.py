@@ -26,7 +26,7 @@ from etude.harnesses.completions import CompletionClient, Message
 from etude.harnesses.summaries import KeptState, ask_for_summary, open_again
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.turns import encode_turns
-from etude.protocols import Appraisal, HarnessResult, Reward
+from etude.protocols import Appraisal, Grade, HarnessResult
 from etude.rewards.shaping.hints import TOOL_RULES, HintFinder
 from etude.rollouts.sessions import GatewaySessions
 from etude.run.appraisal import RolloutAppraiser
@@ -160,7 +160,7 @@ async def appraised(rollout: Rollout) -> Appraisal:
         rewards_turns=True,
     )
     result = HarnessResult(reason="submit", counts={}, measures={})
-    return await appraiser.appraise(task("long"), result, Reward(value=1.0, parts={}), rollout.turns)
+    return await appraiser.appraise(task("long"), result, Grade(value=1.0, parts={}), rollout.turns)
 
 
 @pytest.mark.timeout(900)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.clock import VirtualClock
-from etude.rewards.judge.budget import Allowance, Prices, Purse, Spend
+from etude.rewards.judge.budget import Budget, BudgetLimit, Prices, Spend
 from etude.rewards.judge.cache import VoteCache
 from etude.rewards.judge.drift import Alarm, IdentityWatch
-from etude.rewards.judge.endpoint import Answering, Call, Said
-from etude.rewards.judge.fingerprint import Manner
-from etude.rewards.judge.judge import Bounds, Judge, Means
-from etude.rewards.judge.pause import Hold
+from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
+from etude.rewards.judge.fingerprint import JudgeParams
+from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits
+from etude.rewards.judge.pause import JudgePause
 from etude.rewards.judge.rubrics import Rubric, parse_rubric
 from etude.rollouts.breaker import Breaker
 
@@ -47,17 +47,17 @@ def verdict(question: str, score: int | None, **changes: object) -> str:
 
 @dataclass
 class Scripted:
-    """Answers each call with what ``say`` makes of its question; implements ``Answering``."""
+    """Answers each call with what ``say`` makes of its question; implements ``ChatEndpoint``."""
 
     say: Callable[[Call], str]
     identity: str = "scripted-1"
     calls: list[Call] = field(default_factory=list)
     trouble: str = ""
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         self.calls.append(call)
         text = self.say(call)
-        return Said(
+        return ChatReply(
             text=text, was_cut=False, used=Spend(calls=1, prompt_tokens=10, completion_tokens=5), identity=self.identity
         )
 
@@ -73,20 +73,20 @@ class Court:
     """A judge and what it works with, to be looked at."""
 
     judge: Judge
-    means: Means
+    deps: JudgeDeps
     alarms: list[Alarm]
     spent: list[Spend]
     clock: VirtualClock
 
 
 def court(
-    endpoint: Answering,
+    endpoint: ChatEndpoint,
     *,
-    manner: Manner | None = None,
-    bounds: Bounds | None = None,
-    allowance: Allowance | None = None,
+    params: JudgeParams | None = None,
+    bounds: JudgeLimits | None = None,
+    allowance: BudgetLimit | None = None,
     known: Sequence[str] = (),
-    hold: Hold | None = None,
+    hold: JudgePause | None = None,
 ) -> Court:
     """A judge over an endpoint; nothing of it is on disk but a hold."""
     alarms: list[Alarm] = []
@@ -97,10 +97,10 @@ def court(
         spent.append(now)
         return Spend()
 
-    means = Means(
+    deps = JudgeDeps(
         endpoint=endpoint,
         cache=VoteCache(None, 100),
-        purse=Purse(allowance or Allowance(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)),
+        budget=Budget(allowance or BudgetLimit(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)),
         circuit=Breaker(60.0),
         clock=clock,
         identity=IdentityWatch(known),
@@ -108,7 +108,7 @@ def court(
         hold=hold,
         record=recorded,
     )
-    return Court(Judge(means, manner or Manner(model="m"), bounds or Bounds()), means, alarms, spent, clock)
+    return Court(Judge(deps, params or JudgeParams(model="m"), bounds or JudgeLimits()), deps, alarms, spent, clock)
 
 
 MARK, GIVEN = "ab" * 16, "cd" * 16

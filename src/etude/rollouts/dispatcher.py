@@ -21,8 +21,8 @@ from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import TaskFamily
 from etude.rollouts.admission import Admission
-from etude.rollouts.runner import Flight
-from etude.rollouts.worker import Rig
+from etude.rollouts.runner import RolloutRunner
+from etude.rollouts.worker import RolloutContext
 from etude.telemetry.log import EventLog
 from etude.types import Split, Task
 
@@ -47,14 +47,14 @@ class Dispatcher:
         *,
         ledger: Ledger,
         family: TaskFamily,
-        rig: Rig,
+        context: RolloutContext,
         events: EventLog,
         serving_version: Callable[[], int],
     ) -> None:
         self._config = config
         self._ledger = ledger
         self._family = family
-        self._rig = rig
+        self._context = context
         self._events = events
         self._serving_version = serving_version
 
@@ -64,13 +64,13 @@ class Dispatcher:
         async with self._flight(TRAIN, TRAIN_TEMPERATURE) as flight:
             look_s = -math.inf
             while (progress := self._ledger.progress()).complete < admission.groups_needed:
-                if self._rig.clock.now() >= look_s:
-                    look_s = self._rig.clock.now() + LOOK_S
+                if self._context.clock.now() >= look_s:
+                    look_s = self._context.clock.now() + LOOK_S
                     flight.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in flight)
                 version = self._serving_version()
                 self._admit(admission, flight, kept=progress.kept, version=version)
                 while not await flight.turn(POLL_S):
-                    if self._serving_version() != version or self._rig.clock.now() >= look_s:
+                    if self._serving_version() != version or self._context.clock.now() >= look_s:
                         break
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, temperature: float) -> list[float]:
@@ -87,17 +87,17 @@ class Dispatcher:
                 await flight.turn(POLL_S)
         return self._ledger.rewards(label)
 
-    def _flight(self, purpose: str, temperature: float) -> Flight:
-        return Flight(
+    def _flight(self, purpose: str, temperature: float) -> RolloutRunner:
+        return RolloutRunner(
             purpose,
             self._config,
             temperature=temperature,
             ledger=self._ledger,
-            rig=self._rig,
+            context=self._context,
             events=self._events,
         )
 
-    def _admit(self, admission: Admission, flight: Flight, *, kept: int, version: int) -> None:
+    def _admit(self, admission: Admission, flight: RolloutRunner, *, kept: int, version: int) -> None:
         """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
         for _ in range(admission.groups_to_admit(version=version, kept=kept, in_flight=len(flight))):
             slots = self._ledger.admit_next(

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from etude.clock import VirtualClock
 from etude.errors import SandboxError, SessionLost, Unsupported
-from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
-from etude.rollouts.worker import Rig
+from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
+from etude.rollouts.worker import RolloutContext
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.types import Task, Turn
 
@@ -199,7 +199,7 @@ class FakeSandboxes:
         return frozenset({Capability.FORK})
 
     async def open(self, task: Task) -> FakeSandbox:
-        """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.Worlds`, too."""
+        """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.TaskSandboxes`, too."""
         return await self.create(task.files)
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
@@ -236,19 +236,19 @@ class FakeGrader:
     def __init__(self, judge: Callable[[Task], float]) -> None:
         self._judge = judge
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Judge one task."""
         value = self._judge(task)
-        return Reward(value=value, parts={"judge": value})
+        return Grade(value=value, parts={"judge": value})
 
 
 class FakeWorld:
-    """All the parts of a rig, each in reach, in the time of the loop they are run by."""
+    """All the parts of a context, each in reach, in the time of the loop they are run by."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]], judge: Callable[[Task], float]) -> None:
         self.sessions = FakeSessions()
         self.sandboxes = FakeSandboxes()
-        self.rig = Rig(
+        self.context = RolloutContext(
             sessions=self.sessions,
             worlds=self.sandboxes,
             harness=FakeHarness(play),

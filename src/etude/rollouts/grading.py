@@ -14,7 +14,7 @@ from typing import Protocol
 import aiohttp
 
 from etude.errors import AgentFault, InfrastructureError
-from etude.protocols import Grader, HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, Grader, HarnessResult, Sandbox
 from etude.rollouts.bounds import Limits, within
 from etude.types import Task
 
@@ -41,7 +41,7 @@ async def grade_leftovers(
     grader: Grader,
     limits: Limits,
     monitor: CheatMonitor | None = None,
-) -> Reward:
+) -> Grade:
     """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.
 
     Every run that its checks may take has its whole time: else work that hangs its verifier, or takes one run more for
@@ -57,4 +57,4 @@ async def grade_leftovers(
                 return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
         return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
     except AgentFault:
-        return Reward(value=0.0, parts={AgentFault.REASON: 1.0})
+        return Grade(value=0.0, parts={AgentFault.REASON: 1.0})

@@ -37,7 +37,7 @@ from etude.ledger.states import GroupState
 from etude.rollouts.bounds import Limits
 from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
-from etude.rollouts.worker import UNWATCHED, Beginning, Rig, Ties, Trunk, give_back, run_rollout
+from etude.rollouts.worker import UNWATCHED, ForkSpec, RolloutContext, RolloutStart, Ties, give_back, run_rollout
 from etude.telemetry.events import OUTAGE_TOLD_S, Outage, RolloutClosed
 from etude.telemetry.log import EventLog
 from etude.types import Branch, Rollout, RolloutStatus, Task
@@ -46,17 +46,24 @@ CLEANUP_S = 60.0
 """For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
 
 
-class Flight:
+class RolloutRunner:
     """Runs slots of one purpose, at most ``concurrency`` at a time; leaving it cancels what still runs."""
 
     def __init__(
-        self, purpose: str, config: RolloutConfig, *, temperature: float, ledger: Ledger, rig: Rig, events: EventLog
+        self,
+        purpose: str,
+        config: RolloutConfig,
+        *,
+        temperature: float,
+        ledger: Ledger,
+        context: RolloutContext,
+        events: EventLog,
     ) -> None:
         self._purpose = purpose
         self._limits = Limits.of(config)
         self._temperature = temperature
         self._ledger = ledger
-        self._rig = rig if purpose == TRAIN else rig.for_measuring()
+        self._context = context if purpose == TRAIN else context.for_measuring()
         self._events = events
         self._schedule = Schedule(
             concurrency=config.concurrency,
@@ -65,9 +72,9 @@ class Flight:
             worked=any(ledger.progress(known).complete for known in {purpose, TRAIN}),
         )
         self._told_s = -math.inf
-        self._branching = self._rig.branching
+        self._branching = self._context.branching
         self._bundles = Bundles(1 if self._branching is None else self._branching.size)
-        self._beginnings = _Beginnings(self._rig, self._limits)
+        self._beginnings = _RolloutStarts(self._context, self._limits)
         self._attempts: dict[Place, asyncio.Task[None]] = {}
         self._closing = False
         self._failure: BaseException | None = None
@@ -106,7 +113,7 @@ class Flight:
         Raises what a rollout raised: that is a bug, or :class:`~etude.errors.UserError` when nothing has succeeded for
         too long.
         """
-        now = self._rig.clock.now()
+        now = self._context.clock.now()
         for slot in self._schedule.due(now):
             attempt = self._attempts[place_of(slot)] = asyncio.create_task(self._attempt(slot))
             attempt.add_done_callback(partial(self._landed, slot))
@@ -133,7 +140,7 @@ class Flight:
         ties = self._ties(slot, rollout_id)
         try:
             rollout = await run_rollout(
-                slot, self._rig, self._limits, rollout_id=rollout_id, temperature=temperature, ties=ties
+                slot, self._context, self._limits, rollout_id=rollout_id, temperature=temperature, ties=ties
             )
         except asyncio.CancelledError:
             if self._closing or slot in self._schedule:  # by us, at the end, or by somebody else
@@ -143,7 +150,7 @@ class Flight:
         due = None
         for ended in (rollout, *(_copied(rollout, other) for other in copied)):
             due = self._ledger.record(ended, self._purpose)
-            self._events.write(_closed(ended, slot.task, self._purpose, self._rig.pass_at))
+            self._events.write(_closed(ended, slot.task, self._purpose, self._context.pass_at))
         if slot in self._schedule:
             self._go_on(slot, rollout, due)
 
@@ -153,9 +160,9 @@ class Flight:
         if self._branching is None or not branches:
             return Ties(beginning=beginning)
         point, hand_over = self._branching.fork_point(slot), partial(self._branch_off, slot)
-        return Ties(trunk=Trunk(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
+        return Ties(trunk=ForkSpec(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
 
-    def _branch_off(self, trunk: OpenSlot, beginnings: Sequence[Beginning]) -> None:
+    def _branch_off(self, trunk: OpenSlot, beginnings: Sequence[RolloutStart]) -> None:
         """A trunk has forked: the slots that waited for it go on from there."""
         slots = self._bundles.release(trunk)
         self._start(slots)
@@ -168,7 +175,7 @@ class Flight:
             self._schedule.graded(slot)
         elif due is None:
             self._abandon(slot.group_index)
-        elif self._schedule.failed(slot, due=due, now=self._rig.clock.now()) is SlotState.LOST:
+        elif self._schedule.failed(slot, due=due, now=self._context.clock.now()) is SlotState.LOST:
             self._lose(slot, rollout.reason)
         self._tell_of_outage(rollout)
         if self._schedule.breaker.gave_up:
@@ -179,7 +186,7 @@ class Flight:
 
     def _tell_of_outage(self, rollout: Rollout) -> None:
         """Say, now and then, what rollouts wait for and since when, and that it is over."""
-        now_s, since_s = self._rig.clock.now(), self._schedule.breaker.since_s
+        now_s, since_s = self._context.clock.now(), self._schedule.breaker.since_s
         if since_s is None and self._told_s > -math.inf:
             self._told_s = -math.inf
             self._events.write(Outage(what="rollouts", seconds=0.0, reason=""))
@@ -217,22 +224,22 @@ class Flight:
         self._changed.set()
 
 
-class _Beginnings:
+class _RolloutStarts:
     """Where branches go on that have not started; what nobody goes on from is closed."""
 
-    def __init__(self, rig: Rig, limits: Limits) -> None:
-        self._rig = rig
+    def __init__(self, context: RolloutContext, limits: Limits) -> None:
+        self._context = context
         self._limits = limits
-        self._waiting: dict[Place, Beginning] = {}
+        self._waiting: dict[Place, RolloutStart] = {}
         self._closings: set[asyncio.Task[None]] = set()  # the loop itself holds none of them
 
-    def put(self, slots: Sequence[OpenSlot], beginnings: Sequence[Beginning]) -> None:
+    def put(self, slots: Sequence[OpenSlot], beginnings: Sequence[RolloutStart]) -> None:
         """One for each slot; those that are left over are closed."""
         self._waiting |= {place_of(slot): beginning for slot, beginning in zip(slots, beginnings, strict=False)}
         for beginning in beginnings[len(slots) :]:
             self._close(beginning)
 
-    def take(self, slot: OpenSlot) -> Beginning | None:
+    def take(self, slot: OpenSlot) -> RolloutStart | None:
         """What a slot that starts goes on from; it is its own from here on."""
         return self._waiting.pop(place_of(slot), None)
 
@@ -244,8 +251,8 @@ class _Beginnings:
             self._close(self._waiting.pop(place))
         return list(self._closings)
 
-    def _close(self, beginning: Beginning) -> None:
-        closing = asyncio.create_task(give_back(beginning, self._rig, self._limits))
+    def _close(self, beginning: RolloutStart) -> None:
+        closing = asyncio.create_task(give_back(beginning, self._context, self._limits))
         self._closings.add(closing)
         closing.add_done_callback(self._closings.discard)
 

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from etude.errors import AgentFault, EngineUnavailable, InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Appraisal, Appraiser, Clock, Grader, Harness, HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Appraisal, Appraiser, Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Session
 from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, within
 from etude.rollouts.branching import Branching, ForkPoint
 from etude.rollouts.grading import INFRASTRUCTURE, grade_leftovers
@@ -54,7 +54,7 @@ class Sessions(Protocol):
         ...
 
 
-class Worlds(Protocol):
+class TaskSandboxes(Protocol):
     """Where tasks are worked on."""
 
     async def open(self, task: Task) -> Sandbox:
@@ -62,40 +62,40 @@ class Worlds(Protocol):
         ...
 
 
-class Watching(Protocol):
+class MonitoredRollout(Protocol):
     """A look at one rollout for cheating."""
 
     async def look(self) -> None:
         """The agent is gone, and nothing was graded yet. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
-    def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
+    def judge(self, reward: Grade, turns: Sequence[Turn]) -> Verdict:
         """What becomes of it."""
         ...
 
-    def beside(self, sandbox: Sandbox) -> "Watching":
+    def beside(self, sandbox: Sandbox) -> "MonitoredRollout":
         """The same look at another rollout, which branches off this one and goes on in a copy of its sandbox."""
         ...
 
 
-class Watch(Protocol):
+class CheatMonitor(Protocol):
     """Looks for cheating in every rollout."""
 
-    async def begin(self, task: Task, sandbox: Sandbox) -> Watching:
+    async def begin(self, task: Task, sandbox: Sandbox) -> MonitoredRollout:
         """Get ready in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
+class RolloutContext:
     """The parts that every rollout is run with."""
 
     sessions: Sessions
-    worlds: Worlds
+    worlds: TaskSandboxes
     harness: Harness
     grader: Grader
     clock: Clock
-    watch: Watch | None = None
+    watch: CheatMonitor | None = None
     """``None``: nobody looks for cheating."""
     appraiser: Appraiser | None = None
     """``None``: the grader's word is all."""
@@ -114,20 +114,20 @@ class Rig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class RolloutStart:
     """Where a rollout works, how it asks the model, and what it shares with another one."""
 
     session: Session
     sandbox: Sandbox
     """Bounded."""
-    watching: Watching | None = None
+    watching: MonitoredRollout | None = None
     seen: tuple[Note, ...] = ()
     """The calls to the sandbox that the other one made before."""
     branch: Branch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trunk:
+class ForkSpec:
     """What a rollout has to do that others branch off."""
 
     rollout_id: str
@@ -135,7 +135,7 @@ class Trunk:
     point: ForkPoint
     branches: int
     """How many rollouts branch off it, itself not counted."""
-    hand_over: Callable[[Sequence[Beginning]], None]
+    hand_over: Callable[[Sequence[RolloutStart]], None]
     """Takes them over; called once at most."""
 
 
@@ -143,9 +143,9 @@ class Trunk:
 class Ties:
     """How a rollout is bound up with others of its group."""
 
-    beginning: Beginning | None = None
+    beginning: RolloutStart | None = None
     """Where it branches off; it is closed with the rollout. ``None``: it begins anew."""
-    trunk: Trunk | None = None
+    trunk: ForkSpec | None = None
 
 
 ALONE = Ties()
@@ -153,7 +153,7 @@ ALONE = Ties()
 
 
 async def run_rollout(
-    slot: OpenSlot, rig: Rig, limits: Limits, *, rollout_id: str, temperature: float, ties: Ties = ALONE
+    slot: OpenSlot, context: RolloutContext, limits: Limits, *, rollout_id: str, temperature: float, ties: Ties = ALONE
 ) -> Rollout:
     """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
 
@@ -161,15 +161,15 @@ async def run_rollout(
     raised. Whatever happens, sandbox and session are closed; those of branches once they were handed over are not.
     """
     ended = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
-    started_s = rig.clock.now()
+    started_s = context.clock.now()
     try:
-        played = await _play(slot, rig, limits, temperature, ties)
+        played = await _play(slot, context, limits, temperature, ties)
     except (*INFRASTRUCTURE, AgentFault) as error:  # the fault of an agent that has not begun is none
         return ended(
             status=RolloutStatus.FAILED_INFRA,
             reward=None,
             reason=f"{type(error).__name__}: {error}",
-            seconds=rig.clock.now() - started_s,
+            seconds=context.clock.now() - started_s,
         )
     verdict, appraisal = played.verdict, played.appraisal
     branch = None if ties.beginning is None else ties.beginning.branch
@@ -180,7 +180,7 @@ async def run_rollout(
         reason=played.result.reason,
         counts=played.result.counts,
         turns=played.turns,
-        seconds=rig.clock.now() - started_s,
+        seconds=context.clock.now() - started_s,
         verdict=verdict,
         turn_rewards=appraisal.turn_rewards,
         hints=tuple(hint for hint in appraisal.hints if branch is None or hint.turn >= branch.turns),
@@ -188,10 +188,10 @@ async def run_rollout(
     )
 
 
-async def give_back(beginning: Beginning, rig: Rig, limits: Limits) -> None:
+async def give_back(beginning: RolloutStart, context: RolloutContext, limits: Limits) -> None:
     """Close what nobody is going to work in."""
     await _quietly(limits, beginning.sandbox.close())
-    await _quietly(limits, rig.sessions.discard(beginning.session.session_id))
+    await _quietly(limits, context.sessions.discard(beginning.session.session_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,25 +204,25 @@ class _Played:
     verdict: Verdict | None
 
 
-async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, ties: Ties) -> _Played:
+async def _play(slot: OpenSlot, context: RolloutContext, limits: Limits, temperature: float, ties: Ties) -> _Played:
     task = slot.task
-    begun = ties.beginning or await _begin(task, rig, limits)
+    begun = ties.beginning or await _begin(task, context, limits)
     session, watching = begun.session, begun.watching
     try:
         try:
             agent = AgentTime(limits)
-            hands = _hands(begun, ties, agent, rig, limits)
+            hands = _hands(begun, ties, agent, context, limits)
             try:
-                result = await agent.wait(rig.harness.run(task, session, hands, temperature=temperature))
+                result = await agent.wait(context.harness.run(task, session, hands, temperature=temperature))
             except (OutOfTime, AgentFault) as over:
                 result = HarnessResult(reason=over.REASON, counts={})  # of a harness that kept none
-            reward = await grade_leftovers(task, begun.sandbox, result, rig.grader, limits, watching)
+            reward = await grade_leftovers(task, begun.sandbox, result, context.grader, limits, watching)
         finally:
             await _quietly(limits, begun.sandbox.close())
     except BaseException:
-        await _quietly(limits, rig.sessions.discard(session.session_id))
+        await _quietly(limits, context.sessions.discard(session.session_id))
         raise
-    turns = await within(limits.start_s, "fetching the turns", rig.sessions.close(session.session_id))
+    turns = await within(limits.start_s, "fetching the turns", context.sessions.close(session.session_id))
     if not turns:
         printed = f"; it printed: {result.printed}" if result.printed else ""
         raise InfrastructureError(
@@ -230,45 +230,47 @@ async def _play(slot: OpenSlot, rig: Rig, limits: Limits, temperature: float, ti
         )
     _check_versions(turns, slot.admitted_version)
     appraisal = Appraisal(reward=reward)
-    if rig.appraiser is not None:
-        appraisal = await rig.appraiser.appraise(task, result, reward, turns)
-    if appraisal.masked and rig.measures:
+    if context.appraiser is not None:
+        appraisal = await context.appraiser.appraise(task, result, reward, turns)
+    if appraisal.masked and context.measures:
         raise InfrastructureError(appraisal.masked)
     verdict = None if watching is None else watching.judge(reward, turns)
     return _Played(result=result, appraisal=appraisal, turns=turns, verdict=_weigh(verdict, appraisal, reward))
 
 
-async def _begin(task: Task, rig: Rig, limits: Limits) -> Beginning:
-    session = await within(limits.start_s, "opening a session", rig.sessions.open())
+async def _begin(task: Task, context: RolloutContext, limits: Limits) -> RolloutStart:
+    session = await within(limits.start_s, "opening a session", context.sessions.open())
     try:
-        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", rig.worlds.open(task)))
+        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", context.worlds.open(task)))
         try:
-            watching = None if rig.watch is None else await rig.watch.begin(task, sandbox)
+            watching = None if context.watch is None else await context.watch.begin(task, sandbox)
         except BaseException:
             await _quietly(limits, sandbox.close())
             raise
     except BaseException:
-        await _quietly(limits, rig.sessions.discard(session.session_id))
+        await _quietly(limits, context.sessions.discard(session.session_id))
         raise
-    return Beginning(session=session, sandbox=sandbox, watching=watching)
+    return RolloutStart(session=session, sandbox=sandbox, watching=watching)
 
 
-def _hands(begun: Beginning, ties: Ties, agent: AgentTime, rig: Rig, limits: Limits) -> Sandbox:
+def _hands(begun: RolloutStart, ties: Ties, agent: AgentTime, context: RolloutContext, limits: Limits) -> Sandbox:
     """The sandbox as the agent has it: its time is spent there, and what is shared with others noted or answered."""
     hands = BoundedSandbox(begun.sandbox, agent)
     if ties.trunk is not None:
-        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, ties.trunk, agent, rig, limits).note)
+        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, ties.trunk, agent, context, limits).note)
     return NotedSandbox(hands, agent, begun.seen) if begun.seen else hands
 
 
 class _Fork:
     """Watches what a trunk does in its sandbox, and forks it once."""
 
-    def __init__(self, begun: Beginning, trunk: Trunk, agent: AgentTime, rig: Rig, limits: Limits) -> None:
+    def __init__(
+        self, begun: RolloutStart, trunk: ForkSpec, agent: AgentTime, context: RolloutContext, limits: Limits
+    ) -> None:
         self._begun = begun
         self._trunk = trunk
         self._agent = agent
-        self._rig = rig
+        self._context = context
         self._limits = limits
         self._notes: list[Note] = list(begun.seen)
         self._is_over = False
@@ -284,9 +286,9 @@ class _Fork:
             self._trunk.hand_over(await self._branches())
             self._agent.sign_of_life()
 
-    async def _branches(self) -> list[Beginning]:
+    async def _branches(self) -> list[RolloutStart]:
         copies = await self._begun.sandbox.fork(self._trunk.branches)
-        branches: list[Beginning] = []
+        branches: list[RolloutStart] = []
         try:
             for copy in copies:
                 branches.append(await self._branch(copy))  # noqa: PERF401  # what there is must be closed on failure
@@ -294,15 +296,15 @@ class _Fork:
             for copy in copies[len(branches) :]:
                 await _quietly(self._limits, copy.close())
             for branch in branches:
-                await give_back(branch, self._rig, self._limits)
+                await give_back(branch, self._context, self._limits)
             raise
         return branches
 
-    async def _branch(self, sandbox: Sandbox) -> Beginning:
-        forking = self._rig.sessions.fork(self._begun.session.session_id)
+    async def _branch(self, sandbox: Sandbox) -> RolloutStart:
+        forking = self._context.sessions.fork(self._begun.session.session_id)
         session, turns = await within(self._limits.start_s, "forking a session", forking)
         watching = self._begun.watching
-        return Beginning(
+        return RolloutStart(
             session=session,
             sandbox=sandbox,
             watching=None if watching is None else watching.beside(sandbox),
@@ -311,7 +313,7 @@ class _Fork:
         )
 
 
-def _weigh(verdict: Verdict | None, appraisal: Appraisal, graded: Reward) -> Verdict | None:
+def _weigh(verdict: Verdict | None, appraisal: Appraisal, graded: Grade) -> Verdict | None:
     """The verdict on the rollout as a whole; ``None`` where nobody watched and nothing is masked.
 
     One that keeps it takes the appraised reward, or becomes a quarantine where the appraiser masks; any other stands.

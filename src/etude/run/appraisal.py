@@ -22,7 +22,7 @@ from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.harnesses.actions import THOUGHTS
 from etude.ledger.ledger import Facts
-from etude.protocols import Appraisal, Clock, HarnessResult, Reward
+from etude.protocols import Appraisal, Clock, Grade, HarnessResult
 from etude.rewards.shaping.behaviour import measure, observe
 from etude.rewards.shaping.effort import effort_of
 from etude.rewards.shaping.hints import HintFinder
@@ -76,7 +76,7 @@ class RolloutAppraiser:
     outage_s: float = 300.0
     """How long a part may wait for a judge that is away."""
 
-    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+    async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
         """The reward that the recipe's parts add up to, and hints.
 
         Raises like :func:`~etude.rewards.shaping.parts.combine`, and :class:`~etude.errors.JudgeUnavailable` where a
@@ -89,7 +89,7 @@ class RolloutAppraiser:
             combined, beside = await self._combine(done)
             recorded = {**reward.parts, **beside, **combined.parts}
             counted = {"clipped": float(combined.clipped), "assumed": float(combined.assumed)}
-            reward, masked = Reward(value=combined.value, parts=recorded | counted), combined.masked
+            reward, masked = Grade(value=combined.value, parts=recorded | counted), combined.masked
         return Appraisal(
             reward=reward,
             turn_rewards=slip_rewards(done.spoken) if self.rewards_turns else (),
@@ -147,7 +147,7 @@ class _Finished:
 
     task: Task
     result: HarnessResult
-    reward: Reward
+    reward: Grade
     """The grader's."""
     turns: Sequence[Turn]
     spoken: Sequence[SpokenTurn]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from etude.config.tasks import CheatingConfig
 from etude.harnesses.actions import Finding, Severity, read_actions
-from etude.protocols import Reward, Sandbox
+from etude.protocols import Grade, Sandbox
 from etude.rewards.monitor.monitor import inspect, scene_of
 from etude.rewards.monitor.policy import Policy, judge
 from etude.tasks.honeypots import Bait, draw_baits, lift, look, plant, touches
@@ -29,8 +29,8 @@ def policy_of(config: CheatingConfig) -> Policy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheatWatch:
-    """Watches every rollout of a run; implements :class:`~etude.rollouts.worker.Watch`."""
+class BaitingMonitor:
+    """Watches every rollout of a run; implements :class:`~etude.rollouts.worker.CheatMonitor`."""
 
     decode: Callable[[Ids], str]
     """The text of token ids."""
@@ -39,16 +39,16 @@ class CheatWatch:
     bare_shell: bool
     """Whether replies are shell commands without any mark (``recipes/external-harness``)."""
 
-    async def begin(self, task: Task, sandbox: Sandbox) -> "WatchedRollout":
+    async def begin(self, task: Task, sandbox: Sandbox) -> "BaitedRollout":
         """Lay baits in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
         baits = await plant(sandbox, draw_baits()) if self.honeypots else ()
-        return WatchedRollout(self, task, sandbox, baits)
+        return BaitedRollout(self, task, sandbox, baits)
 
 
-class WatchedRollout:
-    """One rollout under watch; implements :class:`~etude.rollouts.worker.Watching`."""
+class BaitedRollout:
+    """One rollout under watch; implements :class:`~etude.rollouts.worker.MonitoredRollout`."""
 
-    def __init__(self, watch: CheatWatch, task: Task, sandbox: Sandbox, baits: Sequence[Bait]) -> None:
+    def __init__(self, watch: BaitingMonitor, task: Task, sandbox: Sandbox, baits: Sequence[Bait]) -> None:
         self._watch = watch
         self._task = task
         self._sandbox = sandbox
@@ -61,11 +61,11 @@ class WatchedRollout:
             self._found = await look(self._sandbox, self._baits)
             await lift(self._sandbox, self._baits)
 
-    def beside(self, sandbox: Sandbox) -> "WatchedRollout":
+    def beside(self, sandbox: Sandbox) -> "BaitedRollout":
         """The same baits lie in the copy."""
-        return WatchedRollout(self._watch, self._task, sandbox, self._baits)
+        return BaitedRollout(self._watch, self._task, sandbox, self._baits)
 
-    def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
+    def judge(self, reward: Grade, turns: Sequence[Turn]) -> Verdict:
         """What becomes of it, now that it is graded."""
         actions = read_actions(tuple(turns), self._watch.decode, bare_shell=self._watch.bare_shell)
         findings = (*self._found, *touches(actions, self._baits), *inspect(actions, scene_of(self._task)))

@@ -20,17 +20,17 @@ from etude.clock import SystemClock, date_utc
 from etude.config.judge import RULES, JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.judge.budget import Allowance, Prices, Purse
+from etude.rewards.judge.budget import Budget, BudgetLimit, Prices
 from etude.rewards.judge.cache import VoteCache
 from etude.rewards.judge.calibration import Calibration, Item, agreement_of, bias_of, distrust, parse_calibration
 from etude.rewards.judge.drift import Alarm, IdentityWatch
-from etude.rewards.judge.endpoint import Address, Answering, Call, Endpoint, Said
-from etude.rewards.judge.fingerprint import Manner, pin_of
+from etude.rewards.judge.endpoint import Address, Call, ChatEndpoint, ChatReply, Endpoint
+from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
 from etude.rewards.judge.hints import HintJudge
-from etude.rewards.judge.judge import Bounds, Judge, Means, needed_for
+from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
 from etude.rewards.judge.parts import BESIDE, DriftCheck, JudgedParts
-from etude.rewards.judge.pause import Hold
-from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.pause import JudgePause
+from etude.rewards.judge.prompts import JudgeInput
 from etude.rewards.judge.rubrics import Rubric, parse_rubric
 from etude.rewards.judge.rules import MODEL, Rule, rules_app
 from etude.rewards.judge.spending import SpendFile
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class JudgeState:
     """Where a process keeps the votes it was given and what it spent."""
 
     folder: Path
@@ -59,9 +59,9 @@ class Memory:
         return self.folder / f"judge-{self.seat}.db"
 
     @property
-    def hold(self) -> Hold:
+    def hold(self) -> JudgePause:
         """Whether the run's judging has stopped."""
-        return Hold(self.folder / "judge-held.txt")
+        return JudgePause(self.folder / "judge-held.txt")
 
     @property
     def spending(self) -> SpendFile:
@@ -87,12 +87,12 @@ class OpenJudge:
 
 
 @dataclass(slots=True)
-class Attentive:
+class EndpointMonitor:
     """An endpoint, and the last thing it said that it is; implements
-    :class:`~etude.rewards.judge.endpoint.Answering`.
+    :class:`~etude.rewards.judge.endpoint.ChatEndpoint`.
     """
 
-    endpoint: Answering
+    endpoint: ChatEndpoint
     identity: str = field(default="", init=False)
 
     @property
@@ -100,7 +100,7 @@ class Attentive:
         """As the endpoint does."""
         return self.endpoint.trouble
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         """As the endpoint does."""
         said = await self.endpoint.ask(call)
         self.identity = said.identity
@@ -127,10 +127,10 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
     return rubrics
 
 
-def manner_of(config: RunConfig) -> Manner:
+def judge_params(config: RunConfig) -> JudgeParams:
     """How votes are taken."""
     judge = config.judge
-    return Manner(
+    return JudgeParams(
         model=f"{MODEL}-{rules_of(config).version}" if judge.url == RULES else judge.model,
         votes=judge.votes,
         temperature=judge.temperature,
@@ -140,12 +140,12 @@ def manner_of(config: RunConfig) -> Manner:
     )
 
 
-def pins_of(config: RunConfig) -> Mapping[str, str]:
+def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
     """Aspect → digest of all on our side that decides its verdicts; none where nobody judges."""
     if not config.judge.url:
         return {}
-    manner = manner_of(config)
-    return {aspect: pin_of(rubric, manner) for aspect, rubric in rubrics_of(config.judge).items()}
+    params = judge_params(config)
+    return {aspect: judge_fingerprint(rubric, params) for aspect, rubric in rubrics_of(config.judge).items()}
 
 
 def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
@@ -165,7 +165,7 @@ def check_judge(config: RunConfig) -> None:
         missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
         if missing:
             raise ConfigError(f"judge.rubrics: there is no rule for {', '.join(sorted(missing))}")
-    for aspect, pin in pins_of(config).items():
+    for aspect, pin in judge_fingerprints(config).items():
         reason = distrust(calibrations.get(aspect), pin, config.judge.min_agreement)
         if reason and aspect in asked and not config.judge.allow_uncalibrated:
             raise ConfigError(
@@ -180,7 +180,7 @@ def check_budget(config: RunConfig) -> None:
     """
     judge, asked = config.judge, config.reward.names("judge")
     rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in asked]
-    needed = needed_for(rubrics, manner_of(config))
+    needed = needed_for(rubrics, judge_params(config))
     for allowance in (per_rollout(judge), _per_run(judge)):
         if not allowance.holds(needed, _prices(judge)):
             raise ConfigError(
@@ -195,7 +195,7 @@ async def open_judge(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: Memory | None = None,
+    memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[OpenJudge | None]:
     """The judge of a run, trusted, while the context is open; ``None`` where the recipe has none. It is asked about the
@@ -224,24 +224,24 @@ async def open_judge(
 
 async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> Mapping[str, Calibration]:
     """Have labelled items judged, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
-    rubrics, manner = rubrics_of(config.judge), manner_of(config)
+    rubrics, params = rubrics_of(config.judge), judge_params(config)
     found: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        heard = Attentive(await stack.enter_async_context(endpoint_of(config, http)))
-        means = _means(config, heard, memory=None, alarm=None)
-        stack.enter_context(means.cache)
-        judge = Judge(means, manner, _bounds(config.judge))
+        heard = EndpointMonitor(await stack.enter_async_context(endpoint_of(config, http)))
+        deps = _deps(config, heard, memory=None, alarm=None)
+        stack.enter_context(deps.cache)
+        judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
             judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.concurrency)
             found[aspect] = Calibration(
                 aspect=aspect,
-                pin=pin_of(rubrics[aspect], manner),
-                model=manner.model,
+                pin=judge_fingerprint(rubrics[aspect], params),
+                model=params.model,
                 identity=heard.identity,
                 date=date_utc(),
                 agreement=agreement_of(of_aspect, judgements),
-                bias=bias_of(of_aspect, judgements, manner.model),
+                bias=bias_of(of_aspect, judgements, params.model),
                 items=tuple(of_aspect),
             )
     return found
@@ -251,8 +251,8 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: 
     """Some items at a time, so that none waits for its seat until its time is up."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
-        exhibits = [Exhibit(task=item.task, work=item.work) for item in items[start : start + at_once]]
-        judging = [judge.judge(rubric, exhibit, judge.purse, fresh=True) for exhibit in exhibits]
+        inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
+        judging = [judge.judge(rubric, judged, judge.budget, fresh=True) for judged in inputs]
         judgements += await together(judging)
     return judgements
 
@@ -260,7 +260,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: 
 @contextlib.asynccontextmanager
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
     """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
-    judge, model = config.judge, manner_of(config).model
+    judge, model = config.judge, judge_params(config).model
     key = os.environ.get(judge.key_variable, "")
     if judge.url != RULES:
         yield Endpoint(
@@ -278,33 +278,33 @@ async def opened(
     config: RunConfig,
     http: aiohttp.ClientSession,
     *,
-    memory: Memory | None = None,
+    memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
     """The judge of a recipe that has one, be it trusted or not, while the context is open."""
     async with endpoint_of(config, http) as endpoint:
-        means = _means(config, endpoint, memory=memory, alarm=alarm)
-        with means.cache:
-            yield Judge(means, manner_of(config), _bounds(config.judge))
+        deps = _deps(config, endpoint, memory=memory, alarm=alarm)
+        with deps.cache:
+            yield Judge(deps, judge_params(config), _limits(config.judge))
 
 
-def _means(
-    config: RunConfig, endpoint: Answering, *, memory: Memory | None, alarm: Callable[[JudgeAlarm], None] | None
-) -> Means:
+def _deps(
+    config: RunConfig, endpoint: ChatEndpoint, *, memory: JudgeState | None, alarm: Callable[[JudgeAlarm], None] | None
+) -> JudgeDeps:
     judge = config.judge
     spending = SpendFile(None) if memory is None else memory.spending
-    purse = Purse(_per_run(judge), _prices(judge), spent=spending.load())
-    purse.elsewhere = spending.others()
+    budget = Budget(_per_run(judge), _prices(judge), spent=spending.load())
+    budget.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
         logger.warning("judge: %s %s: %s", raised.kind, raised.aspect, raised.detail)
         if alarm is not None:
             alarm(JudgeAlarm(kind=raised.kind, aspect=raised.aspect, detail=raised.detail))
 
-    return Means(
+    return JudgeDeps(
         endpoint=endpoint,
         cache=VoteCache(None if memory is None else memory.votes, judge.cache_entries),
-        purse=purse,
+        budget=budget,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
         identity=IdentityWatch(known.identity for known in calibrations_of(judge).values()),
@@ -314,18 +314,18 @@ def _means(
     )
 
 
-def _bounds(config: JudgeConfig) -> Bounds:
-    return Bounds(timeout_s=config.timeout_s, concurrency=config.concurrency)
+def _limits(config: JudgeConfig) -> JudgeLimits:
+    return JudgeLimits(timeout_s=config.timeout_s, concurrency=config.concurrency)
 
 
-def per_rollout(config: JudgeConfig) -> Allowance:
+def per_rollout(config: JudgeConfig) -> BudgetLimit:
     """What one rollout may cost, for its reward; as much again for its hints."""
-    return Allowance(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
+    return BudgetLimit(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
 
 
-def _per_run(config: JudgeConfig) -> Allowance:
+def _per_run(config: JudgeConfig) -> BudgetLimit:
     cost = config.cost_per_run or float("inf")
-    return Allowance(calls=config.calls_per_run, tokens=config.tokens_per_run, cost=cost)
+    return BudgetLimit(calls=config.calls_per_run, tokens=config.tokens_per_run, cost=cost)
 
 
 def _prices(config: JudgeConfig) -> Prices:

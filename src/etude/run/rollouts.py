@@ -34,13 +34,13 @@ from etude.rewards.shaping.parts import grade_of, make_up, mean_parts
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sessions import GatewaySessions
-from etude.rollouts.worker import Rig, Worlds
+from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.appraisal import hold_reward, open_appraiser
-from etude.run.cheat_monitor import CheatWatch, policy_of
+from etude.run.cheat_monitor import BaitingMonitor, policy_of
 from etude.run.detokenize import decoder
 from etude.run.families import open_family
 from etude.run.folder import RunFolder
-from etude.run.judging import Memory, open_judge, pins_of
+from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
 from etude.run.task_sandboxes import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
@@ -195,8 +195,8 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
         lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(EventLog(folder.events, name))
-        hold_reward(ledger.facts, make_up(config.reward, pins_of(config)))
-        rig = await stack.enter_async_context(_rig(folder, config, http, events, seat))
+        hold_reward(ledger.facts, make_up(config.reward, judge_fingerprints(config)))
+        context = await stack.enter_async_context(_context(folder, config, http, events, seat))
         family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
@@ -204,7 +204,7 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
             config.patient_rollouts,
             ledger=ledger,
             family=family,
-            rig=rig,
+            context=context,
             events=events,
             serving_version=served,
         )
@@ -301,23 +301,23 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 
 @contextlib.asynccontextmanager
-async def _rig(
+async def _context(
     folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, seat: int
-) -> AsyncIterator[Rig]:
+) -> AsyncIterator[RolloutContext]:
     """The parts that rollouts are run with."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
         worlds, grader, harness = await _stage(stack, folder, config, http)
-        memory = Memory(folder.path, seat)
+        memory = JudgeState(folder.path, seat)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
-        watch = CheatWatch(
+        watch = BaitingMonitor(
             decode=decoder(chat),
             policy=policy_of(config.cheating),
             honeypots=config.cheating.honeypots,
             bare_shell=config.harness.kind == "command",
         )
-        yield Rig(
+        yield RolloutContext(
             sessions=sessions,
             worlds=worlds,
             harness=harness,
@@ -332,7 +332,7 @@ async def _rig(
 
 async def _stage(
     stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
-) -> tuple[Worlds, Grader, Harness]:
+) -> tuple[TaskSandboxes, Grader, Harness]:
     """Where tasks are worked on, who grades them there, and who leads the model."""
     if config.sandboxes.kind == "local" and config.harness.kind == "coding":
         local = LocalSandboxes(workers=config.rollouts.sandbox_workers)

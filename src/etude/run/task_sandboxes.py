@@ -78,7 +78,7 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
 
 
 class PlainWorlds:
-    """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.Worlds`."""
+    """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider) -> None:
         """``provider`` stays the caller's to close."""
@@ -92,7 +92,7 @@ class PlainWorlds:
 
 
 class TaskWorlds:
-    """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.Worlds`."""
+    """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
         """``provider`` is closed with this; ``beside`` says what every agent is shown and may reach that is no part of

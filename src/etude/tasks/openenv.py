@@ -22,7 +22,7 @@ import aiohttp
 import orjson
 
 from etude.errors import ConfigError, SandboxError
-from etude.protocols import HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.tasks.outcomes import Card, index_of, leave_outcome, take_outcome
 from etude.types import Json, Split, Task
 
@@ -125,7 +125,7 @@ class OpenEnvEnvironment:
         except (aiohttp.ClientError, OSError) as error:
             raise SandboxError(f"the environment at {self._url} is gone: {type(error).__name__}: {error}") from error
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """The environment's reward, which may be any finite number; ``steps`` is the one part."""
         return await take_outcome(sandbox)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.errors import SandboxError
-from etude.protocols import Reward, Sandbox
+from etude.protocols import Grade, Sandbox
 from etude.types import ScriptChecks, Split, Task
 
 CARD, OUTCOME = "environment.json", "outcome.json"
@@ -72,10 +72,10 @@ async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, floa
     await sandbox.write_file(OUTCOME, json.dumps({"value": value, "parts": dict(parts)}))
 
 
-async def take_outcome(sandbox: Sandbox) -> Reward:
+async def take_outcome(sandbox: Sandbox) -> Grade:
     """The verdict that the harness left. Raises :class:`~etude.errors.SandboxError` where there is none."""
     text = await sandbox.read_file(OUTCOME)
     if text is None:
         raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end in this sandbox")
     outcome = json.loads(text)
-    return Reward(value=outcome["value"], parts=outcome["parts"])
+    return Grade(value=outcome["value"], parts=outcome["parts"])

@@ -11,7 +11,7 @@ import pytest
 from etude.config.loading import parse_config
 from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox, Session
+from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.bounds import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
 from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
 from etude.rollouts.worker import run_rollout
@@ -84,9 +84,9 @@ class Ground:
 class TestingGrader:
     """Runs a command of its own."""
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         assert not (await sandbox.exec(["true"], timeout_s=60.0)).timed_out
-        return Reward(value=float(result.reason == "submit"), parts={})
+        return Grade(value=float(result.reason == "submit"), parts={})
 
 
 def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
@@ -94,8 +94,8 @@ def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
         raise NotImplementedError
 
     world = FakeWorld(play, lambda task: 1.0)
-    rig = replace(world.rig, harness=Agent(world, act), worlds=Ground(sandbox), grader=TestingGrader())
-    ended = run_virtually(run_rollout(SLOT, rig, limits, rollout_id="r", temperature=1.0))
+    context = replace(world.context, harness=Agent(world, act), worlds=Ground(sandbox), grader=TestingGrader())
+    ended = run_virtually(run_rollout(SLOT, context, limits, rollout_id="r", temperature=1.0))
     assert len(world.sessions) == 0
     return ended
 

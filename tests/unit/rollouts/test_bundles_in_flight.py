@@ -12,10 +12,10 @@ from etude.config.credit import CreditConfig
 from etude.config.rollouts import RolloutConfig
 from etude.errors import SandboxError
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.protocols import HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.branching import Branching
 from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
-from etude.rollouts.runner import Flight
+from etude.rollouts.runner import RolloutRunner
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
@@ -46,7 +46,7 @@ class Walkers:
         ``trouble`` is called with the run and the turn behind each that is the run's own, and may raise.
         """
         self.world = FakeWorld(self._unused, lambda task: 1.0)
-        self.rig = replace(self.world.rig, harness=self, grader=self, branching=Branching.of(CREDIT, 1))
+        self.context = replace(self.world.context, harness=self, grader=self, branching=Branching.of(CREDIT, 1))
         self.runs = 0
         self.left: list[str | None] = []
         self._lengths = lengths
@@ -66,22 +66,25 @@ class Walkers:
             await sandbox.write_file("log", (await sandbox.read_file("log") or "") + f"{reply.logprobs[0]:.3f} ")
         return HarnessResult(reason="submit", counts={})
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         self.left.append(await sandbox.read_file("log"))
-        return Reward(value=1.0, parts={})
+        return Grade(value=1.0, parts={})
 
     async def _unused(self, task: Task, session: Session) -> str:
         raise NotImplementedError
 
 
 @contextmanager
-def flight(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Iterator[tuple[Flight, Ledger]]:
+def flight(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Iterator[tuple[RolloutRunner, Ledger]]:
     with Ledger.open(folder / "ledger.db") as ledger, EventLog(folder / "events", "rollouts") as events:
         ledger.admit_group(task(0), purpose, SIZE, 0)
-        yield Flight(purpose, CONFIG, temperature=1.0, ledger=ledger, rig=walkers.rig, events=events), ledger
+        yield (
+            RolloutRunner(purpose, CONFIG, temperature=1.0, ledger=ledger, context=walkers.context, events=events),
+            ledger,
+        )
 
 
-async def land(flying: Flight, ledger: Ledger, purpose: str) -> None:
+async def land(flying: RolloutRunner, ledger: Ledger, purpose: str) -> None:
     async with flying:
         flying.launch(ledger.open_slots(purpose))
         assert len(flying) == SIZE
@@ -201,7 +204,7 @@ def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
         async def open(self, task: Task) -> FakeSandbox:
             return Unforkable({}, lambda _: None)
 
-    walkers.rig = replace(walkers.rig, worlds=Worlds())
+    walkers.context = replace(walkers.context, worlds=Worlds())
     group = played(tmp_path, walkers)
     (row,) = failed(tmp_path)
     assert row.reason == "SandboxError: no memory left"
@@ -212,7 +215,7 @@ def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
 def test_whoever_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
     walkers = Walkers([50])
 
-    async def leave(flying: Flight, ledger: Ledger, after_s: float) -> None:
+    async def leave(flying: RolloutRunner, ledger: Ledger, after_s: float) -> None:
         async with flying:
             flying.launch(ledger.open_slots(TRAIN))
             deadline = asyncio.get_running_loop().time() + after_s

@@ -73,7 +73,7 @@ class Bench:
             self.config,
             ledger=self.ledger,
             family=self.family,
-            rig=self.world.rig,
+            context=self.world.context,
             events=self.log,
             serving_version=self.version,
         )
@@ -419,7 +419,7 @@ def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at
         here.config,
         ledger=here.ledger,
         family=here.family,
-        rig=replace(here.world.rig, pass_at=pass_at),
+        context=replace(here.world.context, pass_at=pass_at),
         events=here.log,
         serving_version=lambda: 0,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from etude.errors import AgentFault, SandboxError
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeSandbox
 from etude.rollouts.grading import GRADINGS, grade_leftovers
@@ -19,18 +19,18 @@ TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="",
 class Bar:
     """A sandbox, a look and a grader that write down what they are asked for."""
 
-    def __init__(self, verdict: Callable[[], Reward]) -> None:
+    def __init__(self, verdict: Callable[[], Grade]) -> None:
         self.calls: list[str] = []
         self._verdict = verdict
 
     async def look(self) -> None:
         self.calls.append("look")
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         self.calls.append("grade")
         return self._verdict()
 
-    def judge(self) -> Reward:
+    def judge(self) -> Grade:
         bar = self
 
         class Watched(FakeSandbox):
@@ -43,22 +43,22 @@ class Bar:
         )
 
 
-def fails(error: Exception) -> Callable[[], Reward]:
-    def fail() -> Reward:
+def fails(error: Exception) -> Callable[[], Grade]:
+    def fail() -> Grade:
         raise error
 
     return fail
 
 
 def test_all_is_killed_before_anything_is_looked_at() -> None:
-    bar = Bar(lambda: Reward(value=1.0, parts={}))
-    assert bar.judge() == Reward(value=1.0, parts={})
+    bar = Bar(lambda: Grade(value=1.0, parts={}))
+    assert bar.judge() == Grade(value=1.0, parts={})
     assert bar.calls == ["kill", "look", "grade"]
 
 
 def test_what_the_agent_broke_is_worth_nothing_and_not_tried_again() -> None:
     bar = Bar(fails(AgentFault("its disk is full")))
-    assert bar.judge() == Reward(value=0.0, parts={"agent_fault": 1.0})
+    assert bar.judge() == Grade(value=0.0, parts={"agent_fault": 1.0})
     assert bar.calls == ["kill", "look", "grade"]
 
 

@@ -50,7 +50,7 @@ def test_hundreds_of_rollouts_in_flight_end_as_whole_groups_in_order(
             config,
             ledger=ledger,
             family=Tasks(),
-            rig=world.rig,
+            context=world.context,
             events=events,
             serving_version=lambda: ledger.progress().steps_done,
         )

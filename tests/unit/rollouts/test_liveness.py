@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from etude.config.rollouts import RolloutConfig
 from etude.errors import EngineUnavailable, SandboxError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.protocols import HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeSandbox, FakeSessions, FakeWorld, run_virtually
 from etude.telemetry.log import EventLog
@@ -50,7 +50,7 @@ TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 @dataclass
 class Misery:
-    """All parts of a rig, which fail as a list says, one rollout after another, and then no more."""
+    """All parts of a context, which fail as a list says, one rollout after another, and then no more."""
 
     troubles: Iterator[Trouble]
     sessions: FakeSessions = field(default_factory=FakeSessions)
@@ -87,11 +87,11 @@ class Misery:
                 self.killed.set()
         return HarnessResult(reason=trouble, counts={})
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         if result.reason == "grade":
             raise SandboxError("died under the grader")
         await asyncio.sleep(1e6 if result.reason == "hung grade" else 0.1)
-        return Reward(value=1.0, parts={})
+        return Grade(value=1.0, parts={})
 
 
 @dataclass
@@ -138,13 +138,13 @@ async def _unused(task: Task, session: Session) -> str:
 async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) -> None:
     """The rollouts process, restarted when it is killed, and a trainer beside it."""
     misery = Misery(troubles)
-    parts = FakeWorld(_unused, lambda task: 0.0).rig
-    rig = replace(parts, sessions=Doors(misery), worlds=Grounds(misery), harness=misery, grader=misery)
+    parts = FakeWorld(_unused, lambda task: 0.0).context
+    context = replace(parts, sessions=Doors(misery), worlds=Grounds(misery), harness=misery, grader=misery)
     dispatcher = Dispatcher(
         CONFIG,
         ledger=ledger,
         family=Tasks(),
-        rig=rig,
+        context=context,
         events=events,
         serving_version=lambda: ledger.progress().steps_done,
     )
@@ -220,6 +220,6 @@ def test_a_short_group_does_not_overtake_a_long_one() -> None:
         EventLog(Path(folder) / "events", "rollouts") as events,
     ):
         dispatcher = Dispatcher(
-            config, ledger=ledger, family=Tasks(), rig=world.rig, events=events, serving_version=lambda: 0
+            config, ledger=ledger, family=Tasks(), context=world.context, events=events, serving_version=lambda: 0
         )
         run_virtually(run(dispatcher, ledger))

@@ -23,7 +23,7 @@ import pytest
 from etude.config.rollouts import RolloutConfig
 from etude.errors import SandboxError
 from etude.ledger.ledger import Ledger
-from etude.protocols import HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.telemetry.events import RolloutClosed
@@ -70,8 +70,8 @@ class Coin:
         self.world.sessions.capture(session, TURN)
         return HarnessResult(reason="submit", counts={"long": int(is_long)})
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
-        return Reward(value=float(self.random.random() < SUCCESS[bool(result.counts["long"])]), parts={})
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        return Grade(value=float(self.random.random() < SUCCESS[bool(result.counts["long"])]), parts={})
 
 
 class Tasks:
@@ -122,7 +122,7 @@ def history(
                 config,
                 ledger=ledger,
                 family=Tasks(),
-                rig=replace(world.rig, harness=coin, grader=coin),
+                context=replace(world.context, harness=coin, grader=coin),
                 events=events,
                 serving_version=lambda: ledger.progress().steps_done,
             )

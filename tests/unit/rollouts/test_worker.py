@@ -10,7 +10,7 @@ import pytest
 
 from etude.errors import EngineUnavailable, JudgeUnavailable, SandboxError
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Appraisal, HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Appraisal, Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeWorld, run_virtually
 from etude.rollouts.grading import GRADINGS
@@ -38,7 +38,7 @@ class World(FakeWorld):
         super().__init__(play, judge)
 
     async def attempt(self, limits: Limits = LIMITS) -> Rollout:
-        return await run_rollout(SLOT, self.rig, limits, rollout_id="r", temperature=1.0)
+        return await run_rollout(SLOT, self.context, limits, rollout_id="r", temperature=1.0)
 
 
 async def submit(world: World) -> str:
@@ -141,17 +141,17 @@ class SlowGrader:
     def __init__(self, runs: int) -> None:
         self._runs = runs
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         assert isinstance(task.checks, ScriptChecks)
         await asyncio.sleep(self._runs * task.checks.timeout_s)
-        return Reward(value=0.0, parts={})
+        return Grade(value=0.0, parts={})
 
 
 @pytest.mark.parametrize(("runs", "status"), [(3, RolloutStatus.GRADED), (5, RolloutStatus.FAILED_INFRA)])
 def test_every_run_of_a_verifier_has_its_whole_time(runs: int, status: RolloutStatus) -> None:
     slot = replace(SLOT, task=replace(TASK, checks=ScriptChecks(files={})))
-    rig = replace(World(submit).rig, grader=SlowGrader(runs))
-    rollout = run_virtually(run_rollout(slot, rig, LIMITS, rollout_id="r", temperature=1.0))
+    context = replace(World(submit).context, grader=SlowGrader(runs))
+    rollout = run_virtually(run_rollout(slot, context, LIMITS, rollout_id="r", temperature=1.0))
     assert rollout.status is status
     if status is RolloutStatus.FAILED_INFRA:
         assert rollout.reason == "InfrastructureError: grading: no end within 2700 s"
@@ -171,7 +171,7 @@ def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
 def test_tokens_of_older_weights_than_the_group_was_admitted_at_are_infrastructure() -> None:
     for admitted_version, status in ((1, RolloutStatus.GRADED), (2, RolloutStatus.FAILED_INFRA)):
         world, slot = World(submit), replace(SLOT, admitted_version=admitted_version)
-        rollout = run_virtually(run_rollout(slot, world.rig, LIMITS, rollout_id="r", temperature=1.0))
+        rollout = run_virtually(run_rollout(slot, world.context, LIMITS, rollout_id="r", temperature=1.0))
         assert rollout.status is status
     assert "sampled with weight version 1; every engine had served 2" in rollout.reason
     assert world.is_tidy
@@ -190,7 +190,7 @@ def test_a_session_without_a_turn_is_infrastructure() -> None:
         return "submit"
 
     world = FakeWorld(play, lambda task: 1.0)
-    rollout = run_virtually(run_rollout(SLOT, world.rig, LIMITS, rollout_id="r", temperature=1.0))
+    rollout = run_virtually(run_rollout(SLOT, world.context, LIMITS, rollout_id="r", temperature=1.0))
     assert rollout.status is RolloutStatus.FAILED_INFRA
     assert rollout.reason.endswith(
         "no turn: the harness never reached the gateway (submit); it printed: the end is submit"
@@ -243,7 +243,7 @@ class Lookout:
     def beside(self, sandbox: Sandbox) -> "Lookout":
         return self
 
-    def judge(self, reward: Reward, turns: Sequence[Turn]) -> Verdict:
+    def judge(self, reward: Grade, turns: Sequence[Turn]) -> Verdict:
         self.seen.append(f"judge {reward.value} over {len(turns)} turn")
         return Verdict(
             disposition=self._disposition, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=reward.value
@@ -253,8 +253,8 @@ class Lookout:
 def test_a_watched_rollout_is_worth_what_its_verdict_says() -> None:
     lookout = Lookout(Disposition.QUARANTINE)
     world = World(submit)
-    rig = replace(world.rig, watch=lookout)
-    rollout = run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
+    context = replace(world.context, watch=lookout)
+    rollout = run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
     assert lookout.seen == ["begin a", "look", "judge 1.0 over 1 turn"]
     assert (rollout.status, rollout.reward, rollout.is_quarantined) == (RolloutStatus.GRADED, 0.0, True)
     assert dict(rollout.reward_parts) == {"judge": 1.0}
@@ -264,10 +264,10 @@ class Valued:
     """Appraises every rollout as it was told."""
 
     def __init__(self, value: float, masked: str = "", error: Exception | None = None) -> None:
-        self._appraisal = Appraisal(reward=Reward(value=value, parts={"style": 0.5}), masked=masked)
+        self._appraisal = Appraisal(reward=Grade(value=value, parts={"style": 0.5}), masked=masked)
         self._error = error
 
-    async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+    async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
         if self._error is not None:
             raise self._error
         return self._appraisal
@@ -276,8 +276,8 @@ class Valued:
 def appraised(appraiser: Valued, lookout: Lookout | None = None) -> Rollout:
     """A rollout that its grader found worth 1."""
     world = World(submit)
-    rig = replace(world.rig, appraiser=appraiser, watch=lookout)
-    return run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
+    context = replace(world.context, appraiser=appraiser, watch=lookout)
+    return run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
 
 
 def test_a_rollout_is_worth_what_it_is_appraised_at() -> None:
@@ -304,8 +304,8 @@ def test_what_its_appraiser_masks_is_kept_out_of_training() -> None:
 
 def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
     """A measurement would take its 0 for a failure of the model."""
-    rig = replace(World(submit).rig, appraiser=Valued(1.0, masked="no judge")).for_measuring()
-    rollout = run_virtually(run_rollout(SLOT, rig, LIMITS, rollout_id="r", temperature=1.0))
+    context = replace(World(submit).context, appraiser=Valued(1.0, masked="no judge")).for_measuring()
+    rollout = run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "InfrastructureError: no judge")
 
 
@@ -313,7 +313,7 @@ def test_an_appraisal_may_take_longer_than_a_grading() -> None:
     """Its judge has deadlines of its own, one for each aspect."""
 
     class Slow(Valued):
-        async def appraise(self, task: Task, result: HarnessResult, reward: Reward, turns: Sequence[Turn]) -> Appraisal:
+        async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
             await asyncio.sleep(1.5 * LIMITS.grading_s)
             return await super().appraise(task, result, reward, turns)
 

@@ -15,7 +15,7 @@ from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
-from etude.protocols import Appraisal, HarnessResult, Reward
+from etude.protocols import Appraisal, Grade, HarnessResult
 from etude.rewards.shaping.parts import make_up
 from etude.rewards.transcript import SpokenTurn, read_turns
 from etude.rollouts.breaker import MAX_PAUSE_S
@@ -26,7 +26,7 @@ from records import CHECKS
 
 TASK = Task(task_id="t", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 RESULT = HarnessResult(reason="submit", counts={"read": 1, "malformed": 1}, measures={"todo_opened": 2, "todo_open": 1})
-GRADED = Reward(value=1.0, parts={"hidden_passed": 1.0, "cheat_canary": 0.0})
+GRADED = Grade(value=1.0, parts={"hidden_passed": 1.0, "cheat_canary": 0.0})
 WORDS = ["fix f in a.py", "reda a.py", "bad call", "read a.py", "which line do you mean?", "<think>hm</think>"]
 """What a token is, by its id."""
 LAST, THOUGHT = "which line do you mean?", 5
@@ -77,7 +77,7 @@ def read(turns: Sequence[Turn]) -> Sequence[SpokenTurn]:
     return read_turns(turns, lambda ids: " ".join(WORDS[i] for i in ids))
 
 
-def appraise(config: RewardConfig, judge: Judge | None = None, graded: Reward = GRADED) -> Appraisal:
+def appraise(config: RewardConfig, judge: Judge | None = None, graded: Grade = GRADED) -> Appraisal:
     appraiser = RolloutAppraiser(reward=config, read=read, judge=judge, clock=VirtualClock())
     return asyncio.run(appraiser.appraise(TASK, RESULT, graded, TURNS))
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from etude.config.tasks import CheatingConfig
-from etude.protocols import Reward
+from etude.protocols import Grade
 from etude.rollouts.fake import FakeSandbox
-from etude.run.cheat_monitor import CheatWatch, policy_of
+from etude.run.cheat_monitor import BaitingMonitor, policy_of
 from etude.types import Disposition, Finish, Split, Task, Turn, Verdict
 from records import CHECKS
 
@@ -17,9 +17,9 @@ ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
 
 
-def judged(command: str, config: CheatingConfig, reward: Reward) -> Verdict:
+def judged(command: str, config: CheatingConfig, reward: Grade) -> Verdict:
     """The verdict on a rollout in which every reply is ``command``."""
-    watch = CheatWatch(decode=lambda ids: command, policy=policy_of(config), honeypots=False, bare_shell=True)
+    watch = BaitingMonitor(decode=lambda ids: command, policy=policy_of(config), honeypots=False, bare_shell=True)
 
     async def act() -> Verdict:
         watched = await watch.begin(TASK, FakeSandbox(TASK.files, lambda sandbox: None))
@@ -29,7 +29,7 @@ def judged(command: str, config: CheatingConfig, reward: Reward) -> Verdict:
     return asyncio.run(act())
 
 
-PASSED = Reward(value=1.0, parts={"hidden_passed": 1.0})
+PASSED = Grade(value=1.0, parts={"hidden_passed": 1.0})
 
 
 def test_honest_work_is_kept() -> None:
@@ -48,13 +48,15 @@ def test_what_is_noticed_is_weighed_as_the_recipe_says() -> None:
 
 @pytest.mark.parametrize(("part", "disposition"), [(1.0, Disposition.ZERO), (0.0, Disposition.KEEP)])
 def test_a_grader_that_was_cheated_says_so_in_a_part(part: float, disposition: Disposition) -> None:
-    reward = Reward(value=1.0, parts={"cheat_canary": part})
+    reward = Grade(value=1.0, parts={"cheat_canary": part})
     assert judged("cat a.py", CheatingConfig(), reward).disposition is disposition
 
 
 def test_a_rollout_that_branches_off_is_watched_in_its_own_world() -> None:
     """The same baits lie in both worlds; who touched one is found out where it was touched."""
-    watch = CheatWatch(decode=lambda ids: "true", policy=policy_of(CheatingConfig()), honeypots=True, bare_shell=True)
+    watch = BaitingMonitor(
+        decode=lambda ids: "true", policy=policy_of(CheatingConfig()), honeypots=True, bare_shell=True
+    )
 
     async def act() -> list[bool]:
         sandbox = FakeSandbox(TASK.files, lambda sandbox: None)

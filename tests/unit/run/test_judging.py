@@ -19,7 +19,7 @@ from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import Spend
 from etude.rewards.judge.calibration import parse_calibration
 from etude.rewards.judge.spending import SpendFile
-from etude.run.judging import Memory, check_judge, open_judge, pins_of, rubrics_of
+from etude.run.judging import JudgeState, check_judge, judge_fingerprints, open_judge, rubrics_of
 from etude.telemetry.events import JudgeAlarm
 from etude.types import AnswerChecks, Split, Task
 from judges import NONCE
@@ -45,8 +45,8 @@ def recipe(*overrides: str) -> RunConfig:
 def test_the_recipe_s_judge_is_the_one_that_was_calibrated() -> None:
     config = recipe()
     check_judge(config)
-    assert sorted(pins_of(config)) == ["factuality", "style"]
-    assert pins_of(recipe(UNTRUSTED)) == pins_of(config)
+    assert sorted(judge_fingerprints(config)) == ["factuality", "style"]
+    assert judge_fingerprints(recipe(UNTRUSTED)) == judge_fingerprints(config)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_abou
     alone = config.model_copy(update={"reward": RewardConfig(parts=config.reward.parts[:1])})
 
     async def scenario() -> None:
-        async with aiohttp.ClientSession() as http, open_judge(alone, http, memory=Memory(tmp_path)) as opened:
+        async with aiohttp.ClientSession() as http, open_judge(alone, http, memory=JudgeState(tmp_path)) as opened:
             assert opened is not None
             found = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
             assert sorted(found) == ["addresses_judge", "style", "unreadable_votes"]
@@ -102,7 +102,7 @@ def test_a_rubric_under_another_name_is_refused() -> None:
 def test_rules_are_for_families_that_bring_some() -> None:
     config = load_recipe(RECIPE.parent / "quickstart", ["judge.url=rules"])
     with pytest.raises(ConfigError, match="'bugfix' brings none"):
-        pins_of(config)
+        judge_fingerprints(config)
 
 
 def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
     async def play(answer: str) -> dict[str, float]:
         async with (
             aiohttp.ClientSession() as http,
-            open_judge(config, http, memory=Memory(tmp_path), alarm=alarms.append) as opened,
+            open_judge(config, http, memory=JudgeState(tmp_path), alarm=alarms.append) as opened,
         ):
             assert opened is not None
             result = HarnessResult(reason="submit", counts={}, answer=answer)
@@ -137,7 +137,7 @@ def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
     config = recipe_of_three.model_copy(update={"judge": judge})
 
     async def play(seat: int, answer: str) -> dict[str, float]:
-        memory = Memory(tmp_path, seat)
+        memory = JudgeState(tmp_path, seat)
         async with aiohttp.ClientSession() as http, open_judge(config, http, memory=memory) as opened:
             assert opened is not None
             return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
@@ -157,7 +157,7 @@ def test_a_recipe_without_a_judge_has_none() -> None:
             assert judge is None
 
     asyncio.run(scenario())
-    assert pins_of(load_recipe(RECIPE.parent / "quickstart")) == {}
+    assert judge_fingerprints(load_recipe(RECIPE.parent / "quickstart")) == {}
 
 
 def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +173,7 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
         async with (
             aiohttp.ClientSession() as http,
             open_judge(
-                config.model_copy(update={"judge": judge}), http, memory=Memory(tmp_path), alarm=alarms.append
+                config.model_copy(update={"judge": judge}), http, memory=JudgeState(tmp_path), alarm=alarms.append
             ) as opened,
         ):
             assert opened is not None

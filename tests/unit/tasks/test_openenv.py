@@ -16,7 +16,7 @@ from aiohttp import web
 
 from etude.errors import ConfigError, SandboxError
 from etude.harnesses.completions import CompletionClient
-from etude.protocols import HarnessResult, Reward
+from etude.protocols import Grade, HarnessResult
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.tasks.openenv import HELDOUT_SEEDS, OpenEnvEnvironment, read_action
 from etude.types import Json, Split
@@ -88,7 +88,7 @@ def bisect(messages: Sequence[dict[str, Json]]) -> str:
 
 async def play(
     url: str, model: ScriptedModel, scratch: Path, *, split: Split = Split.TRAIN, index: int = 7, max_steps: int = 20
-) -> tuple[HarnessResult, Reward]:
+) -> tuple[HarnessResult, Grade]:
     sandboxes = LocalSandboxes(scratch=scratch)
     try:
         async with aiohttp.ClientSession() as http, serving(model) as session:
@@ -172,8 +172,8 @@ def observation(hint: str, reward: float | None = None, *, done: bool = False) -
 
 def record(
     answer: Callable[[dict[str, Json]], Json], model: ScriptedModel, scratch: Path
-) -> tuple[HarnessResult, Reward]:
-    async def act() -> tuple[HarnessResult, Reward]:
+) -> tuple[HarnessResult, Grade]:
+    async def act() -> tuple[HarnessResult, Grade]:
         async with recorded(answer) as url:
             return await play(url, model, scratch, max_steps=3)
 

@@ -17,15 +17,23 @@ from etude.errors import ConfigError
 from etude.rewards.judge.budget import Spend
 from etude.rewards.judge.calibration import Calibration, Item, distrust, dump_calibration, parse_items
 from etude.rewards.judge.hints import HintJudge
-from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.prompts import JudgeInput
 from etude.rewards.judge.statistics import Estimate
 from etude.rewards.judge.verdicts import Fault
 from etude.rewards.judge.votes import Judgement
-from etude.run.judging import calibrate, calibrations_of, check_budget, opened, per_rollout, pins_of, rubrics_of
+from etude.run.judging import (
+    calibrate,
+    calibrations_of,
+    check_budget,
+    judge_fingerprints,
+    opened,
+    per_rollout,
+    rubrics_of,
+)
 from etude.telemetry.events import JudgeAlarm
 from etude.types import Hint
 
-SAMPLE = Exhibit(task="Say hello.", work="hello")
+SAMPLE = JudgeInput(task="Say hello.", work="hello")
 """What is judged to see whether a judge answers."""
 SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
 """What it is asked for hints about."""
@@ -63,7 +71,7 @@ def check(config: RunConfig) -> Check:
         raise ConfigError("there is nothing that the judge is asked: write judge.rubrics, or set hints.judge = true")
     check_budget(config)
     answers = asyncio.run(_ask(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
-    calibrations, pins = calibrations_of(config.judge), pins_of(config)
+    calibrations, pins = calibrations_of(config.judge), judge_fingerprints(config)
     lines, passed = [], not isinstance(answers.hints, Fault)
     for aspect, judgement in answers.judgements.items():
         known = calibrations.get(aspect)
@@ -108,22 +116,22 @@ def score(config: RunConfig, aspect: str, *, task: str, work: str) -> str:
     """Judge one text on one aspect; the judgement as indented JSON."""
     if aspect not in config.judge.rubrics:
         raise ConfigError(f"--aspect {aspect}: the recipe has rubrics of {', '.join(sorted(config.judge.rubrics))}")
-    answers = asyncio.run(_ask(config, {aspect: Exhibit(task=task, work=work)}))
+    answers = asyncio.run(_ask(config, {aspect: JudgeInput(task=task, work=work)}))
     judgement = answers.judgements[aspect]
     return orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode() + "\n"
 
 
-async def _ask(config: RunConfig, exhibits: Mapping[str, Exhibit], *, hints: bool = False) -> _Answers:
+async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bool = False) -> _Answers:
     rubrics = rubrics_of(config.judge)
     alarms: list[JudgeAlarm] = []
     async with aiohttp.ClientSession() as http, opened(config, http, alarm=alarms.append) as judge:
         judgements = {
-            aspect: await judge.judge(rubrics[aspect], exhibit, judge.purse) for aspect, exhibit in exhibits.items()
+            aspect: await judge.judge(rubrics[aspect], judged, judge.budget) for aspect, judged in inputs.items()
         }
         hinting = HintJudge(judge, per_rollout(config.judge))
         hinted = await hinting.ask(SAMPLE.task, SAMPLE_TURNS) if hints else None
         return _Answers(
-            judgements=judgements, hints=hinted, alarms=alarms, spent=judge.purse.spent, cost=judge.purse.cost
+            judgements=judgements, hints=hinted, alarms=alarms, spent=judge.budget.spent, cost=judge.budget.cost
         )
 
 

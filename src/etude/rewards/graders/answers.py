@@ -4,7 +4,7 @@ The right answer never enters the sandbox, and nothing is run: what is compared 
 how an answer was found, nor judge one that may be put in several ways.
 """
 
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders.functions import SUBMITTED
 from etude.types import AnswerChecks, Task
 
@@ -12,7 +12,7 @@ from etude.types import AnswerChecks, Task
 class AnswerGrader:
     """Rewards 1 for the right words in the right order; implements :class:`~etude.protocols.Grader`."""
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """1.0 if the agent ended its session with the right answer, white space aside, else 0.0.
 
         Parts: ``submitted``, 0 or 1; ``wrong``, 1 for an answer that was given and is not right;
@@ -29,4 +29,4 @@ class AnswerGrader:
         if checks.facts:
             answer = " ".join(said)
             parts["facts_answered"] = sum(fact in answer for fact in checks.facts) / len(checks.facts)
-        return Reward(value=float(right), parts=parts)
+        return Grade(value=float(right), parts=parts)

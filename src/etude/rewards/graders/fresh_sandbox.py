@@ -4,7 +4,7 @@ Only the file that a task asks for is carried over, as text. What else an agent 
 modules that it planted, settings that it changed, does not exist where it is graded.
 """
 
-from etude.protocols import Grader, HarnessResult, Reward, Sandbox, SandboxProvider
+from etude.protocols import Grade, Grader, HarnessResult, Sandbox, SandboxProvider
 from etude.types import Task
 
 
@@ -16,7 +16,7 @@ class FreshGrader:
         self._grader = grader
         self._sandboxes = sandboxes
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade the copy; a file that is gone, or is no file any more, is not copied. Raises like the other grader."""
         path = task.function_checks.path
         try:

@@ -4,7 +4,7 @@ The agent is gone; its file runs in its own sandbox on the hidden cases' argumen
 the sandbox, so there is nothing to find there and nothing to fake (:mod:`etude.sandboxes.function_calls`).
 """
 
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.sandboxes.function_calls import CALL_TIMEOUT_S, call_function, same_value
 from etude.types import Task
 
@@ -18,7 +18,7 @@ class HiddenTests:
     def __init__(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Run the hidden cases: 1.0 if the agent submitted and all pass, else 0.0.
 
         Parts: ``hidden_passed``, the share of cases passed, submitted or not; ``submitted``, 0 or 1. A program that
@@ -32,7 +32,7 @@ class HiddenTests:
             for outcome, case in zip(outcomes, checks.hidden, strict=True)
         )
         submitted = result.reason == SUBMITTED
-        return Reward(
+        return Grade(
             value=1.0 if submitted and passed == len(checks.hidden) else 0.0,
             parts={"hidden_passed": passed / len(checks.hidden), "submitted": float(submitted)},
         )

@@ -34,7 +34,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from etude.errors import AgentFault, SandboxError, Unsupported
-from etude.protocols import HarnessResult, Images, Reward, Sandbox, SandboxProvider
+from etude.protocols import Grade, HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.artefacts import Ground, carry
 from etude.rewards.graders.functions import SUBMITTED
 from etude.rewards.graders.probes import check_interpreter, count_passed
@@ -100,7 +100,7 @@ class HiddenTestGrader:
         self._sound: OrderedDict[str, Untouched] = OrderedDict()
         """By task."""
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """1.0 for submitted work that passes every named test and probe, and no canary; else 0.0.
 
         Parts: ``about_passed`` and ``others_passed``, shares of the named tests; ``probes_passed``, a share of calls,
@@ -132,7 +132,7 @@ class HiddenTestGrader:
             seen = await _read_modules(world, _test_checks(task))
         return (await self._papers(task, seen, math.inf)).guarded
 
-    async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Reward:
+    async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Grade:
         """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
         the tests.
 
@@ -153,10 +153,10 @@ class HiddenTestGrader:
                 with suppress(ValueError):
                     dropped = await _furnish(base, checks, original, left)
             if dropped is None:
-                return Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
+                return Grade(value=0.0, parts={"artefacts_refused": 1.0, "submitted": submitted})
             findings = await self._examine(task, base, seen, timeout_s)
         parts = {**findings.parts(checks), "artefacts_left": float(dropped), "submitted": submitted}
-        return Reward(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
+        return Grade(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
 
     async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
         """Sit one paper after another, as long as all is well; ``seen`` are the test modules that the agent had."""

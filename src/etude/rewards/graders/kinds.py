@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from etude.errors import ConfigError
-from etude.protocols import Grader, HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, Grader, HarnessResult, Sandbox
 from etude.types import Checks, Task
 
 
@@ -14,7 +14,7 @@ class GraderByKind:
         """``graders`` has one for every kind that the run's tasks have."""
         self._graders = dict(graders)
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade as the checks say. Raises like that grader, and :class:`~etude.errors.ConfigError` without one."""
         grader = self._graders.get(type(task.checks))
         if grader is None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.errors import SandboxError
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders import postgres_client
 from etude.rewards.graders.postgres_client import LOST, Step
 from etude.sandbox_spec import SandboxSpec, World
@@ -85,7 +85,7 @@ class QueryGrader:
         self._sandboxes = sandboxes
         self._spec_of = spec_of
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Apply the migration to a fresh database and ask: 1.0 if the agent submitted and all is right, else 0.0.
 
         Parts: ``applied``, 0 or 1; ``queries_right``, the share of questions that were answered right, 0 if it was not
@@ -104,7 +104,7 @@ class QueryGrader:
         if text is not None and len(text) <= MIGRATION_CHARACTERS and "\0" not in text:
             verdict = await self._judge(checks, world, text)
         submitted = result.reason == SUBMITTED
-        return Reward(
+        return Grade(
             value=float(submitted and verdict.applied and verdict.right == asked),
             parts={
                 "applied": float(verdict.applied),

@@ -43,7 +43,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from etude.errors import AgentFault, ConfigError, SandboxError
-from etude.protocols import ExecResult, HarnessResult, Images, Reward, Sandbox, SandboxProvider
+from etude.protocols import ExecResult, Grade, HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.canaries import TestSource
 from etude.rewards.graders.functions import SUBMITTED
 from etude.sandbox_spec import SandboxSpec, World
@@ -121,7 +121,7 @@ class ScriptGrader:
         self._rng = rng or random.SystemRandom()
         self._standings: OrderedDict[str, _Standing] = OrderedDict()
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """The verifier's verdict on the artefacts, whether or not the agent submitted them.
 
         Parts: ``verified``, 0 when the agent's work left the verifier without a verdict; ``submitted``, 0 or 1;
@@ -138,10 +138,10 @@ class ScriptGrader:
             verdict = await self._verify(task, checks, artefacts)
         submitted = float(result.reason == SUBMITTED)
         if isinstance(verdict, NoVerdict):
-            return Reward(value=0.0, parts={"verified": 0.0, "submitted": submitted})
+            return Grade(value=0.0, parts={"verified": 0.0, "submitted": submitted})
         parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
         doubt = await self._doubt(task, checks, artefacts, verdict.value) if verdict.value > 0 and checks.canary else {}
-        return Reward(value=0.0 if doubt else verdict.value, parts={**parts, **doubt})
+        return Grade(value=0.0 if doubt else verdict.value, parts={**parts, **doubt})
 
     async def _doubt(
         self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict, value: float

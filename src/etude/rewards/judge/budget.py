@@ -5,10 +5,10 @@
 Because the most is set aside first, a limit is never overstepped, however many calls are under way. Most calls take
 far less, so one for which there is not enough waits until those under way have settled, and is turned down only where
 what they give back could not be enough either: what that costs is that the last bit of a budget cannot be spent. A
-rollout's purse is filled out of the run's. Several processes know of each other what was settled: together they may
+rollout's budget is filled out of the run's. Several processes know of each other what was settled: together they may
 overstep by what is under way in the others.
 
-When a purse is empty the judge is *unavailable*, as when it is down: nothing is worth zero for it.
+When a budget is empty the judge is *unavailable*, as when it is down: nothing is worth zero for it.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
+class BudgetLimit:
     """The most that may be used."""
 
     per: Literal["rollout", "run"] = "run"
@@ -78,11 +78,11 @@ class Allowance:
         return f"judge.calls_per_{self.per} = {self.calls}, judge.tokens_per_{self.per} = {self.tokens}{cost}"
 
 
-class Purse:
-    """What is left of an allowance, and of the purse that it comes out of."""
+class Budget:
+    """What is left of an allowance, and of the budget that it comes out of."""
 
     def __init__(
-        self, allowance: Allowance, prices: Prices, *, spent: Spend | None = None, out_of: "Purse | None" = None
+        self, allowance: BudgetLimit, prices: Prices, *, spent: Spend | None = None, out_of: "Budget | None" = None
     ) -> None:
         self.spent = spent or Spend()
         """What was used, settled."""
@@ -93,9 +93,9 @@ class Purse:
         self._out_of = out_of
         self._reserved = Spend()
 
-    def portion(self, allowance: Allowance) -> "Purse":
-        """A purse of its own that is filled out of this one, at the same prices."""
-        return Purse(allowance, self._prices, out_of=self)
+    def portion(self, allowance: BudgetLimit) -> "Budget":
+        """A budget of its own that is filled out of this one, at the same prices."""
+        return Budget(allowance, self._prices, out_of=self)
 
     def reserve(self, most: Spend) -> bool:
         """Set aside the most that is about to be used; false, and nothing is, where there is not enough now."""

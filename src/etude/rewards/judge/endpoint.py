@@ -53,7 +53,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ChatReply:
     """What came back."""
 
     text: str
@@ -64,7 +64,7 @@ class Said:
     """What the endpoint says it is: name and fingerprint of its model."""
 
 
-class Answering(Protocol):
+class ChatEndpoint(Protocol):
     """Something that can be asked; :class:`Endpoint` is one."""
 
     @property
@@ -72,7 +72,7 @@ class Answering(Protocol):
         """Why a call had to be repeated last; empty: none had."""
         ...
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure, and its kind
         :class:`~etude.errors.JudgeLost` for what no patience can.
         """
@@ -97,7 +97,7 @@ class Address:
 
 
 class Endpoint:
-    """Asks a model over HTTP; implements :class:`Answering`. The caller bounds how long."""
+    """Asks a model over HTTP; implements :class:`ChatEndpoint`. The caller bounds how long."""
 
     def __init__(self, http: aiohttp.ClientSession, address: Address) -> None:
         self._http = http
@@ -112,7 +112,7 @@ class Endpoint:
         """Why a call had to be repeated last; empty: none had."""
         return self._trouble
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         """Ask until there is an answer; whoever calls sets the deadline.
 
         Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
@@ -121,7 +121,7 @@ class Endpoint:
         body = orjson.dumps(self._body(call))
         for attempt in itertools.count():
             answer = await self._attempt(body)
-            if isinstance(answer, Said):
+            if isinstance(answer, ChatReply):
                 return answer
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
             await asyncio.sleep(max(pause_s, answer))
@@ -140,7 +140,7 @@ class Endpoint:
             body["response_format"] = {"type": "json_schema", "json_schema": wanted}
         return body
 
-    async def _attempt(self, body: bytes) -> Said | float:
+    async def _attempt(self, body: bytes) -> ChatReply | float:
         """An answer, or for how many seconds the endpoint asks to be left alone."""
         url = self._address.url.rstrip("/") + "/chat/completions"
         try:
@@ -159,7 +159,7 @@ class Endpoint:
             return 0.0
         return self._read(status, raw)
 
-    def _read(self, status: int, raw: bytes) -> Said:
+    def _read(self, status: int, raw: bytes) -> ChatReply:
         try:
             answer = orjson.loads(raw)
             if status == 200:
@@ -176,7 +176,7 @@ class Endpoint:
         raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
 
 
-def read_answer(answer: dict[str, object]) -> Said:
+def read_answer(answer: dict[str, object]) -> ChatReply:
     """What a completion says. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for what is none."""
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}, **choice}, *_]}:
@@ -185,7 +185,7 @@ def read_answer(answer: dict[str, object]) -> Said:
                 case {"prompt_tokens": int(prompt), "completion_tokens": int(completion)}:
                     used = Spend(calls=1, prompt_tokens=prompt, completion_tokens=completion)
             names = [answer.get("model"), answer.get("system_fingerprint")]
-            return Said(
+            return ChatReply(
                 text=text or "",
                 was_cut=choice.get("finish_reason") == "length",
                 used=used,

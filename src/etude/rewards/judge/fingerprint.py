@@ -16,7 +16,7 @@ from etude.rewards.judge.rubrics import Rubric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class JudgeParams:
     """How votes are taken."""
 
     model: str
@@ -30,7 +30,7 @@ class Manner:
     """Whether replies are held to a JSON schema."""
 
 
-def pin_of(rubric: Rubric, manner: Manner) -> str:
+def judge_fingerprint(rubric: Rubric, params: JudgeParams) -> str:
     """SHA-256, in hex, of a judge of one aspect."""
-    pinned = {"manner": asdict(manner), "prompt": prompt_digest(), "rubric": rubric.digest}
+    pinned = {"manner": asdict(params), "prompt": prompt_digest(), "rubric": rubric.digest}
     return hashlib.sha256(orjson.dumps(pinned, option=orjson.OPT_SORT_KEYS)).hexdigest()

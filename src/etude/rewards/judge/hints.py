@@ -11,10 +11,10 @@ roles.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.rewards.judge.budget import Allowance
-from etude.rewards.judge.injection_guard import fenced, spelled
-from etude.rewards.judge.judge import Judge, Wanted, draw_tokens
-from etude.rewards.judge.prompts import Exhibit, Message, Tokens, conversation
+from etude.rewards.judge.budget import BudgetLimit
+from etude.rewards.judge.injection_guard import guarded, spelled
+from etude.rewards.judge.judge import Judge, ResponseFormat, draw_tokens
+from etude.rewards.judge.prompts import JudgeInput, Message, Tokens, conversation
 from etude.rewards.judge.verdicts import Fault, read_object
 from etude.types import Hint, Json, Task
 
@@ -72,7 +72,7 @@ class _Shown:
 class HintJudge:
     """Asks a judge for hints; at most ``most`` a session."""
 
-    def __init__(self, judge: Judge, allowance: Allowance, *, most: int = 1) -> None:
+    def __init__(self, judge: Judge, allowance: BudgetLimit, *, most: int = 1) -> None:
         """``allowance`` is what the hints of one rollout may take."""
         self._judge = judge
         self._allowance = allowance
@@ -88,16 +88,16 @@ class HintJudge:
 
     async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | Fault:
         """Hints for a session of at least one turn, or why the last reply cannot be read. Raises like :meth:`hints`."""
-        purse = self._judge.purse.portion(self._allowance)
-        room = self._judge.manner.text_characters // len(transcript_turns)
+        budget = self._judge.budget.portion(self._allowance)
+        room = self._judge.params.text_characters // len(transcript_turns)
         shown = _Shown(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
-        exhibit = Exhibit(task=task, work="\n".join(transcript_turns))
+        judged = JudgeInput(task=task, work="\n".join(transcript_turns))
         found: tuple[Hint, ...] | Fault = ()
         for attempt in range(TRIES):
-            tokens = draw_tokens(exhibit)
+            tokens = draw_tokens(judged)
             messages = ask_for_hints(task, transcript_turns, tokens, shown)
-            wanted = Wanted(about="hints", schema=SCHEMA)
-            said = await self._judge.converse(messages, wanted, purse, seed=attempt)
+            reply_format = ResponseFormat(about="hints", schema=SCHEMA)
+            said = await self._judge.converse(messages, reply_format, budget, seed=attempt)
             found = read_hints(said.text, len(transcript_turns), tokens.nonce)
             if not isinstance(found, Fault):
                 return found[: self._most]
@@ -106,9 +106,9 @@ class HintJudge:
 
 def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _Shown) -> tuple[Message, ...]:
     """The messages of one call about a session."""
-    fences = [fenced(text, f"turn {turn}", tokens.mark, shown.characters) for turn, text in enumerate(turns)]
+    fences = [guarded(text, f"turn {turn}", tokens.mark, shown.characters) for turn, text in enumerate(turns)]
     question = QUESTION.format(
-        task=fenced(task, "task", tokens.mark, TURN_CHARACTERS),
+        task=guarded(task, "task", tokens.mark, TURN_CHARACTERS),
         turns="\n".join(fences),
         most=shown.most,
         longest=LONGEST_HINT,

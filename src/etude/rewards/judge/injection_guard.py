@@ -45,7 +45,7 @@ def spelled(text: str) -> str:
     return SQUARE.sub("[\\\\", ANGLE.sub("<\\\\", seen))
 
 
-def fenced(text: str, label: str, mark: str, limit: int) -> str:
+def guarded(text: str, label: str, mark: str, limit: int) -> str:
     """The lines of a fence with ``text`` in it, of which at most ``limit`` spelled characters are kept: its beginning
     and its end, with a line between them that says how much is missing.
 

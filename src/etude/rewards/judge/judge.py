@@ -1,10 +1,10 @@
 """The judge: asks an endpoint for votes on one aspect of one text, and counts them.
 
-    exhibit ──▶ cached votes ──▶ circuit ──▶ purse ──▶ endpoint ──▶ readable? ──▶ tally ──▶ judgement
+    text ──▶ cached votes ──▶ circuit ──▶ budget ──▶ endpoint ──▶ readable? ──▶ tally ──▶ judgement
                                                           ▲            │ no, the first time
                                                           └────────────┘
 
-consumes      an exhibit and a rubric                 produces   a judgement, or JudgeUnavailable
+consumes      a text and a rubric                 produces   a judgement, or JudgeUnavailable
 waits for     what calls under way give back of the budget, a seat among them, the endpoint; all within ``timeout_s``
               of the judgement
 on shutdown   calls under way are cancelled and counted as if they had used all they might
@@ -23,13 +23,13 @@ from typing import Protocol, TypeVar
 from etude.aio import together
 from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.protocols import Clock
-from etude.rewards.judge.budget import Purse, Spend
+from etude.rewards.judge.budget import Budget, Spend
 from etude.rewards.judge.cache import VoteCache, cache_key
 from etude.rewards.judge.drift import Alarm, IdentityWatch
-from etude.rewards.judge.endpoint import Answering, Call, Said
-from etude.rewards.judge.fingerprint import Manner, pin_of
-from etude.rewards.judge.pause import Hold
-from etude.rewards.judge.prompts import Asking, Exhibit, Message, Tokens, ask, schema
+from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
+from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
+from etude.rewards.judge.pause import JudgePause
+from etude.rewards.judge.prompts import Asking, JudgeInput, Message, Tokens, ask, schema
 from etude.rewards.judge.rubrics import Rubric
 from etude.rewards.judge.verdicts import Fault, Vote, read_vote
 from etude.rewards.judge.votes import Judgement, tally
@@ -71,25 +71,25 @@ class Circuit(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class JudgeDeps:
     """What a judge works with."""
 
-    endpoint: Answering
+    endpoint: ChatEndpoint
     cache: VoteCache
-    purse: Purse
+    budget: Budget
     """The run's."""
     circuit: Circuit
     clock: Clock
     identity: IdentityWatch
     alarm: Callable[[Alarm], None]
-    hold: Hold | None
+    hold: JudgePause | None
     """Where an alarm stops all judging; ``None``: it is only told."""
     record: Callable[[Spend], Spend]
     """Told what was spent so far, after every call; says what other processes of the run have spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class JudgeLimits:
     """What a judge keeps to."""
 
     timeout_s: float = 60.0
@@ -99,7 +99,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ResponseFormat:
     """What a reply shall look like."""
 
     about: str
@@ -110,10 +110,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """One vote that is wanted."""
+    """One vote that is reply_format."""
 
     rubric: Rubric
-    exhibit: Exhibit
+    judged: JudgeInput
     number: int
     key: bytes
 
@@ -125,52 +125,54 @@ class _Question:
 class Judge:
     """Judges one aspect at a time."""
 
-    def __init__(self, means: Means, manner: Manner, bounds: Bounds) -> None:
-        self.manner = manner
-        self.purse = means.purse
-        self._means = means
-        self._bounds = bounds
-        self._seats = asyncio.Semaphore(bounds.concurrency)
+    def __init__(self, deps: JudgeDeps, params: JudgeParams, limits: JudgeLimits) -> None:
+        self.params = params
+        self.budget = deps.budget
+        self._deps = deps
+        self._limits = limits
+        self._seats = asyncio.Semaphore(limits.concurrency)
         self._settled = asyncio.Event()  # set for a moment whenever a call gives back what it did not use
         self._is_probing = False
         self._trouble = ""
 
-    async def judge(self, rubric: Rubric, exhibit: Exhibit, purse: Purse, *, fresh: bool = False) -> Judgement:
-        """Have one aspect judged, out of ``purse``; ``fresh``: no cached vote counts.
+    async def judge(self, rubric: Rubric, judged: JudgeInput, budget: Budget, *, fresh: bool = False) -> Judgement:
+        """Have one aspect judged, out of ``budget``; ``fresh``: no cached vote counts.
 
         Raises :class:`~etude.errors.JudgeUnavailable` when the endpoint is down, refuses or is late, and its kind
         :class:`~etude.errors.JudgeLost` when it has been down for too long, when the budget is spent, and after an
         alarm that holds.
         """
-        questions = [self._question(rubric, exhibit, number) for number in range(self.manner.votes)]
-        kept = [None if fresh else self._means.cache.get(question.key) for question in questions]
+        questions = [self._question(rubric, judged, number) for number in range(self.params.votes)]
+        kept = [None if fresh else self._deps.cache.get(question.key) for question in questions]
         missing = [question for question, vote in zip(questions, kept, strict=True) if vote is None]
-        asked = iter(await self._ask_all(missing, purse) if missing else ())
+        asked = iter(await self._ask_all(missing, budget) if missing else ())
         return tally(rubric, [next(asked) if vote is None else vote for vote in kept])
 
-    async def converse(self, messages: Sequence[Message], wanted: Wanted, purse: Purse, *, seed: int) -> Said:
+    async def converse(
+        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: Budget, *, seed: int
+    ) -> ChatReply:
         """One call that is no vote, under the same bounds. Raises like :meth:`judge`."""
         with self._admitted():
-            return await self._in_time(self._call(messages, wanted, purse, seed=seed), wanted.about)
+            return await self._in_time(self._call(messages, reply_format, budget, seed=seed), reply_format.about)
 
     def sound(self, alarm: Alarm) -> None:
         """Tell of an alarm, and hold from then on where the recipe wants that."""
-        self._means.alarm(alarm)
-        if self._means.hold is not None:
-            self._means.hold.begin(alarm.detail)
+        self._deps.alarm(alarm)
+        if self._deps.hold is not None:
+            self._deps.hold.begin(alarm.detail)
 
     def _check_hold(self) -> None:
-        if self._means.hold is not None and (reason := self._means.hold.reason):
+        if self._deps.hold is not None and (reason := self._deps.hold.reason):
             raise JudgeLost(reason)
 
-    def _question(self, rubric: Rubric, exhibit: Exhibit, number: int) -> _Question:
-        parts = (pin_of(rubric, self.manner), exhibit.task, exhibit.work, str(number))
-        return _Question(rubric=rubric, exhibit=exhibit, number=number, key=cache_key(*parts))
+    def _question(self, rubric: Rubric, judged: JudgeInput, number: int) -> _Question:
+        parts = (judge_fingerprint(rubric, self.params), judged.task, judged.work, str(number))
+        return _Question(rubric=rubric, judged=judged, number=number, key=cache_key(*parts))
 
-    async def _ask_all(self, questions: Sequence[_Question], purse: Purse) -> Sequence[Vote | Fault]:
-        """All of these votes; where the purse has not enough for all, those that it had enough for are cached."""
+    async def _ask_all(self, questions: Sequence[_Question], budget: Budget) -> Sequence[Vote | Fault]:
+        """All of these votes; where the budget has not enough for all, those that it had enough for are cached."""
         with self._admitted():
-            votes = together(self._vote(question, purse) for question in questions)
+            votes = together(self._vote(question, budget) for question in questions)
             replies = await self._in_time(votes, questions[0].rubric.aspect)
             for reply in replies:
                 if isinstance(reply, JudgeLost):
@@ -181,7 +183,7 @@ class Judge:
     def _admitted(self) -> Iterator[None]:
         """What the circuit lets pass; it learns how that ended, unless that is not the endpoint's fault."""
         self._check_hold()
-        circuit, clock = self._means.circuit, self._means.clock
+        circuit, clock = self._deps.circuit, self._deps.clock
         state = circuit.ask(clock.now())
         if state == OPEN or (state == PROBING and self._is_probing):
             kind = JudgeLost if circuit.gave_up else JudgeUnavailable
@@ -201,104 +203,106 @@ class Judge:
             self._is_probing = self._is_probing and not probe
 
     async def _in_time(self, work: Coroutine[None, None, T], about: str) -> T:
-        timeout_s = self._bounds.timeout_s
+        timeout_s = self._limits.timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await work
         except TimeoutError:
-            trouble = self._means.endpoint.trouble or "it answers slowly, or judge.concurrency is low for so many"
+            trouble = self._deps.endpoint.trouble or "it answers slowly, or judge.concurrency is low for so many"
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 
-    async def _vote(self, question: _Question, purse: Purse) -> Vote | Fault | JudgeLost:
-        """One vote, asked for a second time if it cannot be read, as far as the purse allows."""
+    async def _vote(self, question: _Question, budget: Budget) -> Vote | Fault | JudgeLost:
+        """One vote, asked for a second time if it cannot be read, as far as the budget allows."""
         reply: Vote | Fault | None = None
-        wanted = Wanted(about=question.rubric.aspect, schema=schema(question.rubric))
+        reply_format = ResponseFormat(about=question.rubric.aspect, schema=schema(question.rubric))
         for attempt in range(TRIES):
-            tokens = draw_tokens(question.exhibit)
+            tokens = draw_tokens(question.judged)
             asking = Asking(
-                limit=self.manner.text_characters,
+                limit=self.params.text_characters,
                 descending=question.descending,
                 fault=reply if isinstance(reply, Fault) else None,
             )
-            messages = ask(question.rubric, question.exhibit, tokens, asking)
+            messages = ask(question.rubric, question.judged, tokens, asking)
             try:
-                said = await self._call(messages, wanted, purse, seed=TRIES * question.number + attempt)
+                said = await self._call(messages, reply_format, budget, seed=TRIES * question.number + attempt)
             except JudgeLost as spent:
                 return spent
             reply = read_vote(said.text, question.rubric, tokens.nonce, descending=question.descending)
             if isinstance(reply, Vote):
-                if self._means.identity.vouches_for(said.identity):
-                    self._means.cache.put(question.key, reply)
+                if self._deps.identity.vouches_for(said.identity):
+                    self._deps.cache.put(question.key, reply)
                 return reply
             reply = Fault.CUT if said.was_cut else reply
         assert isinstance(reply, Fault)
         return reply
 
-    async def _call(self, messages: Sequence[Message], wanted: Wanted, purse: Purse, *, seed: int) -> Said:
+    async def _call(
+        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: Budget, *, seed: int
+    ) -> ChatReply:
         """One call, paid for; a call that was cut short is counted as if it had used all it might."""
-        manner = self.manner
-        most = _most(messages, manner)
+        params = self.params
+        most = _most(messages, params)
         call = Call(
             messages=messages,
-            schema=wanted.schema,
-            max_tokens=manner.max_tokens,
-            temperature=manner.temperature,
+            schema=reply_format.schema,
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
             seed=seed,
         )
-        await self._set_aside(most, purse)
+        await self._set_aside(most, budget)
         used = Spend()
         try:
             async with self._seats:
                 used = most
-                said = await self._means.endpoint.ask(call)
+                said = await self._deps.endpoint.ask(call)
                 used = said.used or most
         except JudgeUnavailable:
             used = Spend(calls=1)
             raise
         finally:
-            purse.settle(most, used)
+            budget.settle(most, used)
             self._settled.set()
             self._settled.clear()
-            self.purse.elsewhere = self._means.record(self.purse.spent)
-        if self._means.identity.observe(said.identity):
+            self.budget.elsewhere = self._deps.record(self.budget.spent)
+        if self._deps.identity.observe(said.identity):
             self.sound(Alarm(kind="model", aspect="", detail=f"the endpoint says that it is {said.identity!r} now"))
         self._check_hold()  # whatever has come since an alarm may be of the model that raised it
         return said
 
-    async def _set_aside(self, most: Spend, purse: Purse) -> None:
-        """Take out of the purse what a call may use, as soon as calls under way have left enough of it."""
-        while not purse.reserve(most):
-            if shortage := purse.shortage(most):
-                kind = JudgeLost if self.purse.shortage(most) else JudgeDeclined
+    async def _set_aside(self, most: Spend, budget: Budget) -> None:
+        """Take out of the budget what a call may use, as soon as calls under way have left enough of it."""
+        while not budget.reserve(most):
+            if shortage := budget.shortage(most):
+                kind = JudgeLost if self.budget.shortage(most) else JudgeDeclined
                 raise kind(f"the budget of judging is spent: {shortage}")
             await self._settled.wait()
 
 
-def needed_for(rubrics: Iterable[Rubric], manner: Manner) -> Spend:
+def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
     """What a budget must hold for one judgement on each aspect, of texts of full length that are English or code: one
     call as dear as can be, which is what is set aside for the last of them, and of every other what it uses then.
     """
-    exhibit = Exhibit(task="x" * manner.text_characters, work="x" * manner.text_characters)
-    tokens, asking = draw_tokens(exhibit), Asking(limit=manner.text_characters)
-    calls = [_most(ask(rubric, exhibit, tokens, asking), manner) for rubric in rubrics for _ in range(manner.votes)]
+    judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)
+    tokens, asking = draw_tokens(judged), Asking(limit=params.text_characters)
+    calls = [_most(ask(rubric, judged, tokens, asking), params) for rubric in rubrics for _ in range(params.votes)]
     likely = sum(call.prompt_tokens // BYTES_PER_TOKEN for call in calls)
     dearest = max((call.prompt_tokens for call in calls), default=0)
     return Spend(
         calls=len(calls),
         prompt_tokens=likely + dearest - dearest // BYTES_PER_TOKEN,
-        completion_tokens=len(calls) * manner.max_tokens,
+        completion_tokens=len(calls) * params.max_tokens,
     )
 
 
-def _most(messages: Sequence[Message], manner: Manner) -> Spend:
+def _most(messages: Sequence[Message], params: JudgeParams) -> Spend:
     """The most that a call can use: no token is less than a byte."""
     read = sum(len(message["content"].encode()) for message in messages) + FRAME_TOKENS
-    return Spend(calls=1, prompt_tokens=read, completion_tokens=manner.max_tokens)
+    return Spend(calls=1, prompt_tokens=read, completion_tokens=params.max_tokens)
 
 
-def draw_tokens(exhibit: Exhibit) -> Tokens:
+def draw_tokens(judged: JudgeInput) -> Tokens:
     """A mark that does not occur in what it will stand around, and a nonce."""
     while True:
         mark = secrets.token_hex(MARK_BYTES)
-        if mark not in exhibit.task and mark not in exhibit.work:
+        if mark not in judged.task and mark not in judged.work:
             return Tokens(mark=mark, nonce=secrets.token_hex(MARK_BYTES))

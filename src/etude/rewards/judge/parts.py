@@ -15,11 +15,11 @@ from random import Random
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judge.budget import Allowance, Purse
+from etude.rewards.judge.budget import Budget, BudgetLimit
 from etude.rewards.judge.calibration import Item
 from etude.rewards.judge.drift import AgreementWatch, Alarm
 from etude.rewards.judge.judge import Judge
-from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.prompts import JudgeInput
 from etude.rewards.judge.rubrics import About, Rubric
 from etude.rewards.judge.suspicion import signs_in
 from etude.rewards.judge.votes import Judgement
@@ -55,9 +55,9 @@ class DriftCheck:
         if not self._every or self._judgements % self._every:
             return
         item = self._draw.choice(self._items)
-        exhibit = Exhibit(task=item.task, work=item.work)
+        judged = JudgeInput(task=item.task, work=item.work)
         try:
-            judgement = await judge.judge(self._rubric, exhibit, judge.purse, fresh=True)
+            judgement = await judge.judge(self._rubric, judged, judge.budget, fresh=True)
         except JudgeUnavailable:
             return
         if self._watch.observe(hit=judgement.score == item.label):
@@ -69,7 +69,7 @@ class JudgedParts:
     """Has finished rollouts judged, aspect by aspect."""
 
     def __init__(
-        self, judge: Judge, rubrics: Mapping[str, Rubric], allowance: Allowance, drift: Mapping[str, DriftCheck]
+        self, judge: Judge, rubrics: Mapping[str, Rubric], allowance: BudgetLimit, drift: Mapping[str, DriftCheck]
     ) -> None:
         """``rubrics`` and ``drift`` by aspect; ``allowance`` is what one rollout may take."""
         self._judge = judge
@@ -83,12 +83,12 @@ class JudgedParts:
         Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
         """
         shown = {About.ANSWER: result.answer, About.TRANSCRIPT: transcript}
-        purse = self._judge.purse.portion(self._allowance)
+        budget = self._judge.budget.portion(self._allowance)
         said = {aspect: rubric for aspect, rubric in self._rubrics.items() if shown[rubric.about].strip()}
         values = dict.fromkeys(self._rubrics.keys() - said.keys(), 0.0)
         votes = unreadable = 0
         for aspect, rubric in said.items():
-            judgement = await self._judged(rubric, task, shown[rubric.about], purse)
+            judgement = await self._judged(rubric, task, shown[rubric.about], budget)
             votes += len(judgement.votes) + len(judgement.invalid)
             unreadable += len(judgement.invalid)
             value = 0.0 if judgement.is_declined else judgement.value
@@ -97,8 +97,8 @@ class JudgedParts:
         addresses = any(signs_in(shown[about]) for about in {rubric.about for rubric in said.values()})
         return values | {ADDRESSES_JUDGE: float(addresses), UNREADABLE: unreadable / max(1, votes)}
 
-    async def _judged(self, rubric: Rubric, task: Task, work: str, purse: Purse) -> Judgement:
-        judgement = await self._judge.judge(rubric, Exhibit(task=task.prompt, work=work), purse)
+    async def _judged(self, rubric: Rubric, task: Task, work: str, budget: Budget) -> Judgement:
+        judgement = await self._judge.judge(rubric, JudgeInput(task=task.prompt, work=work), budget)
         if rubric.aspect in self._drift:
             await self._drift[rubric.aspect].after_judgement(self._judge)
         return judgement

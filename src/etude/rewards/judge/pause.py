@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 
-class Hold:
+class JudgePause:
     """Whether judging is held, and why."""
 
     def __init__(self, file: Path) -> None:
@@ -24,7 +24,7 @@ class Hold:
         return f"the judge is held after an alarm: {why}; look at it, calibrate it again, then remove {self._file}"
 
     def begin(self, why: str) -> None:
-        """Hold from now on."""
+        """Pause from now on."""
         fresh = self._file.with_name(f"{self._file.name}.{uuid4().hex}")  # several processes may hear of it at once
         fresh.write_text(why, encoding="utf-8", errors="replace")
         fresh.replace(self._file)

@@ -1,4 +1,4 @@
-"""What a run has spent on judging, in files of its run folder: a restarted process does not begin with a full purse.
+"""What a run has spent on judging, in files of its run folder: a restarted process does not begin with a full budget.
 
 Each process that judges has a file of its own there and reads those of the others. Written whole and renamed into place
 after every call, which takes far longer than that.

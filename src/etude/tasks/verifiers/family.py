@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from etude.errors import ConfigError, EngineUnavailable, SandboxError
-from etude.protocols import HarnessResult, Reward, Sandbox, Session
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.tasks.outcomes import Card, index_of, leave_outcome, take_outcome
 from etude.tasks.verifiers import program
 from etude.types import Json, Split, Task
@@ -145,7 +145,7 @@ class VerifiersEnvironment:
         await leave_outcome(sandbox, float(str(answer["reward"])), numbers)
         return HarnessResult(reason=str(answer["reason"]), counts={"turns": int(str(answer["turns"]))})
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """The environment's reward, which may be any finite number, and its metrics as parts."""
         return await take_outcome(sandbox)
 

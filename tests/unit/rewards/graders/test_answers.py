@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from etude.protocols import HarnessResult, Reward
+from etude.protocols import Grade, HarnessResult
 from etude.rewards.graders.answers import AnswerGrader
 from etude.rollouts.fake import FakeSandbox
 from etude.types import AnswerChecks, Checks, ScriptChecks, Split, Task
@@ -12,7 +12,7 @@ from etude.types import AnswerChecks, Checks, ScriptChecks, Split, Task
 CHECKS = AnswerChecks(answer="tax 42 fee 17", facts=("tax 42", "fee 17"))
 
 
-def grade(answer: str, reason: str = "submit", checks: Checks = CHECKS) -> Reward:
+def grade(answer: str, reason: str = "submit", checks: Checks = CHECKS) -> Grade:
     task = Task(task_id="t", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=checks)
     result = HarnessResult(reason=reason, counts={}, answer=answer)
     return asyncio.run(AnswerGrader().grade(task, FakeSandbox({}, lambda sandbox: None), result))
@@ -32,7 +32,7 @@ def test_any_other_words_are_worth_nothing(answer: str) -> None:
 
 def test_an_answer_that_was_not_given_is_none() -> None:
     found = grade("tax 42 fee 17", reason="turns")
-    assert found == Reward(value=0.0, parts={"submitted": 0.0, "wrong": 0.0, "facts_answered": 1.0})
+    assert found == Grade(value=0.0, parts={"submitted": 0.0, "wrong": 0.0, "facts_answered": 1.0})
 
 
 def test_half_an_answer_shows_in_its_parts() -> None:

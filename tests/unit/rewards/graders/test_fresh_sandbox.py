@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders.fresh_sandbox import FreshGrader
 from etude.rewards.graders.functions import HiddenTests
 from etude.sandboxes.local.provider import LocalSandboxes
@@ -24,10 +24,10 @@ TASK = Task(
 )
 
 
-def grade(files: Mapping[str, str], plant: str = "") -> Reward:
+def grade(files: Mapping[str, str], plant: str = "") -> Grade:
     """The reward of what an agent left, after a program of its own ran."""
 
-    async def act() -> Reward:
+    async def act() -> Grade:
         provider = LocalSandboxes(1)
         try:
             sandbox: Sandbox = await provider.create(files)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from etude.errors import SandboxError
-from etude.protocols import HarnessResult, Reward
+from etude.protocols import Grade, HarnessResult
 from etude.rewards.graders.functions import HiddenTests
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.types import Case, FunctionChecks, Split, Task
@@ -27,10 +27,10 @@ TASK = Task(
 RIGHT = "def half(n):\n    return n // 2\n"
 
 
-def grade(source: str, reason: str = "submit", timeout_s: float = 10.0) -> Reward:
+def grade(source: str, reason: str = "submit", timeout_s: float = 10.0) -> Grade:
     """The reward of a program."""
 
-    async def act() -> Reward:
+    async def act() -> Grade:
         provider = LocalSandboxes(1)
         try:
             sandbox = await provider.create({"a.py": source})
@@ -43,22 +43,22 @@ def grade(source: str, reason: str = "submit", timeout_s: float = 10.0) -> Rewar
 
 
 def test_a_right_program_is_rewarded() -> None:
-    assert grade(RIGHT) == Reward(value=1.0, parts={"hidden_passed": 1.0, "submitted": 1.0})
+    assert grade(RIGHT) == Grade(value=1.0, parts={"hidden_passed": 1.0, "submitted": 1.0})
 
 
 @pytest.mark.parametrize("reason", ["turns", "length", "context"])
 def test_only_what_is_submitted_is_rewarded(reason: str) -> None:
-    assert grade(RIGHT, reason) == Reward(value=0.0, parts={"hidden_passed": 1.0, "submitted": 0.0})
+    assert grade(RIGHT, reason) == Grade(value=0.0, parts={"hidden_passed": 1.0, "submitted": 0.0})
 
 
 def test_almost_right_is_not_right() -> None:
     wrong = "def half(n):\n    return round(n / 2)\n"  # 1.5 → 2, 3.5 → 4
-    assert grade(wrong) == Reward(value=0.0, parts={"hidden_passed": 0.5, "submitted": 1.0})
+    assert grade(wrong) == Grade(value=0.0, parts={"hidden_passed": 0.5, "submitted": 1.0})
 
 
 @pytest.mark.parametrize("source", ["", "def half(n:", "def half(n): return n / 2 if n % 2 else float(n // 2)"])
 def test_what_does_not_load_or_returns_another_type_earns_nothing(source: str) -> None:
-    assert grade(source) == Reward(value=0.0, parts={"hidden_passed": 0.0, "submitted": 1.0})
+    assert grade(source) == Grade(value=0.0, parts={"hidden_passed": 0.0, "submitted": 1.0})
 
 
 def test_a_program_that_hangs_earns_nothing() -> None:

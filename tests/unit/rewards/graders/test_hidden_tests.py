@@ -11,7 +11,7 @@ import pytest
 
 from bench.grading.bench import TOOLS, runner_layer
 from etude.errors import SandboxError, Unsupported
-from etude.protocols import ExecResult, HarnessResult, Reward
+from etude.protocols import ExecResult, Grade, HarnessResult
 from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
 from etude.rewards.graders.test_plans import Paper
 from etude.rewards.graders.test_report import ENDED, STARTED, Report, Run
@@ -81,10 +81,10 @@ class Bench:
         command: str = "",
         reason: str = "submit",
         slack_s: float = 900.0,
-    ) -> Reward:
+    ) -> Grade:
         """The reward of what an agent left."""
 
-        async def act() -> Reward:
+        async def act() -> Grade:
             sandbox = await self.sandboxes.create({**task.files, **files}, SandboxSpec(image=self._image))
             try:
                 if command:
@@ -120,7 +120,7 @@ def test_right_work_is_rewarded_and_nothing_beside_it_counts(bench: Bench) -> No
         "pytest.ini": "[pytest]\naddopts=-x",
     }
     reward = bench.grade({"pkg/half.py": RIGHT, **lies}, command="rm pkg/old.py")
-    assert reward == Reward(
+    assert reward == Grade(
         value=1.0,
         parts={
             "about_passed": 1.0,
@@ -160,7 +160,7 @@ def test_right_work_that_was_not_submitted_has_no_reward(bench: Bench) -> None:
 
 def test_too_much_to_carry_is_the_agents_fault(bench: Bench) -> None:
     reward = bench.grade({"pkg/half.py": RIGHT}, command="head -c 70000000 /dev/zero > pkg/big")
-    assert reward == Reward(value=0.0, parts={"artefacts_refused": 1.0, "submitted": 1.0})
+    assert reward == Grade(value=0.0, parts={"artefacts_refused": 1.0, "submitted": 1.0})
 
 
 def test_what_was_too_much_from_the_start_is_our_fault(bench: Bench) -> None:
@@ -297,7 +297,7 @@ def test_what_the_agent_could_read_before_has_no_canary(tmp_path: Path) -> None:
     ((path, text),) = CHECKS.files.items()
     task = dataclasses.replace(with_checks(probes=()), world=None, files={path: f"# the same tests\n{text}"})
 
-    async def act() -> Reward:
+    async def act() -> Grade:
         grader = HiddenTestGrader(Stage(1.0), ImageStore(tmp_path))
         return await grader.grade(task, await Stage().create({}), HarnessResult(reason="submit", counts={}))
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from etude.errors import ConfigError
-from etude.protocols import HarnessResult, Reward, Sandbox
+from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders.kinds import GraderByKind
 from etude.rollouts.fake import FakeSandbox
 from etude.types import Case, Checks, FunctionChecks, ScriptChecks, Split, Task
@@ -17,8 +17,8 @@ class Says:
     def __init__(self, value: float) -> None:
         self._value = value
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Reward:
-        return Reward(value=self._value, parts={})
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        return Grade(value=self._value, parts={})
 
 
 def grade(checks: Checks) -> float:

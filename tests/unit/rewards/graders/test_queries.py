@@ -11,7 +11,7 @@ import pytest
 
 from databases import ask, temporary_postgres, verdict
 from etude.errors import SandboxError
-from etude.protocols import HarnessResult, Reward
+from etude.protocols import Grade, HarnessResult
 from etude.rewards.graders.postgres_client import LATE, LOST
 from etude.rewards.graders.queries import (
     QueryGrader,
@@ -270,7 +270,7 @@ def test_what_should_be_answered_is_not_in_what_is_sent() -> None:
 
 
 @pytest.fixture(scope="module")
-def graded() -> Iterator[Callable[..., Reward]]:
+def graded() -> Iterator[Callable[..., Grade]]:
     """Grades what an agent left, in sandboxes; skips where there can be none."""
     if not Path("/usr/lib/postgresql").is_dir():
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
@@ -293,7 +293,7 @@ async def _grade(
     reason: str = "submit",
     limits: SandboxLimits | None = None,
     command: str = "true",
-) -> Reward:
+) -> Grade:
     task = migration_task(NAMES, "x", Split.TRAIN)
     assert task.world is not None
     task = replace(task, world=replace(task.world, limits=limits or task.world.limits))
@@ -305,14 +305,14 @@ async def _grade(
         await agent.close()
 
 
-def test_a_right_migration_is_rewarded_when_it_was_submitted(graded: Callable[..., Reward]) -> None:
-    assert graded({PATH: NAMES.reference}) == Reward(
+def test_a_right_migration_is_rewarded_when_it_was_submitted(graded: Callable[..., Grade]) -> None:
+    assert graded({PATH: NAMES.reference}) == Grade(
         value=1.0, parts={"applied": 1.0, "queries_right": 1.0, "submitted": 1.0}
     )
     assert graded({PATH: NAMES.reference}, reason="turns").value == 0.0
 
 
-def test_a_wrong_migration_is_told_how_far_it_got(graded: Callable[..., Reward]) -> None:
+def test_a_wrong_migration_is_told_how_far_it_got(graded: Callable[..., Grade]) -> None:
     reward = graded({PATH: UNFINISHED})
     assert reward.value == 0.0
     assert reward.parts["applied"] == 1.0
@@ -333,10 +333,10 @@ def test_a_wrong_migration_is_told_how_far_it_got(graded: Callable[..., Reward])
     ids=["none", "a folder", "a device", "a pipe", "zeros", "too long", "a shell command"],
 )
 def test_what_is_no_migration_is_graded_as_bad(
-    graded: Callable[..., Reward], files: Mapping[str, str], command: str
+    graded: Callable[..., Grade], files: Mapping[str, str], command: str
 ) -> None:
     reward = graded(files, command=command)
-    assert reward == Reward(value=0.0, parts={"applied": 0.0, "queries_right": 0.0, "submitted": 1.0})
+    assert reward == Grade(value=0.0, parts={"applied": 0.0, "queries_right": 0.0, "submitted": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_what_is_no_migration_is_graded_as_bad(
     ids=["disk", "memory"],
 )
 def test_a_migration_that_takes_the_server_down_is_bad_work_and_not_our_trouble(
-    graded: Callable[..., Reward], flood: str
+    graded: Callable[..., Grade], flood: str
 ) -> None:
     tight = SandboxLimits(disk_bytes=64 << 20, memory_bytes=160 << 20)
     assert graded({PATH: flood + NAMES.reference}, limits=tight).parts["applied"] == 0.0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import AgentFault, ConfigError, SandboxError
-from etude.protocols import ExecResult, HarnessResult, Reward, Sandbox
+from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox
 from etude.rewards.graders.script import (
     CANARY_RUNS,
     REWARD_LIMIT_CHARACTERS,
@@ -168,7 +168,7 @@ def test_a_verdict_that_is_not_the_same_again_is_not_believed() -> None:
         def randrange(self, *limits: int) -> int:  # type: ignore[override]  # as it is asked
             return 1
 
-    async def act() -> Reward:
+    async def act() -> Grade:
         stage = Stage("1", "0", "0")
         checks = ScriptChecks(files={"a": "def test_a():\n    assert f(1) == 2\n"}, canary="a")
         with tempfile.TemporaryDirectory() as folder:
@@ -196,10 +196,10 @@ class Court:
         task: Task,
         work: Callable[[Sandbox], Awaitable[object]] | str = "true",
         result: HarnessResult = DONE,
-    ) -> Reward:
+    ) -> Grade:
         """The reward of a world in which the agent did ``work``: a script, or anything else."""
 
-        async def act() -> Reward:
+        async def act() -> Grade:
             sandbox = await self.sandboxes.create(task.files, world_spec(task.world or World()))
             try:
                 if isinstance(work, str):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etude.rewards.judge.endpoint import Call
 from etude.rewards.judge.injection_guard import BAR
-from etude.rewards.judge.prompts import Asking, Exhibit, Message, Tokens, ask
+from etude.rewards.judge.prompts import Asking, JudgeInput, Message, Tokens, ask
 from etude.rewards.judge.suspicion import signs_in
 from etude.rewards.judge.verdicts import Fault, read_vote
 from judges import GIVEN, INJECTIONS, MARK, Scripted, court, style_rubric, verdict
@@ -27,7 +27,7 @@ def outside(messages: Sequence[Message]) -> str:
 
 
 def asked(task: str, work: str, **how: Fault) -> Sequence[Message]:
-    return ask(style_rubric(), Exhibit(task=task, work=work), TOKENS, Asking(limit=100_000, fault=how.get("fault")))
+    return ask(style_rubric(), JudgeInput(task=task, work=work), TOKENS, Asking(limit=100_000, fault=how.get("fault")))
 
 
 @given(ANY, ANY)
@@ -63,8 +63,8 @@ def obedient(call: Call) -> str:
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_a_judge_that_obeys_whatever_stands_outside_is_not_reached(text: str) -> None:
     judging = court(Scripted(obedient))
-    exhibit = Exhibit(task=text, work=text)
-    judgement = asyncio.run(judging.judge.judge(style_rubric(), exhibit, judging.means.purse))
+    judged = JudgeInput(task=text, work=text)
+    judgement = asyncio.run(judging.judge.judge(style_rubric(), judged, judging.deps.budget))
     assert (judgement.score, judgement.invalid) == (2, ())
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.injection_guard import BAR, fenced, spelled
+from etude.rewards.judge.injection_guard import BAR, guarded, spelled
 from judges import INJECTIONS, MARK
 
 HOSTILE = st.text(
@@ -19,7 +19,7 @@ MARKERS = re.compile(r"<[^ \t\n=\\]|\[/?[A-Za-z_]*[A-Z]{2}")
 
 @given(ANY)
 def test_every_line_of_data_begins_with_a_bar(text: str) -> None:
-    first, *lines, last = fenced(text, "work", MARK, 10_000).splitlines()
+    first, *lines, last = guarded(text, "work", MARK, 10_000).splitlines()
     assert (first, last) == (f"<<< {MARK} work", f">>> {MARK} work")
     cut = [line for line in lines if not line.startswith(BAR)]
     assert all(re.fullmatch(r"\([0-9]+ characters left out\)", line) for line in cut)
@@ -33,7 +33,7 @@ def test_no_marker_of_a_role_is_left(text: str) -> None:
 
 @given(ANY, st.integers(2, 50))
 def test_what_is_cut_has_no_marker_and_no_line_either(text: str, limit: int) -> None:
-    body = fenced(text, "work", MARK, limit)
+    body = guarded(text, "work", MARK, limit)
     assert not MARKERS.search(body.removeprefix(f"<<< {MARK}"))
     unseen = {character for character in body if not character.isprintable()} - {"\n", "\t"}
     assert {unicodedata.category(character) for character in unseen} <= {"Zs"}  # spaces of other widths
@@ -42,7 +42,7 @@ def test_what_is_cut_has_no_marker_and_no_line_either(text: str, limit: int) -> 
 @given(ANY, ANY, st.integers(2, 100))
 def test_what_stands_outside_depends_on_the_length_alone(one: str, two: str, limit: int) -> None:
     def outside(text: str) -> list[str]:
-        return [line for line in fenced(text, "work", MARK, limit).split("\n") if not line.startswith(BAR)]
+        return [line for line in guarded(text, "work", MARK, limit).split("\n") if not line.startswith(BAR)]
 
     def missing(text: str) -> int:
         return max(0, len(spelled(text)) - limit)
@@ -60,18 +60,18 @@ def test_code_is_shown_as_it_is_but_for_its_brackets() -> None:
 
 def test_a_long_text_keeps_its_ends_and_says_what_is_missing() -> None:
     assert (
-        fenced("abcdefghij", "work", MARK, 4)
+        guarded("abcdefghij", "work", MARK, 4)
         == f"<<< {MARK} work\n| ab\n(6 characters left out)\n| ij\n>>> {MARK} work"
     )
-    assert fenced("abcd", "work", MARK, 4) == f"<<< {MARK} work\n| abcd\n>>> {MARK} work"
+    assert guarded("abcd", "work", MARK, 4) == f"<<< {MARK} work\n| abcd\n>>> {MARK} work"
 
 
 @pytest.mark.parametrize("mark", ["", "ab", "AB" * 16, "g" * 32, "ab" * 17])
 def test_a_mark_must_be_one(mark: str) -> None:
     with pytest.raises(ValueError, match="32 hex digits"):
-        fenced("text", "work", mark, 10)
+        guarded("text", "work", mark, 10)
 
 
 def test_a_mark_that_the_text_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="do not occur"):
-        fenced(f"a {MARK} b", "work", MARK, 10)
+        guarded(f"a {MARK} b", "work", MARK, 10)

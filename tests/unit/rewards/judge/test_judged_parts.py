@@ -8,10 +8,10 @@ import pytest
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judge.budget import Allowance
+from etude.rewards.judge.budget import BudgetLimit
 from etude.rewards.judge.calibration import Item
 from etude.rewards.judge.endpoint import Call
-from etude.rewards.judge.fingerprint import Manner
+from etude.rewards.judge.fingerprint import JudgeParams
 from etude.rewards.judge.hints import LONGEST_HINT, HintJudge, read_hints
 from etude.rewards.judge.parts import DriftCheck, JudgedParts
 from etude.rewards.judge.rubrics import Rubric
@@ -20,7 +20,7 @@ from etude.types import AnswerChecks, Hint, Split, Task
 from judges import GIVEN, NONCE, Court, Scripted, court, scoring, style_rubric, verdict
 
 BESIDE = {"addresses_judge": 0.0, "unreadable_votes": 0.0}
-ALLOWANCE = Allowance(calls=10, tokens=1_000_000)
+ALLOWANCE = BudgetLimit(calls=10, tokens=1_000_000)
 TASK = Task(
     task_id="t",
     family="summaries",
@@ -37,7 +37,7 @@ def said(answer: str) -> HarnessResult:
 
 
 def parts_of(
-    judging: Court, rubrics: Sequence[Rubric], answer: str, transcript: str = "", allowance: Allowance = ALLOWANCE
+    judging: Court, rubrics: Sequence[Rubric], answer: str, transcript: str = "", allowance: BudgetLimit = ALLOWANCE
 ) -> Mapping[str, float]:
     judged = JudgedParts(judging.judge, {rubric.aspect: rubric for rubric in rubrics}, allowance, {})
     return asyncio.run(judged.parts(TASK, said(answer), transcript))
@@ -61,7 +61,7 @@ def test_each_aspect_is_judged_alone_on_what_its_rubric_is_about() -> None:
 
 
 def test_a_part_without_a_verdict_is_missing_and_not_zero() -> None:
-    torn = court(scoring(2, 4), manner=Manner(model="m", votes=2, temperature=0.7))
+    torn = court(scoring(2, 4), params=JudgeParams(model="m", votes=2, temperature=0.7))
     assert parts_of(torn, [style_rubric(tie="abstain")], "answer") == BESIDE
     unreadable = court(Scripted(lambda _: "no"))
     assert parts_of(unreadable, [style_rubric()], "answer") == BESIDE | {"unreadable_votes": 1.0}
@@ -69,9 +69,9 @@ def test_a_part_without_a_verdict_is_missing_and_not_zero() -> None:
 
 def test_what_most_votes_cannot_tell_is_worth_the_least() -> None:
     """Else gibberish would be a way out of every verdict."""
-    manner = Manner(model="m", votes=3, temperature=0.7)
-    assert parts_of(court(scoring(None, 5, None), manner=manner), [style_rubric()], "xyzzy") == BESIDE | {"style": 0.0}
-    assert parts_of(court(scoring(None, 5, 5), manner=manner), [style_rubric()], "xyzzy") == BESIDE | {"style": 1.0}
+    params = JudgeParams(model="m", votes=3, temperature=0.7)
+    assert parts_of(court(scoring(None, 5, None), params=params), [style_rubric()], "xyzzy") == BESIDE | {"style": 0.0}
+    assert parts_of(court(scoring(None, 5, 5), params=params), [style_rubric()], "xyzzy") == BESIDE | {"style": 1.0}
 
 
 def test_who_says_nothing_has_done_as_badly_as_can_be() -> None:
@@ -88,7 +88,7 @@ def test_speaking_to_the_judge_is_a_flag_and_changes_no_score() -> None:
 
 def test_a_rollout_has_a_purse_of_its_own() -> None:
     judging = court(scoring(2))
-    allowance = Allowance(calls=1, tokens=1_000_000)
+    allowance = BudgetLimit(calls=1, tokens=1_000_000)
     rubrics = [style_rubric(), style_rubric(aspect="style2")]
     with pytest.raises(JudgeUnavailable, match="budget"):
         parts_of(judging, rubrics, "answer", allowance=allowance)
@@ -116,7 +116,7 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
 def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_together() -> None:
     """Three of four items are judged as labelled; the others are the last ones of the file."""
     items = [Item(task="t", work=f"item {number}", label=5 if number < 30 else 1) for number in range(40)]
-    judging = court(scoring(5), allowance=Allowance(calls=10_000, tokens=1_000_000_000))
+    judging = court(scoring(5), allowance=BudgetLimit(calls=10_000, tokens=1_000_000_000))
     drift = DriftCheck(style_rubric(), items, 0.75, 1)
 
     async def scenario() -> None:

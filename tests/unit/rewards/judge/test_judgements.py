@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from etude.errors import JudgeLost, JudgeUnavailable
-from etude.rewards.judge.budget import Allowance, Spend
-from etude.rewards.judge.endpoint import Call, Said
-from etude.rewards.judge.fingerprint import Manner, pin_of
-from etude.rewards.judge.judge import Bounds, needed_for
-from etude.rewards.judge.pause import Hold
-from etude.rewards.judge.prompts import Exhibit
+from etude.rewards.judge.budget import BudgetLimit, Spend
+from etude.rewards.judge.endpoint import Call, ChatReply
+from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
+from etude.rewards.judge.judge import JudgeLimits, needed_for
+from etude.rewards.judge.pause import JudgePause
+from etude.rewards.judge.prompts import JudgeInput
 from etude.rewards.judge.verdicts import Fault
 from etude.rewards.judge.votes import Judgement
 from judges import Court, Scripted, court, scoring, style_rubric, verdict
 
-EXHIBIT = Exhibit(task="do it", work="done")
-THREE = Manner(model="m", votes=3, temperature=0.7)
+EXHIBIT = JudgeInput(task="do it", work="done")
+THREE = JudgeParams(model="m", votes=3, temperature=0.7)
 
 
 class Down:
-    """Answers nothing until told to; implements ``Answering``."""
+    """Answers nothing until told to; implements ``ChatEndpoint``."""
 
     trouble = "scripted"
 
@@ -30,7 +30,7 @@ class Down:
         self.calls = 0
         self.up: Scripted | None = None
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         self.calls += 1
         if self.up is None:
             raise JudgeUnavailable("scripted: down")
@@ -38,26 +38,26 @@ class Down:
 
 
 class Silent:
-    """Never answers; implements ``Answering``."""
+    """Never answers; implements ``ChatEndpoint``."""
 
     trouble = "HTTP 429"
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         await asyncio.Event().wait()
         raise AssertionError(call)
 
 
 def judge(judging: Court, work: str = "done", *, fresh: bool = False) -> Judgement:
     async def scenario() -> Judgement:
-        exhibit = replace(EXHIBIT, work=work)
-        return await judging.judge.judge(style_rubric(), exhibit, judging.means.purse, fresh=fresh)
+        judged = replace(EXHIBIT, work=work)
+        return await judging.judge.judge(style_rubric(), judged, judging.deps.budget, fresh=fresh)
 
     return asyncio.run(scenario())
 
 
 def test_votes_are_taken_apart_and_counted() -> None:
     endpoint = scoring(2, 5, 4)
-    judgement = judge(court(endpoint, manner=THREE))
+    judgement = judge(court(endpoint, params=THREE))
     assert (judgement.score, judgement.value, len(judgement.votes), judgement.invalid) == (4, 0.75, 3, ())
     assert len({call.seed for call in endpoint.calls}) == 3
     shown = [call.messages[-1]["content"].split("Scale:\n")[1][0] for call in endpoint.calls]
@@ -79,18 +79,18 @@ def test_a_reply_that_cannot_be_read_is_asked_for_once_more_without_a_word_of_it
 
 
 def test_a_vote_that_stays_unreadable_is_counted_and_is_no_score() -> None:
-    judgement = judge(court(Scripted(lambda _call: "garbage \ud800 \x00"), manner=THREE))
+    judgement = judge(court(Scripted(lambda _call: "garbage \ud800 \x00"), params=THREE))
     assert (judgement.score, judgement.value) == (None, None)
     assert judgement.invalid == (Fault.NOT_JSON,) * 3
 
 
 def test_a_judge_that_cannot_tell_has_no_verdict() -> None:
-    assert judge(court(scoring(None, None, 5), manner=THREE)).value is None
+    assert judge(court(scoring(None, None, 5), params=THREE)).value is None
 
 
 def test_votes_are_had_from_the_cache_but_not_when_they_must_be_fresh() -> None:
     endpoint = scoring(4)
-    judging = court(endpoint, manner=THREE)
+    judging = court(endpoint, params=THREE)
     first = judge(judging)
     assert judge(judging) == first
     assert len(endpoint.calls) == 3
@@ -110,32 +110,32 @@ def test_unreadable_votes_are_not_cached() -> None:
 
 def test_a_spent_budget_makes_the_judge_unavailable_and_does_not_open_the_circuit() -> None:
     endpoint = scoring(4)
-    judging = court(endpoint, allowance=Allowance(calls=2, tokens=10**9))
+    judging = court(endpoint, allowance=BudgetLimit(calls=2, tokens=10**9))
     judge(judging, "a")
     judge(judging, "b")
     for _ in range(9):
         with pytest.raises(JudgeUnavailable, match=r"spent: judge\.calls_per_run = 2, .*; 2 calls and 30 tokens"):
             judge(judging, "c")
-    assert judging.means.circuit.ask(0.0) == "closed"
+    assert judging.deps.circuit.ask(0.0) == "closed"
     assert judging.spent[-1] == Spend(calls=2, prompt_tokens=20, completion_tokens=10)
     assert judge(judging, "a").score == 4
 
 
 def test_votes_that_could_be_afforded_are_kept_for_the_next_time() -> None:
     endpoint = scoring(4)
-    judging = court(endpoint, manner=THREE, allowance=Allowance(calls=2, tokens=10**9))
+    judging = court(endpoint, params=THREE, allowance=BudgetLimit(calls=2, tokens=10**9))
     with pytest.raises(JudgeUnavailable, match="budget"):
         judge(judging)
     assert len(endpoint.calls) == 2
-    assert len(judging.means.cache) == 2
+    assert len(judging.deps.cache) == 2
     assert judging.spent[-1] == Spend(calls=2, prompt_tokens=20, completion_tokens=10)
-    assert judging.means.circuit.ask(0.0) == "closed"
+    assert judging.deps.circuit.ask(0.0) == "closed"
 
 
 def test_what_it_may_cost_is_set_aside_before_the_call() -> None:
     endpoint = scoring(4)
     with pytest.raises(JudgeUnavailable, match=r"judge\.tokens_per_run = 300; 0 calls .* may take 1[0-9]{3} tokens"):
-        judge(court(endpoint, allowance=Allowance(calls=9, tokens=300)))
+        judge(court(endpoint, allowance=BudgetLimit(calls=9, tokens=300)))
     assert endpoint.calls == []
 
 
@@ -146,7 +146,7 @@ class Counting(Scripted):
         super().__init__(lambda call: verdict(call.messages[-1]["content"], 3))
         self.busy = self.most = 0
 
-    async def ask(self, call: Call) -> Said:
+    async def ask(self, call: Call) -> ChatReply:
         self.busy += 1
         self.most = max(self.most, self.busy)
         await asyncio.sleep(0.001)
@@ -158,26 +158,26 @@ class Counting(Scripted):
 def test_votes_wait_for_what_others_had_set_aside_and_did_not_use() -> None:
     """All five together would set aside two million tokens; one after the other they use half a million."""
     endpoint = Counting()
-    manner = replace(THREE, votes=5, text_characters=200_000)
-    judging = court(endpoint, manner=manner)
-    exhibit = Exhibit(task="t" * 200_000, work="w" * 200_000)
+    params = replace(THREE, votes=5, text_characters=200_000)
+    judging = court(endpoint, params=params)
+    judged = JudgeInput(task="t" * 200_000, work="w" * 200_000)
 
     async def scenario() -> Judgement:
-        purse = judging.means.purse.portion(Allowance(per="rollout", calls=5, tokens=1_000_000))
-        return await judging.judge.judge(style_rubric(), exhibit, purse)
+        budget = judging.deps.budget.portion(BudgetLimit(per="rollout", calls=5, tokens=1_000_000))
+        return await judging.judge.judge(style_rubric(), judged, budget)
 
     assert asyncio.run(scenario()).score == 3
     assert endpoint.most == 2
-    assert needed_for([style_rubric()], manner).tokens < 1_000_000
+    assert needed_for([style_rubric()], params).tokens < 1_000_000
 
 
 def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> None:
     endpoint = Counting()
-    judging = court(endpoint, allowance=Allowance(calls=3, tokens=2_500))
+    judging = court(endpoint, allowance=BudgetLimit(calls=3, tokens=2_500))
 
     async def scenario() -> list[Judgement | BaseException]:
-        portion = judging.means.purse.portion
-        of_rollout = Allowance(per="rollout", calls=1, tokens=10_000)
+        portion = judging.deps.budget.portion
+        of_rollout = BudgetLimit(per="rollout", calls=1, tokens=10_000)
         judged = [
             judging.judge.judge(style_rubric(), replace(EXHIBIT, work=f"work {n}"), portion(of_rollout))
             for n in range(4)
@@ -191,7 +191,7 @@ def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> No
 
 
 def test_a_call_that_never_had_a_seat_costs_nothing() -> None:
-    judging = court(Silent(), manner=THREE, bounds=Bounds(timeout_s=0.02, concurrency=1))
+    judging = court(Silent(), params=THREE, bounds=JudgeLimits(timeout_s=0.02, concurrency=1))
     with pytest.raises(JudgeUnavailable, match="within"):
         judge(judging)
     assert judging.spent[-1].calls == 1
@@ -206,10 +206,10 @@ def test_a_budget_is_needed_for_every_vote_on_every_aspect() -> None:
 
 
 def test_no_answer_in_time_is_no_judgement_and_counts_as_if_all_had_been_used() -> None:
-    judging = court(Silent(), bounds=Bounds(timeout_s=0.02))
+    judging = court(Silent(), bounds=JudgeLimits(timeout_s=0.02))
     with pytest.raises(JudgeUnavailable, match=r"'style' within 0\.02 s: HTTP 429"):
         judge(judging)
-    assert judging.spent[-1].completion_tokens == judging.judge.manner.max_tokens
+    assert judging.spent[-1].completion_tokens == judging.judge.params.max_tokens
     assert judging.spent[-1].prompt_tokens > 500
 
 
@@ -225,7 +225,7 @@ def test_an_endpoint_that_is_down_is_left_alone_and_then_tried_by_one() -> None:
     judging.clock.advance(2.0)
     endpoint.up = scoring(3)
     assert judge(judging).score == 3
-    assert judging.means.circuit.ask(judging.clock.now()) == "closed"
+    assert judging.deps.circuit.ask(judging.clock.now()) == "closed"
 
 
 def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_back() -> None:
@@ -240,7 +240,7 @@ def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_b
     judging.clock.advance(20.0)
     endpoint.up = scoring(3)
     assert [judge(judging, work).score for work in ("a", "b")] == [3, 3]
-    assert not judging.means.circuit.gave_up
+    assert not judging.deps.circuit.gave_up
 
 
 def test_an_empty_purse_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None:
@@ -252,15 +252,15 @@ def test_an_empty_purse_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None
     judging.clock.advance(2.0)
 
     async def without_money() -> None:
-        purse = judging.means.purse.portion(Allowance(per="rollout", calls=0, tokens=0))
-        await judging.judge.judge(style_rubric(), EXHIBIT, purse)
+        budget = judging.deps.budget.portion(BudgetLimit(per="rollout", calls=0, tokens=0))
+        await judging.judge.judge(style_rubric(), EXHIBIT, budget)
 
     with pytest.raises(JudgeUnavailable, match="budget"):
         asyncio.run(without_money())
-    assert judging.means.circuit.ask(judging.clock.now()) == "probing"
+    assert judging.deps.circuit.ask(judging.clock.now()) == "probing"
     endpoint.up = scoring(3)
     assert judge(judging).score == 3
-    assert judging.means.circuit.ask(judging.clock.now()) == "closed"
+    assert judging.deps.circuit.ask(judging.clock.now()) == "closed"
 
 
 def test_cached_votes_are_had_while_the_endpoint_is_down() -> None:
@@ -282,7 +282,7 @@ def test_one_failed_vote_ends_the_others() -> None:
         class OneFails:
             trouble = ""
 
-            async def ask(self, call: Call) -> Said:
+            async def ask(self, call: Call) -> ChatReply:
                 nonlocal waiting
                 if call.seed == 0:
                     await asyncio.sleep(0)
@@ -294,9 +294,9 @@ def test_one_failed_vote_ends_the_others() -> None:
                     waiting -= 1
                 raise AssertionError
 
-        judging = court(OneFails(), manner=THREE)
+        judging = court(OneFails(), params=THREE)
         with pytest.raises(JudgeUnavailable, match="scripted"):
-            await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+            await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
         assert waiting == 0
 
     asyncio.run(scenario())
@@ -305,8 +305,8 @@ def test_one_failed_vote_ends_the_others() -> None:
 def test_no_more_calls_are_under_way_than_allowed() -> None:
     async def scenario() -> int:
         endpoint = Counting()
-        judging = court(endpoint, manner=replace(THREE, votes=9), bounds=Bounds(concurrency=2))
-        await judging.judge.judge(style_rubric(), EXHIBIT, judging.means.purse)
+        judging = court(endpoint, params=replace(THREE, votes=9), bounds=JudgeLimits(concurrency=2))
+        await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
         return endpoint.most
 
     assert asyncio.run(scenario()) == 2
@@ -315,7 +315,7 @@ def test_no_more_calls_are_under_way_than_allowed() -> None:
 def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_somebody_has_looked(
     tmp_path: Path,
 ) -> None:
-    endpoint, hold = scoring(3), Hold(tmp_path / "held")
+    endpoint, hold = scoring(3), JudgePause(tmp_path / "held")
     judging = court(endpoint, known=["scripted-1"], hold=hold)
     judge(judging, "a")
     assert judging.alarms == []
@@ -324,8 +324,8 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
         with pytest.raises(JudgeLost, match="held after an alarm: the endpoint says that it is 'scripted-2' now; look"):
             judge(judging, "b")
     assert [alarm.kind for alarm in judging.alarms] == ["model"]
-    assert (len(endpoint.calls), len(judging.means.cache)) == (2, 1)
-    assert judging.means.circuit.ask(0.0) == "closed"
+    assert (len(endpoint.calls), len(judging.deps.cache)) == (2, 1)
+    assert judging.deps.circuit.ask(0.0) == "closed"
     restarted = court(scoring(3), known=["scripted-1"], hold=hold)
     with pytest.raises(JudgeLost, match=r"then remove .*held"):
         judge(restarted, "b")
@@ -336,10 +336,10 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
 def test_votes_that_were_under_way_when_the_model_changed_do_not_count(tmp_path: Path) -> None:
     endpoint = Counting()
     endpoint.identity = "scripted-2"
-    judging = court(endpoint, manner=THREE, known=["scripted-1"], hold=Hold(tmp_path / "held"))
+    judging = court(endpoint, params=THREE, known=["scripted-1"], hold=JudgePause(tmp_path / "held"))
     with pytest.raises(JudgeLost, match="held"):
         judge(judging)
-    assert (endpoint.most, len(judging.means.cache)) == (3, 0)
+    assert (endpoint.most, len(judging.deps.cache)) == (3, 0)
 
 
 def test_verdicts_of_a_changed_model_are_never_kept() -> None:
@@ -351,16 +351,16 @@ def test_verdicts_of_a_changed_model_are_never_kept() -> None:
     endpoint.identity = "scripted-1"
     judge(judging, "b")
     judge(judging, "b")
-    assert (len(endpoint.calls), len(judging.means.cache), len(judging.alarms)) == (4, 2, 1)
+    assert (len(endpoint.calls), len(judging.deps.cache), len(judging.alarms)) == (4, 2, 1)
 
 
 def test_a_pin_changes_with_everything_that_decides_a_verdict() -> None:
-    base = Manner(model="m")
+    base = JudgeParams(model="m")
     changes = [
         *(replace(base, model="n"), replace(base, votes=3), replace(base, temperature=0.5)),
         *(replace(base, max_tokens=99), replace(base, text_characters=300), replace(base, structured=True)),
     ]
-    pins = {pin_of(style_rubric(), manner) for manner in (base, *changes)}
-    pins.add(pin_of(style_rubric(version="2"), base))
+    pins = {judge_fingerprint(style_rubric(), params) for params in (base, *changes)}
+    pins.add(judge_fingerprint(style_rubric(version="2"), base))
     assert len(pins) == len(changes) + 2
-    assert pin_of(style_rubric(), Manner(model="m")) in pins
+    assert judge_fingerprint(style_rubric(), JudgeParams(model="m")) in pins

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from etude.rewards.judge.prompts import Asking, Exhibit, Tokens, ask
+from etude.rewards.judge.prompts import Asking, JudgeInput, Tokens, ask
 from etude.rewards.judge.rules import answer
 from etude.rewards.judge.summary_rules import SUMMARY_RULES, factuality, style
 from etude.rewards.judge.verdicts import Vote, read_vote
@@ -51,9 +51,9 @@ def test_a_task_without_a_function_cannot_be_summed_up() -> None:
 
 @pytest.mark.parametrize("work", ["area returns w * h", "", *INJECTIONS])
 def test_a_question_is_answered_as_a_model_would(work: str) -> None:
-    exhibit, tokens = Exhibit(task=TASK, work=work), Tokens(mark=MARK, nonce=GIVEN)
+    judged, tokens = JudgeInput(task=TASK, work=work), Tokens(mark=MARK, nonce=GIVEN)
     for descending in (False, True):
-        messages = ask(style_rubric(), exhibit, tokens, Asking(limit=400, descending=descending))
+        messages = ask(style_rubric(), judged, tokens, Asking(limit=400, descending=descending))
         vote = read_vote(answer(messages[-1]["content"], SUMMARY_RULES), style_rubric(), GIVEN)
         assert isinstance(vote, Vote)
         assert vote.score is not None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.harnesses.actions import Finding, Severity
-from etude.protocols import Reward
+from etude.protocols import Grade
 from etude.rewards.monitor.policy import IMPOSSIBLE_PASSED, Policy, judge
 from etude.types import Disposition, Verdict
 
@@ -28,8 +28,8 @@ def found(severity: Severity, detector: str = "spy") -> Finding:
     return Finding(detector=detector, severity=severity, turn=0, where="command", span=(0, 1), evidence="x")
 
 
-def passed(**parts: float) -> Reward:
-    return Reward(value=1.0, parts=parts)
+def passed(**parts: float) -> Grade:
+    return Grade(value=1.0, parts=parts)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_grader_that_was_cheated_zeroes() -> None:
 
 
 def test_work_that_earned_nothing_is_trained_on_as_it_is() -> None:
-    verdict = judge(Reward(value=0.0, parts={"cheat_canary": 1.0}), [found(Severity.HIGH)], Policy(), impossible=True)
+    verdict = judge(Grade(value=0.0, parts={"cheat_canary": 1.0}), [found(Severity.HIGH)], Policy(), impossible=True)
     assert (verdict.disposition, verdict.reward, verdict.hacked) == (KEEP, 0.0, True)
 
 
@@ -83,7 +83,7 @@ def test_a_policy_that_says_too_little_is_refused() -> None:
 def test_suspicious_work_is_never_worth_more(
     found: list[Finding], value: float, impossible: bool, canary: float
 ) -> None:
-    verdict = judge(Reward(value=value, parts={"cheat_canary": canary}), found, Policy(), impossible=impossible)
+    verdict = judge(Grade(value=value, parts={"cheat_canary": canary}), found, Policy(), impossible=impossible)
     assert verdict.reward in (0.0, value)
     assert (verdict.disposition is KEEP) == (verdict.reason == "")
     if (impossible and value > 0) or any(one.severity > Severity.LOW for one in found):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etude.errors import ConfigError, EngineUnavailable, SandboxError
-from etude.protocols import HarnessResult, Reward, Session
+from etude.protocols import Grade, HarnessResult, Session
 from etude.rollouts.fake import FakeSandbox
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.tasks.outcomes import Card
@@ -77,7 +77,7 @@ def add(messages: Sequence[dict[str, Json]]) -> str:
     return str(int(first) + int(second))
 
 
-async def play(model: ScriptedModel, settings: dict[str, Json], scratch: Path) -> tuple[HarnessResult, Reward]:
+async def play(model: ScriptedModel, settings: dict[str, Json], scratch: Path) -> tuple[HarnessResult, Grade]:
     environment = VerifiersEnvironment(settings, python=PYTHON, max_tasks=20, timeout_s=60)
     sandboxes = LocalSandboxes(scratch=scratch)
     await environment.open()
