@@ -4,13 +4,16 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 NAME ?= loop
+# Measured on two cores of an AMD EPYC virtual machine.
+TEST_MINUTES := 10
+REST_MINUTES := 20
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test check lint format types layers shape harness machines base bench-setup bench pins clean
+.PHONY: help demo test test-all check lint format types layers shape harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -38,8 +41,15 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-test: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the tests; ARGS="-k codec" picks some, WORKERS=4 runs more at once
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 runs more at once
+	@echo "about $(TEST_MINUTES) minutes on two cores"
+	@$(PYTEST) -m "not heavy" $(ARGS)
+
+test-all: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
+	@$(PYTEST) -m heavy -rs $(ARGS)
 
 check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
 	@$(MAKE) --no-print-directory --keep-going lint format types layers shape

@@ -1,14 +1,13 @@
-"""What holds for all tests."""
+"""Settings and fixtures of all tests, and the two tiers: `make test`, and what is marked ``heavy``: `make test-all`."""
 
 import os
 import signal
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from bench.programs import PYTHON_PATH
 
 settings.register_profile(
     "ours",
@@ -18,6 +17,9 @@ settings.register_profile(
 )
 settings.load_profile("ours")
 
+HEAVY_FIXTURES = {"postgresql": "PostgreSQL"}
+"""Fixture → what it needs that `make test` does not ask for."""
+
 
 def pytest_sessionstart() -> None:
     """Let SIGINT reach the processes that tests start, also where pytest itself was started with it ignored.
@@ -25,12 +27,29 @@ def pytest_sessionstart() -> None:
     Shells do that to background jobs, and children would inherit it.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["PYTHONPATH"] = PYTHON_PATH  # benches start programs of their own, which are not installed
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests that use one of ``HEAVY_FIXTURES`` to `make test-all`; skip heavy ones whose needs are missing."""
+    for item in items:
+        for mark in item.iter_markers("heavy"):
+            if mark.kwargs.get("missing"):
+                item.add_marker(pytest.mark.skip(reason=f"it needs {mark.args[0]}"))
+        for name in HEAVY_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.heavy(HEAVY_FIXTURES[name]))
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> None:
+    """Skip where PostgreSQL is not installed."""
+    if not any(Path("/usr/lib/postgresql").glob("*/bin/postgres")):
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    """Where a server answers that speaks S3 and has one bucket."""
+    """The URL of a server that speaks S3 and has one bucket."""
     from moto.server import ThreadedMotoServer  # takes a second, which only these tests need
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

@@ -9,6 +9,7 @@ rounds' ratios. Tokens per CPU second count all threads and processes of a conte
 On a GPU the bandwidth of decoding is measured besides (engine_card.py).
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -26,8 +27,9 @@ from bench.engine import sessions
 from bench.engine import swaps as engine_swaps
 from bench.engine.contestants import Setup
 from bench.engine.models import BenchModel, write_model
-from bench.engine.options import NATIVE, EngineOptions
+from bench.engine.options import NATIVE, EngineOptions, engine_options
 from bench.engine.worker import Load, Timing, Worker, available_cores
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope, heading
 from bench.tables import draw, page, results_of
 from etude.errors import InfrastructureError
@@ -106,6 +108,18 @@ class _Group:
     workers: dict[str, Worker] = field(default_factory=dict)
     settings: dict[str, Json] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+    parser.add_argument("--threads", type=int, default=1, help="of each contestant, on a core each")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    chosen = names(options.contestants)
+    return bench_engine(engine_options(chosen, quick=options.quick, threads=options.threads))
 
 
 def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:

@@ -24,7 +24,7 @@ from typing import IO, Any, Self, final
 
 from bench import usage
 from bench.engine.contestants import CONTESTANTS, Contestant, Order, Setup, as_json
-from bench.programs import PYTHON_PATH
+from bench.programs import environment
 from etude.errors import InfrastructureError, UserError
 from etude.types import Json
 
@@ -185,10 +185,8 @@ def python_of(contestant: str) -> Path:
 
 def _environment(setup: Setup, python: Path) -> dict[str, str]:
     """Variables for one contestant: as many threads as cores, and for vLLM what its documentation asks for on CPUs."""
-    inherited = os.environ.get("PYTHONPATH")
     threads = str(len(setup.cores))
     variables = {
-        "PYTHONPATH": PYTHON_PATH if not inherited else f"{PYTHON_PATH}{os.pathsep}{inherited}",
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "GOMP_SPINCOUNT": "1000",  # idle threads that spin would be counted as work
@@ -204,7 +202,7 @@ def _environment(setup: Setup, python: Path) -> dict[str, str]:
             "VLLM_NO_USAGE_STATS": "1",
             "LD_PRELOAD": ":".join(map(str, preloaded(python))),
         }
-    return {**os.environ, **variables}
+    return {**environment(), **variables}
 
 
 def preloaded(python: Path) -> list[Path]:

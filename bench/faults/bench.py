@@ -13,6 +13,7 @@ Not among the faults: bytes changed inside the committed frames of SQLite's log.
 after a loss of power, and no reader can tell that there was more.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ from bench.faults.ledger_snapshot import Shelf, Verdict
 from bench.faults.link import Link
 from bench.faults.machine import Machine, compile_preload, missing
 from bench.faults.schedule import Extent, Kind, Sortie, plan
+from bench.programs import environment
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from etude.config.loading import parse_config
@@ -145,6 +147,19 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
     )
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    parser.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
+    parser.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")
+    parser.add_argument("--out", type=Path, help="keeps each run's verdict; goes on (default: runs/bench-faults-…)")
+    parser.add_argument("--quick", action="store_true", help="see that it runs, in minutes")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_faults(fault_options(options.faults, seed=options.seed, out=options.out, quick=options.quick))
+
+
 def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
     """Run the campaign, or what is left of it, and return the bench object; progress is told on stderr.
 
@@ -243,10 +258,10 @@ class Campaign:
 def midtrained(path: Path, seed: int) -> RunFolder:
     """The start that all runs of a campaign share. Raises :class:`~etude.errors.InfrastructureError`."""
     folder = RunFolder.create(path, recipe(seed, 1))
-    environment = {**THREADING, **os.environ}
+    variables = {**THREADING, **environment()}
     for process in ("midtrain", "parity"):  # the second one compiles what runs under fire shall find compiled
         command = [sys.executable, "-m", "etude", process, "--run", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=variables)
         if done.returncode:
             raise InfrastructureError(f"bench faults: {process} ended with {done.returncode}: {done.stderr[-500:]}")
     return folder

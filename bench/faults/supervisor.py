@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
+from bench import programs
 from bench.usage import descendants
 from etude.run.folder import RunFolder
 from etude.run.supervision import THREADING
@@ -29,7 +30,7 @@ class Supervisor:
     def __init__(self, folder: RunFolder, log: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
         self._log = log
-        self._environment = {**THREADING, **os.environ, **environment}
+        self._environment = {**THREADING, **programs.environment(), **environment}
         self._printed = 0
         self.resumes = -1
         """How often it was started again."""

@@ -9,6 +9,7 @@ load and upstream share the others. CPU time per call counts all threads and pro
 ``etude`` the opening and closing of sessions.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -27,6 +28,7 @@ from bench.engine.worker import available_cores
 from bench.gateway.contestants import CONTESTANTS, NO_KEY, Server, Site
 from bench.gateway.load import Door, LoadProcess, Measured, Order
 from bench.gateway.upstream import MODEL, Script
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from etude.errors import InfrastructureError, UserError
@@ -190,6 +192,16 @@ class _Field:
         """It is out, in this cell and in later ones."""
         self.missing[name] = reason
         self.doors.pop(name, None)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_gateway(gateway_options(names(options.contestants), quick=options.quick))
 
 
 def bench_gateway(options: GatewayOptions | None = None) -> dict[str, Json]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final, Self, final
 
-from bench import usage
+from bench import programs, usage
 from bench.gateway.load import Door
 from etude.errors import InfrastructureError
 
@@ -65,7 +65,9 @@ def launch_etude(site: Site, *, sessions: bool = True) -> Launch:
     """Our gateway, from its command line."""
     keys = site.scratch / "keys.json"
     command = (sys.executable, "-m", "etude")
-    made = subprocess.run([*command, "keys", "add", str(keys)], capture_output=True, text=True, check=True)
+    made = subprocess.run(
+        [*command, "keys", "add", str(keys)], capture_output=True, text=True, check=True, env=programs.environment()
+    )
     serve = ("gateway", "--model", str(site.model), "--engine", site.upstream, "--port", str(site.port))
     return Launch(
         command=(*command, *serve, "--keys", str(keys)),
@@ -149,7 +151,11 @@ class Server:
         self._log = log
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env={**os.environ, **environment}
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env={**programs.environment(), **environment},
             )
 
     def __enter__(self) -> Self:

@@ -23,6 +23,7 @@ from typing import IO, Self, cast, final
 import orjson
 import uvloop
 
+from bench.programs import environment
 from etude.errors import InfrastructureError
 
 HEAD_END = b"\r\n\r\n"
@@ -95,7 +96,10 @@ class LoadProcess:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.gateway.load"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "bench.gateway.load"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
         )
         self.pid = self._process.pid
 

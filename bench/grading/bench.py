@@ -7,6 +7,7 @@ run; nothing is timed, since nothing here is about time. A grader that fails for
 nor refused: the case is an error, and counts against it.
 """
 
+import argparse
 import asyncio
 import importlib.metadata
 import os
@@ -32,6 +33,7 @@ from bench.grading.attacks.twins import TWINS
 from bench.grading.attacks.values import VALUES
 from bench.grading.graders import GRADERS, OURS, Examiner
 from bench.grading.subjects import LIMITS, SUBJECTS, Subject
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope, heading
 from bench.tables import Row, page, results_of
 from etude.errors import AgentFault, SandboxError, UserError
@@ -118,6 +120,16 @@ def grading_options(contestants: tuple[str, ...] | None = None, *, quick: bool =
     subjects = SUBJECTS[:1] if quick else SUBJECTS
     cases = (*map(attack_case, attacks), *(case for subject in subjects for case in honest_cases(subject)))
     return GradingOptions(contestants=contestants or tuple(GRADERS), cases=cases)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_grading(grading_options(names(options.contestants), quick=options.quick))
 
 
 def bench_grading(options: GradingOptions | None = None) -> dict[str, Json]:

@@ -15,15 +15,19 @@ What is judged is the time to one held-out pass rate, where both sides reached i
 Whether staleness costs quality takes more runs and hours: ``loop_quality.py``.
 """
 
+import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, recipe
+from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, loop_options, recipe
 from bench.loop.heldout import Point, measure_marks, measure_start, target_rate, time_to
+from bench.loop.quality import QUALITY, bench_quality
+from bench.loop.quality import table as quality_table
 from bench.loop.runs import run_etude, run_midtraining
 from bench.loop.trl import run_trl
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope
 from bench.tables import results_of, results_page
 from etude.run.folder import RunFolder
@@ -34,6 +38,25 @@ ASYNC_VS_TRL = Goal("async_vs_trl", "at least", 3.0)
 BUSY_TRAINER = Goal("busy_trainer", "at least", 0.9)
 BUSY_ENGINE = Goal("busy_engine", "at least", 0.9)
 _COLUMNS = ("contestant", "rollouts_per_s", "trained_tokens_per_s", "busy_trainer", "busy_engine", "time_to_rate_s")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+    parser.add_argument("--steps", type=int, help="optimiser steps per contestant (default: 60)")
+    parser.add_argument("--marks", type=int, help="versions of each that are measured (default: 6); 0: speed alone")
+    parser.add_argument("--quality", action="store_true", help="instead: what staleness costs, over seeds, in hours")
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="of --quality")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench-loop"), help="of --quality: keeps its runs")
+    parser.add_argument("--seeds", type=int, default=3, help="of --quality: how many")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    if options.quality:
+        return bench_quality(options.recipe, options.out, seeds=range(options.seeds))
+    contestants = names(options.contestants)
+    return bench_loop(loop_options(contestants, steps=options.steps, marks=options.marks, quick=options.quick))
 
 
 def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
@@ -106,6 +129,8 @@ def judge_ratio(
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people, and what each contestant spent its time on."""
+    if result["bench"] == QUALITY:
+        return quality_table(result)
     spent = [
         f"{row['contestant']}: share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
         for row in results_of(result)

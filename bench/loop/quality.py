@@ -28,6 +28,8 @@ from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
 from etude.types import Json
 
+QUALITY = "loop-quality"
+"""Of the bench object."""
 FRESH, STALE = 0, 4
 """Weight versions that a trained token may be old."""
 SHORTFALL = Goal("staleness_shortfall", "at most", 0.02)
@@ -52,7 +54,7 @@ class Trial:
 def bench_quality(recipe: Path, out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> dict[str, Json]:
     """Run what is left of all trials in ``out``, and return the bench object."""
     trials = [_trial(recipe, out, seed, bound, overrides) for seed in seeds for bound in (FRESH, STALE)]
-    return envelope("loop-quality", sum(trial.seconds for trial in trials), figures(trials))
+    return envelope(QUALITY, sum(trial.seconds for trial in trials), figures(trials))
 
 
 def figures(trials: Sequence[Trial]) -> dict[str, Json]:

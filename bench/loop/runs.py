@@ -17,6 +17,7 @@ from typing import Self, TypeAlias, final
 
 from bench import usage
 from bench.loop.contestants import Contestant, Course, LoopOptions, Mark, recipe
+from bench.programs import environment
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report, figure
 from etude.dashboard.story import RunStory
@@ -38,7 +39,7 @@ def run_midtraining(folder: RunFolder) -> RunFolder:
     Raises :class:`~etude.errors.InfrastructureError` if it fails.
     """
     command = [sys.executable, "-m", "etude", "midtrain", "--run", str(folder.path)]
-    status = subprocess.run(command, stdout=sys.stderr, env={**THREADING, **os.environ}, check=False).returncode
+    status = subprocess.run(command, stdout=sys.stderr, env={**THREADING, **environment()}, check=False).returncode
     if status != 0:
         raise InfrastructureError(f"mid-training of {folder.path} ended with status {status}: see above")
     return folder

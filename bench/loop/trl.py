@@ -123,7 +123,7 @@ async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, o
     settings: dict[str, Json] = {}
     log = out / "trl.log"
     async with (
-        open_rival("loop_trl_worker", setup, python=python, threads=contestant.threads, log=log) as rival,
+        open_rival("loop.trl_worker", setup, python=python, threads=contestant.threads, log=log) as rival,
         _sandboxes(config) as sandboxes,
     ):
         worlds = Worlds(tasks=tasks, sandboxes=sandboxes)

@@ -11,6 +11,7 @@ its gradient alone is compared.
 Shape legend: B sequences, T tokens, N loss tokens.
 """
 
+import argparse
 import asyncio
 import os
 import tempfile
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from bench.losses.cases import CASES, Case
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from bench.trl_environment import PYTHON, open_rival, trl_python
@@ -55,6 +57,16 @@ class LossesOptions:
 def losses_options(contestants: tuple[str, ...] | None = None, *, quick: bool = False) -> LossesOptions:
     """The options of a call."""
     return LossesOptions(batches=3 if quick else 20, contestants=contestants or LossesOptions().contestants)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_losses(losses_options(names(options.contestants), quick=options.quick))
 
 
 def bench_losses(options: LossesOptions) -> dict[str, Json]:
@@ -166,7 +178,7 @@ async def _asked(
     questions: dict[str, Any] = {"batches": rows, "cases": [{"settings": dict(case.settings)} for case in cases]}
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
-        async with open_rival("losses_worker", setup, python=trl_python(), threads=1, log=log) as rival:
+        async with open_rival("losses.worker", setup, python=trl_python(), threads=1, log=log) as rival:
             ready = await rival.receive(SILENCE_S)
             await rival.answer(questions)
             answer = await rival.receive(SILENCE_S)

@@ -12,6 +12,7 @@ Shape legend: B sessions, T positions, P prompt tokens, C sampled tokens, N = BÂ
 of each session included, S sparse layers, k experts per token.
 """
 
+import argparse
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from bench.engine.contestants import LENGTH, RUNNING, Order, Setup
 from bench.engine.models import END_ID, PAD_ID, QUICK_MODEL, load_trained
 from bench.engine.worker import Worker, available_cores
 from bench.numerics.model import CACHE, Schooling, TrainedModel, trained_model
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from etude.config.inference import NumericsConfig
@@ -151,6 +153,16 @@ class Samples:
     logprobs_N: Floats
     routes_MSk: Tensor | None
     """int64, ``NO_ROUTE`` for the last token of each session, which nobody read."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_numerics(numerics_options(names(options.contestants), quick=options.quick))
 
 
 def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:

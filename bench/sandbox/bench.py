@@ -14,6 +14,7 @@ costs on a machine that is busy with others, too; of processes that leave their 
 nothing.
 """
 
+import argparse
 import asyncio
 import os
 import statistics
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope, heading
 from bench.sandbox.contestants import (
     CONTESTANTS,
@@ -114,6 +116,18 @@ def sandbox_options(
         named = contestants or tuple(name for name in CONTESTANTS if name != QEMU)
         chosen = SandboxOptions(contestants=named, rounds=2, seconds=0.2, alive=20, cycles=50, boots=1)
     return chosen if cycles is None else replace(chosen, cycles=cycles)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+    parser.add_argument("--cycles", type=int, help="of start and kill, before looking for leaks")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    chosen = names(options.contestants)
+    return bench_sandbox(sandbox_options(chosen, quick=options.quick, cycles=options.cycles))
 
 
 def bench_sandbox(options: SandboxOptions | None = None) -> dict[str, Json]:

@@ -10,6 +10,7 @@ per region. The first step of each compiles and opens connections; it is left ou
 what was measured to a large model and are no measurement.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -112,6 +113,15 @@ class Rates:
 
     publish_bytes_per_s: float
     receive_bytes_per_s: float
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line: it has none."""
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_sync()
 
 
 def bench_sync(options: SyncOptions | None = None) -> dict[str, Json]:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Self, TypeAlias, final
 
+from bench import programs
 from bench.sync.links import LinkShape, Traffic
 from bench.sync.router import MOST_MESSAGE_BYTES, RouterPlan, enter_namespace, parse_traffic, site_address
 from etude.errors import InfrastructureError, UserError
@@ -136,7 +137,7 @@ class Wan:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            env=None if environment is None else dict(environment),
+            env={**programs.environment(), **(environment or {})},
             pass_fds=descriptors,
             start_new_session=True,
         )
@@ -184,6 +185,7 @@ class Wan:
             self._router = subprocess.Popen(
                 [sys.executable, "-m", "bench.sync.router", plan.to_json()],
                 stdin=theirs.fileno(),
+                env=programs.environment(),
                 start_new_session=True,
             )
         message, namespaces, _, _ = socket.recv_fds(ours, MOST_MESSAGE_BYTES, len(self.sites) + 1)

@@ -9,6 +9,7 @@ or by pip; what cannot be had is named. vLLM's cannot be had by pip alone, which
 metadata.
 """
 
+import argparse
 import json
 import tempfile
 import time
@@ -67,6 +68,16 @@ TESTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """vLLM's tests that say text and calls in rows → the grammar of the models that they are of."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    parser.add_argument("--from", type=Path, dest="folder", metavar="DIR", help="has the archives")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_templates(options.folder)
 
 
 def bench_templates(folder: Path | None = None) -> dict[str, Json]:

@@ -14,6 +14,7 @@ two large square matrices reaches in the same process: model FLOPs utilisation, 
 sheet. On a GPU the data sheet's is printed as well.
 """
 
+import argparse
 import asyncio
 import statistics
 import sys
@@ -29,6 +30,7 @@ import torch
 
 from bench.engine.models import MOE_20M, QUICK_MODEL, BenchModel, write_model
 from bench.engine.worker import available_cores
+from bench.options import add_contestants, names
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from bench.trainer.contestants import CONTESTANTS, Setup, sequences
@@ -146,6 +148,16 @@ def trainer_options(contestants: tuple[str, ...] | None = None, *, quick: bool =
     return TrainerOptions(contestants=chosen, model=model, setup=setup)
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_contestants(parser)
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_trainer(trainer_options(names(options.contestants), quick=options.quick))
+
+
 def bench_trainer(options: TrainerOptions | None = None) -> dict[str, Json]:
     """Measure and return the bench object. Contestants that cannot run, or fail, are rows with the reason."""
     chosen = options or trainer_options()
@@ -228,7 +240,7 @@ async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) ->
 def _opened(name: str, setup: Setup, scratch: Path) -> AbstractAsyncContextManager[Rival]:
     python = trl_python() if name.startswith("transformers") else Path(sys.executable)
     told = asdict(replace(setup, contestant=name, folder=str(scratch / "model")))
-    return open_rival("trainer_worker", told, python=python, threads=setup.threads, log=scratch / f"{name}.log")
+    return open_rival("trainer.worker", told, python=python, threads=setup.threads, log=scratch / f"{name}.log")
 
 
 async def _step(rival: Rival, row: Row, *, timed: bool) -> Row:

@@ -13,6 +13,7 @@ among it are as they should be. A model of the usual size has learnt that from t
 parameters.
 """
 
+import argparse
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 from bench.loop.runs import begin_from
+from bench.options import add_trials, trial_arguments
 from bench.report import Goal, envelope, heading
 from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
@@ -87,6 +89,18 @@ class Trial:
     def steps_until_gone(self) -> int | None:
         """How many steps were taken before the habit was gone for ``LASTING`` of them; ``None``: it never was."""
         return gone_after([step.malformed for step in self.steps])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_trials(parser, "hints", "quickstart")
+    parser.add_argument("--weight", type=float, default=0.1, help="of hints, beside reward (default: 0.1)")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    recipe, out, seeds, overrides = trial_arguments(options)
+    return bench_hints(recipe, out, seeds=seeds, weight=options.weight, overrides=overrides)
 
 
 def bench_hints(

@@ -12,6 +12,7 @@ RL is chaotic: two runs of one seed differ by several points although their numb
 So a difference comes with two standard errors: over the tasks of these very models, and over seeds.
 """
 
+import argparse
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from bench.options import add_trials, names, trial_arguments
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
@@ -69,6 +71,19 @@ class Trial:
     def gain(self, way: str) -> float:
         """How much of it RL brought."""
         return self.passed(way) - self.before[way]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_trials(parser, "quantised", "quickstart")
+    parser.add_argument("--formats", metavar="A,B,…", help="only these (default: all)")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    recipe, out, seeds, overrides = trial_arguments(options)
+    formats = names(options.formats) or FORMATS
+    return bench_quantised(recipe, out, seeds=seeds, formats=formats, overrides=overrides)
 
 
 def bench_quantised(

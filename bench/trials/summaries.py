@@ -12,12 +12,14 @@ takes and that had been seen by then, how many stood in a summary (recall). Run 
 where an earlier one stopped.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.loop.runs import begin_from
+from bench.options import add_trials, names, trial_arguments
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
@@ -64,6 +66,19 @@ class Trial:
         """How much more there is of ``pass``, ``greedy`` or ``recall`` after RL."""
         before, after = self.heldout[f"{measure}_before"], self.heldout[f"{measure}_after"]
         return None if before is None or after is None else after - before
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    add_trials(parser, "summaries", "self-summary")
+    parser.add_argument("--contestants", metavar="A,B,…", help="only these arms (default: all)")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    recipe, out, seeds, overrides = trial_arguments(options)
+    arms = names(options.contestants) or ARMS
+    return bench_summaries(recipe, out, seeds=seeds, arms=arms, overrides=overrides)
 
 
 def bench_summaries(

@@ -10,6 +10,7 @@ compared with the new state bit by bit. ``etude-publish`` is all that a publishe
 encoding, digests, its own copy, packs and the commit, into a store in memory.
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -155,6 +156,16 @@ class Plan:
     def wants_more(self, seconds: Sequence[float]) -> bool:
         """Whether runs that took ``seconds`` are too few or too short."""
         return len(seconds) < self.repeats or (sum(seconds) < self.least_s and len(seconds) < MOST_RUNS)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    parser.add_argument("--size-gb", type=float, default=2.0, help="size of the tiled state")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line."""
+    return bench_weights(size_gb=options.size_gb)
 
 
 def bench_weights(

@@ -4,14 +4,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from databases import Server, temporary_server
-from ledgers import DATABASES, NewPlace, new_places
+from ledgers import NewPlace, new_places
 from providers import PROVIDERS, Stage
 from providers import stage as set_stage
 
 
-@pytest.fixture(scope="session", params=PROVIDERS)
+def heavy(name: str, needs: str) -> ParameterSet:
+    """A parameter that is left to `make test-all` where it ``needs`` something."""
+    return pytest.param(name, marks=[pytest.mark.heavy(needs)] if needs else [])
+
+
+@pytest.fixture(scope="session", params=[heavy(name, candidate.heavy) for name, candidate in PROVIDERS.items()])
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     """Each provider of sandboxes in turn, the same one for all tests: some take seconds to start."""
     if reason := PROVIDERS[request.param].missing():
@@ -20,13 +26,13 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Server]:
+def postgres(postgresql: None) -> Iterator[Server]:
     """One server for all ledgers, each in a schema of its own."""
     with temporary_server() as server:
         yield server
 
 
-@pytest.fixture(params=DATABASES)
+@pytest.fixture(params=["sqlite", heavy("postgresql", "PostgreSQL")])
 def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> NewPlace:
     """Where ledgers can be made, in each database in turn."""
     database: str = request.param

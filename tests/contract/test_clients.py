@@ -514,7 +514,7 @@ MINI = {
 """mini-swe-agent's configuration; JSON is YAML."""
 
 
-@pytest.mark.skipif(not HARNESS.exists(), reason=f"no mini-swe-agent: {HARNESS} is missing (make .venv-harness/stamp)")
+@pytest.mark.heavy("mini-swe-agent: make .venv-harness/stamp", missing=not HARNESS.exists())
 def test_mini_swe_agent_repairs_a_file(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "calc.py").write_text(BROKEN)
     (tmp_path / "mini.yaml").write_text(json.dumps(MINI))

@@ -18,7 +18,7 @@ from etude.sandbox_spec import Image, SandboxSpec
 from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from patience import until
 
-pytestmark = pytest.mark.skipif(shutil.which("runsc") is None or os.geteuid() != 0, reason="it needs runsc, and root")
+pytestmark = pytest.mark.heavy("runsc, and root", missing=shutil.which("runsc") is None or os.geteuid() != 0)
 
 T = TypeVar("T")
 

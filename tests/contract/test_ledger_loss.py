@@ -26,7 +26,7 @@ SERVER_PID = "SELECT pg_backend_pid()"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(postgresql: None) -> Iterator[Server]:
     """One that nobody else needs, so that it may be ended at will."""
     with temporary_server() as started:
         yield started

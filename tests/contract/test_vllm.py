@@ -56,7 +56,7 @@ TOLERANCE = 1e-4
 LONG_TOLERANCE = 1e-3
 """The same behind 1,500 tokens: 1.4e-4 was seen, for one in 1,500. Other weights differ by nats."""
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: {PYTHON} is missing (make .venv-vllm/stamp)")
+pytestmark = pytest.mark.heavy("vLLM: make .venv-vllm/stamp", missing=not PYTHON.exists())
 torch.set_num_threads(1)
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ FAULTS = 50
 LATE = 2
 """Faults that may come to nothing: while the siege stands still, a run may get past its last ones and be over."""
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.heavy("minutes, and a C compiler", missing=missing() is not None)
 
 
 @pytest.mark.timeout(3600)

@@ -14,7 +14,6 @@ from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Sp
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(1,), expected=2),))
-DATABASES = ("sqlite", "postgresql")
 
 NewPlace = Callable[[], str]
 """Names a place where no ledger is yet."""

@@ -49,6 +49,8 @@ class Candidate:
     """Given a folder for what it has on disk, which is empty again once it is closed."""
     missing: Callable[[], str] = str
     """Why it cannot be tried on this machine; empty if it can."""
+    heavy: str = ""
+    """What `make test` does not ask for and this one needs."""
 
 
 class Stage:
@@ -197,13 +199,21 @@ def no_virtual_machines() -> str:
 PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
-    "gvisor": Candidate(make=lambda scratch: GvisorSandboxes(scratch=scratch), missing=needs("runsc", root=True)),
+    "gvisor": Candidate(
+        make=lambda scratch: GvisorSandboxes(scratch=scratch),
+        missing=needs("runsc", root=True),
+        heavy="runsc, and root",
+    ),
     "remote, over ns": Candidate(make=lambda scratch: OverHttp(NamespaceSandboxes(scratch=scratch), [Path("/tmp")])),
     "remote, over local": Candidate(make=lambda scratch: OverHttp(LocalSandboxes(2, scratch), [Path("/tmp")])),
     "ns": Candidate(make=lambda scratch: NamespaceSandboxes(scratch=scratch)),
     "pool, over ns": Candidate(
         make=lambda scratch: SandboxPool(NamespaceSandboxes(scratch=scratch), clock=SystemClock())
     ),
-    "qemu": Candidate(make=lambda scratch: QemuSandboxes(scratch=scratch), missing=no_virtual_machines),
+    "qemu": Candidate(
+        make=lambda scratch: QemuSandboxes(scratch=scratch),
+        missing=no_virtual_machines,
+        heavy="QEMU, and a base system",
+    ),
 }
 """All that must pass the contract suite."""

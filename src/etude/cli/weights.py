@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from bench.__main__ import run_bench
 from etude.cli.options import Commands
 
 
@@ -26,12 +25,10 @@ def _add_weights(commands: Commands) -> None:
         ("diff", "compare two versions"),
         ("invert", "write a link that leads back, for rolling back"),
         ("relay", "copy a store into one that is nearer to its readers, and keep it up to date"),
-        ("bench", "measure codecs and publishing: python -m bench weights"),
     ):
         parsers[action] = actions.add_parser(action, help=text)
         parsers[action].set_defaults(command=_weights, action=action)
-        if action != "bench":
-            parsers[action].add_argument("store", help="a run folder or the URL of an object store (a path, s3://…)")
+        parsers[action].add_argument("store", help="a run folder or the URL of an object store (a path, s3://…)")
     for action in ("ls", "verify", "pull", "diff", "relay"):
         parsers[action].add_argument(
             "--log-id", metavar="ID", help="refuse any other log, such as another run's with the same key"
@@ -59,7 +56,6 @@ def _add_weights(commands: Commands) -> None:
     parsers["diff"].add_argument("--all", action="store_true", help="every tensor, not the 20 that changed most")
     parsers["relay"].add_argument("region", help="the nearer store")
     parsers["relay"].add_argument("--once", action="store_true", help="copy what there is and end")
-    parsers["bench"].add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def _weights(options: argparse.Namespace) -> int:
@@ -68,8 +64,6 @@ def _weights(options: argparse.Namespace) -> int:
     from etude.run.weight_log import open_store
 
     console = show.console()
-    if options.action == "bench":
-        return run_bench(argparse.Namespace(name="weights", json=options.json, size_gb=2.0))
     if options.action == "export":
         from etude.cli.commands.export import export_run
 

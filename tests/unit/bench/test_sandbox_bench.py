@@ -206,8 +206,7 @@ def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
     assert set(told.starts) == {("sound", "true"), ("sound", "python3 -c 1")}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="overlays are mounted by root")
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.heavy("bubblewrap, and root", missing=shutil.which("bwrap") is None or os.geteuid() != 0)
 def test_a_program_is_started_and_leaves_nothing(tmp_path: Path) -> None:
     with Launcher(tmp_path) as launcher:
         (launch,) = launcher.launch("bwrap+overlay", ["/usr/bin/true"])
@@ -219,8 +218,7 @@ def test_a_program_is_started_and_leaves_nothing(tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="overlays are mounted by root")
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@pytest.mark.heavy("bubblewrap, and root", missing=shutil.which("bwrap") is None or os.geteuid() != 0)
 def test_a_bench_of_one_has_its_figures_and_goals_that_say_what_is_missing() -> None:
     result = bench_sandbox(sandbox_options(("bwrap+overlay",), quick=True))
     rows, goals = result["results"], result["goals"]

@@ -5,7 +5,6 @@ from pathlib import Path
 from bench.templates.bench import bench_templates, table
 from bench.templates.harvest import Case, harvest
 from chat_formats import TEMPLATES
-from etude.cli.main import main
 
 TEST_FILE = """
 CALL = FunctionCall(name="get", arguments='{"a": ' "1}")
@@ -61,7 +60,3 @@ def test_templates_are_counted_and_a_source_that_is_not_here_is_named(tmp_path: 
     ]
     shown = table(result)
     assert "TRL: " in shown and "trl-1.13.0" in shown and "not every source is here" in shown
-
-
-def test_the_command_takes_a_folder(tmp_path: Path) -> None:
-    assert main(["bench", "templates", "--from", str(tmp_path), "--json"]) == 0

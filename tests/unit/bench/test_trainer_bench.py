@@ -88,10 +88,10 @@ def test_the_environment_is_found_where_it_is_said_to_be(tmp_path: Path, monkeyp
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
     async def fail() -> None:
         python, log = Path(sys.executable), tmp_path / "log"
-        async with open_rival("trainer_worker", {"nonsense": 1}, python=python, threads=1, log=log) as rival:
+        async with open_rival("trainer.worker", {"nonsense": 1}, python=python, threads=1, log=log) as rival:
             await rival.receive(60.0)
 
-    with pytest.raises(InfrastructureError, match=r"trainer_worker ended with status 1: TypeError.*nonsense"):
+    with pytest.raises(InfrastructureError, match=r"trainer\.worker ended with status 1: TypeError.*nonsense"):
         asyncio.run(fail())
 
 

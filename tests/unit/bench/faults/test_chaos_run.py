@@ -14,7 +14,7 @@ from bench.faults.schedule import Kind, Sortie
 from bench.usage import descendants
 from etude.run.folder import RunFolder
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.heavy("a C compiler", missing=missing() is not None)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 
 from bench.faults.database import Database, connect, locked, programs, query, split
 
-FOUND = programs()
+PROGRAMS = programs()
 
-pytestmark = pytest.mark.skipif(FOUND is None, reason="PostgreSQL or psycopg is not installed")
+pytestmark = pytest.mark.heavy("PostgreSQL, and psycopg", missing=PROGRAMS is None)
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def folder() -> Iterator[Path]:
 def test_a_server_is_locked_cut_off_and_crashed_and_keeps_what_it_has(folder: Path) -> None:
     import psycopg
 
-    assert FOUND is not None
+    assert PROGRAMS is not None
     question = ["SELECT a FROM groups"]
-    with Database(FOUND, folder) as database:
+    with Database(PROGRAMS, folder) as database:
         place = split(f"{database.url}#run")
         assert place is not None
         with closing(connect(place)) as db:

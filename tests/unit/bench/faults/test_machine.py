@@ -14,7 +14,7 @@ import pytest
 
 from bench.faults.machine import Machine, compile_preload, missing
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.heavy("a C compiler", missing=missing() is not None)
 
 PROGRAM = r"""
 import http.client, os, sqlite3, sys, time

@@ -11,7 +11,7 @@ from etude.rewards.graders.queries import PINNED
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Path]:
+def server(postgresql: None) -> Iterator[Path]:
     with temporary_postgres() as folder:
         yield folder
 

@@ -157,7 +157,7 @@ WRONG_AFTER = {
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Path]:
+def server(postgresql: None) -> Iterator[Path]:
     with temporary_postgres() as folder:
         yield folder
 
@@ -270,10 +270,8 @@ def test_what_should_be_answered_is_not_in_what_is_sent() -> None:
 
 
 @pytest.fixture(scope="module")
-def graded() -> Iterator[Callable[..., Grade]]:
+def graded(postgresql: None) -> Iterator[Callable[..., Grade]]:
     """Grades what an agent left, in sandboxes; skips where there can be none."""
-    if not Path("/usr/lib/postgresql").is_dir():
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     with asyncio.Runner() as runner:
         provider = NamespaceSandboxes()
         sandboxes = ServicedSandboxes(provider)

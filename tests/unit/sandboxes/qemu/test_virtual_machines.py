@@ -18,6 +18,8 @@ from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from patience import wait_until
 
+pytestmark = pytest.mark.heavy("QEMU, and a base system")
+
 T = TypeVar("T")
 
 TIMEOUT_S = 60.0

@@ -20,7 +20,7 @@ INSTANCES = 12 if os.environ.get("ETUDE_LONG") == "1" else 1
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Path]:
+def server(postgresql: None) -> Iterator[Path]:
     with temporary_postgres() as folder:
         yield folder
 
