@@ -21,7 +21,7 @@ from etude.ledger.sqlite import SqliteDatabase
 from etude.ledger.transactions import Transactions
 from ledgers import fill, rollout, task
 
-HASTY = LedgerConfig(patience_s=0.3)
+HASTY = LedgerConfig(retry_timeout_s=0.3)
 SERVER_PID = "SELECT pg_backend_pid()"
 
 
@@ -106,7 +106,7 @@ class Worker:
         self.thread.start()
 
     def _work(self) -> None:
-        with Ledger.open(self._place, LedgerConfig(patience_s=60.0)) as ledger:
+        with Ledger.open(self._place, LedgerConfig(retry_timeout_s=60.0)) as ledger:
             while not self._told.is_set():
                 (slot,) = ledger.admit_next(task, size=1, version=0, kept_below=10**6) or []
                 ledger.record(rollout(slot.group_index, 0), TRAIN)

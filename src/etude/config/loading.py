@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from etude.config.keys import way_out
 from etude.config.recipe import RunConfig
+from etude.config.renamed import renamed
 from etude.errors import ConfigError
 
 FILE_TABLES = (("harness", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
@@ -112,7 +113,8 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         case "value_error":
             return message.removeprefix("Value error, ")
         case "extra_forbidden":
-            return f"unknown key {key!r}: {way_out(tuple(map(str, location[:-1])), str(location[-1]))}"
+            parents, name = tuple(map(str, location[:-1])), str(location[-1])
+            return f"unknown key {key!r}: {renamed(key) or way_out(parents, name)}"
         case "missing":
             return f"{key} is missing"
         case "tuple_type":

@@ -35,8 +35,8 @@ class LedgerConfig(Section):
     """``postgresql://USER@HOST:PORT/DATABASE``, in which each run gets a schema of its own; empty: ``ledger.db`` in the
     run folder. A password is never in here but in ``PGPASSWORD`` or ``~/.pgpass``.
     """
-    patience_s: float = Field(default=60.0, gt=0)
-    """How long a process insists while its database is locked, full, restarting or out of reach, before it gives up."""
+    retry_timeout_s: float = Field(default=60.0, gt=0)
+    """Time for which a process retries while its database is locked, full, restarting or out of reach."""
     lease_s: float = Field(default=20.0, gt=0)
     """How long a process must be silent before another one may take over what it holds."""
 
@@ -76,8 +76,8 @@ class EvalConfig(Section):
     """Held-out tasks of one on the way through RL; they compete with its rollouts, which go on."""
     documents: int = Field(default=64, ge=1)
     """Held-out documents of each source on which the loss of mid-training and SFT is measured."""
-    document_one_in: int = Field(default=20, ge=2)
-    """Every how manieth text file, module and conversation is held out, by its hash."""
+    heldout_every: int = Field(default=20, ge=2)
+    """One text file, module or conversation in so many is held out, by its hash."""
 
 
 ROUNDING = 1e-9

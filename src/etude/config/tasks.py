@@ -47,8 +47,8 @@ class TaskConfig(Section):
     """Share of training tasks that cannot be done: who passes one has cheated. 1 to 2 % is a meter."""
     kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
     """Kinds of planted-bug template in the family."""
-    heldout_one_in: int = Field(default=6, ge=2, le=50)
-    """Every how manieth template is held out."""
+    heldout_every: int = Field(default=6, ge=2, le=50)
+    """One template in so many is held out."""
     hidden_cases: int = Field(default=10, ge=2, le=50)
     """Cases that grade a rollout; the agent never sees them."""
     pages: int = Field(default=15, ge=1, le=26)
@@ -73,7 +73,7 @@ class TaskConfig(Section):
             )
         own = {"repository": OF_REPOSITORY, "bugfix": OF_BUGFIX, "lookup": OF_LOOKUP}
         idle = [name for family, names in own.items() if family != self.family for name in names]
-        idle += ["heldout_one_in"] if self.family == "nextedit" else []  # eval.document_one_in says it of texts
+        idle += ["heldout_every"] if self.family == "nextedit" else []  # eval.heldout_every says it of texts
         self.refuse_idle("tasks", idle, f"with tasks.family = {self.family!r}")
         return self
 

@@ -143,8 +143,8 @@ class Census:
 class Archive(LedgerConnection):
     """One reader's look into a ledger; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for ``ledger.patience_s``,
-    and
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
+    ``ledger.retry_timeout_s``, and
     :class:`~etude.errors.DamagedError` for a record that cannot be read.
     """
 
@@ -155,7 +155,7 @@ class Archive(LedgerConnection):
         Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
         older étude's, which a process that writes brings forward.
         """
-        retry_timeout_s = (config or LedgerConfig()).patience_s
+        retry_timeout_s = (config or LedgerConfig()).retry_timeout_s
         database = open_database(place, retry_timeout_s=retry_timeout_s, read_only=True)
         return cls(Transactions(database, retry_timeout_s=retry_timeout_s))
 

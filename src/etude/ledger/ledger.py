@@ -84,8 +84,9 @@ class Progress:
 class Ledger(LedgerConnection):
     """One process's door to the ledger of a run; not to be shared between threads.
 
-    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for ``ledger.patience_s``;
-    any that writes :class:`~etude.errors.FencedError`, when this door held a lease that another process has now.
+    Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
+    ``ledger.retry_timeout_s``; any that writes :class:`~etude.errors.FencedError`, when this door held a lease that
+    another process has now.
     """
 
     def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
@@ -102,8 +103,8 @@ class Ledger(LedgerConnection):
         Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
         """
         config = config or LedgerConfig()
-        database = open_database(place, retry_timeout_s=config.patience_s)
-        transactions = Transactions(database, retry_timeout_s=config.patience_s)
+        database = open_database(place, retry_timeout_s=config.retry_timeout_s)
+        transactions = Transactions(database, retry_timeout_s=config.retry_timeout_s)
         return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:

@@ -44,7 +44,7 @@ def retry(attempt: Callable[[], T], name: str, timeout_s: float) -> T:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise LedgerUnavailable(
-                    f"the ledger {name} could not be asked for {timeout_s:g} s (ledger.patience_s): {error}; "
+                    f"the ledger {name} could not be asked for {timeout_s:g} s (ledger.retry_timeout_s): {error}; "
                     f"repair that and run again, nothing recorded is lost"
                 ) from error
         time.sleep(min(delay_s, left_s))

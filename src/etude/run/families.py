@@ -49,20 +49,20 @@ def _family(config: RunConfig) -> TaskFamily:
             return BriefTasks(repository, ImageStore(repository.images)) if tasks.brief else repository
         case "harbor":
             images = image_store(config.sandboxes, tasks)
-            harbor = HarborTasks(folder, seed=config.seed, images=images, heldout_one_in=tasks.heldout_one_in)
+            harbor = HarborTasks(folder, seed=config.seed, images=images, heldout_every=tasks.heldout_every)
             for name, reason in harbor.refused.items():
                 logger.warning("task %s is set aside: %s", name, reason)
             return harbor
         case "migrations":
-            return MigrationFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
+            return MigrationFamily(seed=config.seed, heldout_every=tasks.heldout_every)
         case "bugfix":
             return BugfixFamily(tasks, seed=config.seed)
         case "lookup":
             return LookupFamily(tasks, seed=config.seed)
         case "nextedit":
-            return NextEditFamily(seed=config.seed, one_in=config.eval.document_one_in)
+            return NextEditFamily(seed=config.seed, one_in=config.eval.heldout_every)
         case "summaries":
-            return SummariesFamily(seed=config.seed, heldout_one_in=tasks.heldout_one_in)
+            return SummariesFamily(seed=config.seed, heldout_every=tasks.heldout_every)
 
 
 def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:

@@ -83,7 +83,7 @@ def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Prog
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
     """Find out now, rather than after mid-training, whether the ledger can be had."""
-    hasty = config.ledger.model_copy(update={"patience_s": min(config.ledger.patience_s, LEDGER_S)})
+    hasty = config.ledger.model_copy(update={"retry_timeout_s": min(config.ledger.retry_timeout_s, LEDGER_S)})
     Ledger.open(folder.ledger, hasty).close()
 
 

@@ -65,7 +65,7 @@ class BugfixFamily:
         self._config = config
         self._seed = seed
         self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
-        self._heldout = choose_heldout(self.kinds, config.heldout_one_in)
+        self._heldout = choose_heldout(self.kinds, config.heldout_every)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
         chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
         self._heldout_tasks = HeldoutTasks([each for each in chosen if self._can_be_broken(*each)], self._heldout_task)

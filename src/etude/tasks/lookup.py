@@ -160,7 +160,7 @@ class LookupFamily:
     def is_heldout(self, asked: Sequence[str]) -> bool:
         """Whether a set of names is never asked for in training."""
         digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
-        return int.from_bytes(digest[:8], "big") % self._config.heldout_one_in == 0
+        return int.from_bytes(digest[:8], "big") % self._config.heldout_every == 0
 
     def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
         """Every set of names that is held out; of too many one that stands for any."""
@@ -185,6 +185,6 @@ class LookupFamily:
         if all(held) or not any(held):
             raise ConfigError(
                 f"tasks.askable = {count}: {sum(held)} of {len(held)} sets of {asked} names (tasks.asked) are held "
-                "out, and both sides need some; take more names, or another tasks.heldout_one_in"
+                "out, and both sides need some; take more names, or another tasks.heldout_every"
             )
         return names

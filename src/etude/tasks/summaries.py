@@ -68,11 +68,11 @@ class Function:
 class SummariesFamily:
     """An endless stream of functions to be summed up; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, *, seed: int, heldout_one_in: int) -> None:
+    def __init__(self, *, seed: int, heldout_every: int) -> None:
         self._seed = seed
         found = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
         self._functions: Mapping[Split, Sequence[Function]] = {
-            split: [one for one in found if is_heldout(one.module, heldout_one_in) == (split is Split.HELDOUT)]
+            split: [one for one in found if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
             for split in Split
         }
         self._heldout = in_turns(self._functions[Split.HELDOUT], lambda one: one.module)

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from etude.config.imitation import SftConfig
+from etude.config.keys import tables
 from etude.config.loading import default_recipe, dump_toml, load_recipe, parse_config
 from etude.config.recipe import RunConfig
+from etude.config.renamed import RENAMED
 from etude.config.rollouts import RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import TaskConfig
@@ -69,7 +71,7 @@ changed_runs = st.builds(
     tasks=st.builds(
         TaskConfig,
         kinds=st.lists(st.sampled_from(["arith", "slice", "comp", "loop", "range"]), max_size=5).map(tuple),
-        heldout_one_in=st.integers(2, 50),
+        heldout_every=st.integers(2, 50),
     ),
     trainer=st.builds(
         TrainerConfig,
@@ -251,3 +253,14 @@ def test_families_of_folders_take_their_machine() -> None:
     assert (chosen.tasks.family, chosen.sandboxes.kind) == ("harbor", "ns")
     with pytest.raises(ConfigError, match="hidden_cases would have no effect"):
         default_recipe(["tasks.family=migrations", "sandboxes.kind=ns", "tasks.hidden_cases=4"])
+
+
+def test_an_old_key_is_met_with_the_new_one() -> None:
+    assert "unknown key 'ledger.patience_s': it is ledger.retry_timeout_s now" in refusal({"ledger": {"patience_s": 9}})
+    with pytest.raises(ConfigError, match=r"it is eval\.heldout_every now"):
+        default_recipe(["eval.document_one_in=9"])
+
+
+@pytest.mark.parametrize("new", sorted(set(RENAMED.values())))
+def test_new_keys_are_keys(new: str) -> None:
+    assert " " in new or new in {key.path for table in tables() for key in table.keys}

@@ -53,15 +53,15 @@ def test_a_key_says_what_it_takes_and_what_it_is_by_default(path: str, takes: st
 
 
 def test_docstrings_are_told_without_the_marks_of_their_source() -> None:
-    assert "`etude.rewards.shaping.effort` has the equation" in next(table.meaning for table in find("effort"))
+    assert "`etude.rewards.shaping.effort` has" in next(table.meaning for table in find("effort"))
     assert not any("``" in key.meaning or ":class:" in key.meaning for table in tables() for key in table.keys)
 
 
 @pytest.mark.parametrize(
     ("word", "paths"),
     [
-        ("ledger", {"ledger.url", "ledger.patience_s", "ledger.lease_s"}),
-        ("[ledger]", {"ledger.url", "ledger.patience_s", "ledger.lease_s"}),
+        ("ledger", {"ledger.url", "ledger.retry_timeout_s", "ledger.lease_s"}),
+        ("[ledger]", {"ledger.url", "ledger.retry_timeout_s", "ledger.lease_s"}),
         ("engine.port", {"engine.port"}),
         ("group_size", {"rollouts.group_size"}),
         ("honeypots", {"cheating.honeypots"}),

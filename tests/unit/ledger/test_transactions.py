@@ -17,7 +17,7 @@ def test_a_fault_that_passes_is_not_heard_of_and_one_that_stays_is_named() -> No
     assert retry(attempt, "x", 5.0) == "done"
     faults.extend(Interrupted(f"away {number}") for number in range(1000))
     with pytest.raises(
-        LedgerUnavailable, match=r"the ledger x could not be asked for 0.05 s \(ledger.patience_s\): away"
+        LedgerUnavailable, match=r"the ledger x could not be asked for 0.05 s \(ledger.retry_timeout_s\): away"
     ):
         retry(attempt, "x", 0.05)
 

@@ -33,7 +33,7 @@ def config_of(sft: Path | None = None, **midtrain: Json) -> RunConfig:
         "tasks": {"kinds": ["arith"]},
         "model": MODEL,
         "midtrain": {"tokens": 256 * STEPS, "batch_tokens": 256, "checkpoint_steps": 3, "threads": 1, **midtrain},
-        "eval": {"documents": 2, "every_steps": 4, "document_one_in": 5},
+        "eval": {"documents": 2, "every_steps": 4, "heldout_every": 5},
         "trainer": {"device": "cpu"},
     }
     if sft is not None:
@@ -84,7 +84,7 @@ def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:
     tensors = load_file(next(checkpoint.glob("*.safetensors")))
     [(documents, tokens)] = [tensor.tolist() for name, tensor in tensors.items() if name.startswith("cursor/")]
     chat = ChatTemplate.load(done.model)
-    side = Side(seed=0, one_in=done.config().eval.document_one_in)
+    side = Side(seed=0, one_in=done.config().eval.heldout_every)
     learnt = Conversations(Path(done.config().sft.file), chat, side, context_weight=0.0)
     assert 20 < learnt.size < 40
     assert documents == done.config().sft.epochs * learnt.size

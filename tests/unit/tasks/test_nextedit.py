@@ -137,8 +137,8 @@ def test_the_recipe_pays_for_right_suggestions_and_not_for_silence() -> None:
 
 
 def test_keys_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.heldout_one_in would have no effect"):
-        parse_config({"tasks": {"family": "nextedit", "heldout_one_in": 9}}, source="test")
+    with pytest.raises(ConfigError, match=r"tasks\.heldout_every would have no effect"):
+        parse_config({"tasks": {"family": "nextedit", "heldout_every": 9}}, source="test")
     with pytest.raises(ConfigError, match="asks for an answer"):
         harness = {"kind": "command", "command": ["x", "{prompt}", "{temperature}"]}
         parse_config({"tasks": {"family": "nextedit"}, "harness": harness}, source="test")

@@ -6,7 +6,7 @@ from random import Random
 from etude.tasks.summaries import SummariesFamily, SummariesPractice, functions_of, is_heldout
 from etude.types import AnswerChecks, Split
 
-FAMILY = SummariesFamily(seed=3, heldout_one_in=6)
+FAMILY = SummariesFamily(seed=3, heldout_every=6)
 
 
 def test_a_task_is_real_code_and_the_line_that_tells_it() -> None:
@@ -32,8 +32,8 @@ def test_modules_are_on_one_side_each() -> None:
 
 
 def test_tasks_are_decided_by_seed_and_held_out_ones_by_none() -> None:
-    other = SummariesFamily(seed=4, heldout_one_in=6)
-    assert FAMILY.task(Split.TRAIN, 7) == SummariesFamily(seed=3, heldout_one_in=6).task(Split.TRAIN, 7)
+    other = SummariesFamily(seed=4, heldout_every=6)
+    assert FAMILY.task(Split.TRAIN, 7) == SummariesFamily(seed=3, heldout_every=6).task(Split.TRAIN, 7)
     assert [FAMILY.task(Split.TRAIN, i) for i in range(9)] != [other.task(Split.TRAIN, i) for i in range(9)]
     assert FAMILY.task(Split.HELDOUT, 7) == other.task(Split.HELDOUT, 7)
     assert len({FAMILY.task(Split.HELDOUT, index).prompt for index in range(100)}) == 100

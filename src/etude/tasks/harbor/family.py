@@ -40,7 +40,7 @@ class HarborTasks:
         *,
         seed: int = 0,
         images: ImageStore | None = None,
-        heldout_one_in: int = HELDOUT_ONE_IN,
+        heldout_every: int = HELDOUT_ONE_IN,
         offline: bool = False,
     ) -> None:
         """Read the tasks whose images are in the store; without ``images``, those that need none.
@@ -57,7 +57,7 @@ class HarborTasks:
             reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
         self._seed = seed
-        self._tasks = {split: _on_side(ready, split, heldout_one_in) for split in Split}
+        self._tasks = {split: _on_side(ready, split, heldout_every) for split in Split}
         self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
         self._images = found
         self._folder = folder

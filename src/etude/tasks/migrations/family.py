@@ -45,13 +45,13 @@ RULES = (
 class MigrationFamily:
     """An endless stream of migration tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, *, seed: int, heldout_one_in: int = 3, kinds: Sequence[Kind] = KINDS) -> None:
-        """About one in ``heldout_one_in`` variants of each of ``kinds`` is held out; at least one, never all."""
-        if heldout_one_in < 2:
-            raise ValueError(f"heldout_one_in={heldout_one_in}: with fewer than 2 nothing would be left to train on")
+    def __init__(self, *, seed: int, heldout_every: int = 3, kinds: Sequence[Kind] = KINDS) -> None:
+        """About one in ``heldout_every`` variants of each of ``kinds`` is held out; at least one, never all."""
+        if heldout_every < 2:
+            raise ValueError(f"heldout_every={heldout_every}: with fewer than 2 nothing would be left to train on")
         self._seed = seed
         self.kinds = tuple(kinds)
-        heldout = {kind.name: choose_heldout(kind, heldout_one_in) for kind in self.kinds}
+        heldout = {kind.name: choose_heldout(kind, heldout_every) for kind in self.kinds}
         self._choices = {
             (kind.name, split): [v for v in kind.variants if (v in heldout[kind.name]) == (split is Split.HELDOUT)]
             for kind in self.kinds

@@ -79,7 +79,7 @@ def test_a_task_says_its_side_itself(tmp_path: Path) -> None:
 def test_a_task_carries_its_canary(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", {"task.toml": "[metadata.etude]\ncanary = 'grade.py'"})
     write_folder(tmp_path / "b")
-    tasks = [HarborTasks(tmp_path, heldout_one_in=1).task(Split.HELDOUT, index) for index in range(2)]
+    tasks = [HarborTasks(tmp_path, heldout_every=1).task(Split.HELDOUT, index) for index in range(2)]
     canaries = {task.template: task.checks.canary for task in tasks if isinstance(task.checks, ScriptChecks)}
     assert canaries == {"a": "grade.py", "b": ""}
 

@@ -109,8 +109,8 @@ def test_of_a_kind_something_is_held_out_and_something_is_left() -> None:
     for kind in KINDS:
         for one_in in (2, 3, 100):
             assert 0 < len(choose_heldout(kind, one_in)) < len(kind.variants)
-    with pytest.raises(ValueError, match="heldout_one_in=1"):
-        MigrationFamily(seed=0, heldout_one_in=1)
+    with pytest.raises(ValueError, match="heldout_every=1"):
+        MigrationFamily(seed=0, heldout_every=1)
 
 
 @pytest.mark.parametrize("value", ["", "O'Brien", "\\'; DROP TABLE x; --", "Zoë ☃", "a\nb", -3, 2.5, True, None])
