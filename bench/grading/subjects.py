@@ -19,7 +19,7 @@ from bench.grading.solutions import (
     TALLY_CORE,
     TALLY_SUBPROCESS,
 )
-from etude.sandbox_spec import SandboxLimits, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxLimits
 from etude.types import Case, Probe, ScriptChecks, Split, Task, TestChecks
 
 TIMEOUT_S = 30.0
@@ -76,7 +76,7 @@ class Subject:
             prompt=f"Write what {self.module} promises.",
             files={**self.files, self.module: self.stub},
             checks=ScriptChecks(files={}),
-            world=World(image=image, limits=LIMITS),
+            environment=EnvironmentSpec(image=image, limits=LIMITS),
         )
 
 

@@ -143,7 +143,7 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class EnvironmentSpec:
     """What a task's sandbox is made from; recorded with the task, so it names things rather than holding them."""
 
     image: str = ""
@@ -151,5 +151,5 @@ class World:
     workdir: str = WORKDIR
     services: tuple[Service, ...] = ()
     allow: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     limits: SandboxLimits = SandboxLimits()

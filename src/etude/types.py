@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from etude.sandbox_spec import World
+from etude.sandbox_spec import EnvironmentSpec
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 TokenIds: TypeAlias = Sequence[int] | Ids
@@ -205,7 +205,7 @@ class Task:
     files: Mapping[str, str]
     """What the agent's world has beside its image: path, relative to the working folder → text."""
     checks: Checks
-    world: World | None = None
+    environment: EnvironmentSpec | None = None
     """What the sandbox is made from; ``None``: nothing but ``files``."""
 
     @property

@@ -95,7 +95,7 @@ async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
         try:
             yield RolloutContext(
                 sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
-                worlds=worlds,
+                sandboxes=worlds,
                 harness=CodingHarness(HarnessConfig(max_turns=7), http),
                 grader=Grader(),
                 clock=SystemClock(),

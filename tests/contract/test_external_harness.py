@@ -24,7 +24,7 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
 from etude.run.gateway_parts import Plan, running
 from etude.run.serving import listening
-from etude.run.task_sandboxes import TaskWorlds
+from etude.run.task_sandboxes import EnvironmentTaskSandboxes
 from etude.sandbox_spec import WORKDIR, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
@@ -81,10 +81,10 @@ def attempt(
         config = HarnessConfig(kind="command", command=tuple(command), timeout_s=timeout_s)
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
             beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
-            worlds = TaskWorlds(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
+            worlds = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
             context = RolloutContext(
                 sessions=GatewaySessions(url, "admin", http),
-                worlds=worlds,
+                sandboxes=worlds,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
                 grader=worlds.grader(900.0),
                 clock=clock,

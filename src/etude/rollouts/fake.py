@@ -250,7 +250,7 @@ class FakeWorld:
         self.sandboxes = FakeSandboxes()
         self.context = RolloutContext(
             sessions=self.sessions,
-            worlds=self.sandboxes,
+            sandboxes=self.sandboxes,
             harness=FakeHarness(play),
             grader=FakeGrader(judge),
             clock=LoopClock(),

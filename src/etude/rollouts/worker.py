@@ -1,6 +1,6 @@
 """One rollout, from an open session to a graded or failed record.
 
-    open a session ──▶ make a world ──▶ the agent ──▶ kill, look, grade ──▶ fetch the turns ──▶ appraise
+    open a session ──▶ make a sandbox ──▶ the agent ──▶ kill, look, grade ──▶ fetch the turns ──▶ appraise
                     └── or branch off another rollout    └─ out of its own time, in its own way: graded as it stands
 
 Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
@@ -58,7 +58,7 @@ class TaskSandboxes(Protocol):
     """Where tasks are worked on."""
 
     async def open(self, task: Task) -> Sandbox:
-        """A fresh sandbox as the task's world says, with its files. Raises :class:`~etude.errors.SandboxError`."""
+        """A fresh sandbox as the task says, with its files. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
 
@@ -91,7 +91,7 @@ class RolloutContext:
     """The parts that every rollout is run with."""
 
     sessions: Sessions
-    worlds: TaskSandboxes
+    sandboxes: TaskSandboxes
     harness: Harness
     grader: Grader
     clock: Clock
@@ -241,7 +241,7 @@ async def _play(slot: OpenSlot, context: RolloutContext, limits: Limits, tempera
 async def _begin(task: Task, context: RolloutContext, limits: Limits) -> RolloutStart:
     session = await within(limits.start_s, "opening a session", context.sessions.open())
     try:
-        sandbox = BoundedSandbox(await within(limits.start_s, "making a world", context.worlds.open(task)))
+        sandbox = BoundedSandbox(await within(limits.start_s, "making a sandbox", context.sandboxes.open(task)))
         try:
             watching = None if context.watch is None else await context.watch.begin(task, sandbox)
         except BaseException:

@@ -43,7 +43,13 @@ from etude.run.folder import RunFolder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.locks import holder
 from etude.run.serving import run_until_signal
-from etude.run.task_sandboxes import PlainWorlds, TaskWorlds, base_store, image_store, open_provider
+from etude.run.task_sandboxes import (
+    EnvironmentTaskSandboxes,
+    PlainTaskSandboxes,
+    base_store,
+    image_store,
+    open_provider,
+)
 from etude.sandbox_spec import WORKDIR, Capability, SandboxSpec
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.base_system import environment_mounts
@@ -307,7 +313,7 @@ async def _context(
     """The parts that rollouts are run with."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
-        worlds, grader, harness = await _stage(stack, folder, config, http)
+        sandboxes, grader, harness = await _stage(stack, folder, config, http)
         memory = JudgeState(folder.path, seat)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
@@ -319,7 +325,7 @@ async def _context(
         )
         yield RolloutContext(
             sessions=sessions,
-            worlds=worlds,
+            sandboxes=sandboxes,
             harness=harness,
             grader=grader,
             clock=SystemClock(),
@@ -340,26 +346,26 @@ async def _stage(
         await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
         grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
-        return PlainWorlds(local), grader, CodingHarness(config.harness, http)
+        return PlainTaskSandboxes(local), grader, CodingHarness(config.harness, http)
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
-    beside = SandboxSpec() if config.harness.kind == "coding" else _beside_worlds(folder, config)
+    beside = SandboxSpec() if config.harness.kind == "coding" else _beside_tasks(folder, config)
     provider = open_provider(sandboxes, base_store(sandboxes))
-    worlds = TaskWorlds(provider, image_store(sandboxes, config.tasks), beside=beside)
-    stack.push_async_callback(worlds.close)
-    await check_sandboxes(worlds.sandboxes, config)
-    grader = worlds.grader(config.rollouts.grading_timeout_s)
+    task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
+    stack.push_async_callback(task_sandboxes.close)
+    await check_sandboxes(task_sandboxes.sandboxes, config)
+    grader = task_sandboxes.grader(config.rollouts.grading_timeout_s)
     if config.harness.kind == "coding":
-        return worlds, grader, CodingHarness(config.harness, http)
+        return task_sandboxes, grader, CodingHarness(config.harness, http)
     command = CommandHarness(config.harness, http, workdir=WORKDIR)
-    probe = await worlds.open_empty()
+    probe = await task_sandboxes.open_empty()
     await command.check(probe)
     await probe.close()
-    return worlds, grader, command
+    return task_sandboxes, grader, command
 
 
-def _beside_worlds(folder: RunFolder, config: RunConfig) -> SandboxSpec:
+def _beside_tasks(folder: RunFolder, config: RunConfig) -> SandboxSpec:
     """What another team's harness is shown, and the one place that it may reach: the gateway."""
     mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
     return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))

@@ -1,6 +1,6 @@
 """Where a run's sandboxes come from: a provider of the recipe's kind, and in it the worlds of its tasks.
 
-    recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ TaskWorlds.open(task)
+    recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ EnvironmentTaskSandboxes.open(task)
 
 Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
 """
@@ -21,7 +21,7 @@ from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.kinds import GraderByKind
 from etude.rewards.graders.queries import QueryGrader
 from etude.rewards.graders.script import ScriptGrader
-from etude.sandbox_spec import SandboxSpec, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
@@ -29,7 +29,7 @@ from etude.sandboxes.pool.provider import SandboxPool
 from etude.sandboxes.pool.slots import PoolLimits
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
-from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
@@ -77,7 +77,7 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     return provider
 
 
-class PlainWorlds:
+class PlainTaskSandboxes:
     """Sandboxes that hold a task's files and nothing else; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider) -> None:
@@ -86,12 +86,12 @@ class PlainWorlds:
 
     async def open(self, task: Task) -> Sandbox:
         """A fresh sandbox with the task's files. Raises :class:`~etude.errors.ConfigError` for one that needs more."""
-        if task.world is not None:
+        if task.environment is not None:
             raise ConfigError(f"task {task.task_id!r} needs a machine around its files: set sandboxes.kind = 'ns'")
         return await self._provider.create(task.files)
 
 
-class TaskWorlds:
+class EnvironmentTaskSandboxes:
     """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
@@ -113,15 +113,15 @@ class TaskWorlds:
 
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
-        return await self._open(task.files, task.world or World())
+        return await self._open(task.files, task.environment or EnvironmentSpec())
 
     async def open_empty(self) -> Sandbox:
         """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
-        return await self._open({}, World())
+        return await self._open({}, EnvironmentSpec())
 
-    def spec_of(self, world: World) -> SandboxSpec:
+    def spec_of(self, environment: EnvironmentSpec) -> SandboxSpec:
         """How a world's sandbox shall be."""
-        return world_spec(world, self._images.open(world.image) if world.image else None)
+        return sandbox_spec(environment, self._images.open(environment.image) if environment.image else None)
 
     def grader(self, slack_s: float) -> GraderByKind:
         """Grades any kind of checks in sandboxes of the same provider.
@@ -137,10 +137,10 @@ class TaskWorlds:
         }
         return GraderByKind(graders)
 
-    async def _open(self, files: Mapping[str, str], world: World) -> Sandbox:
-        spec = self.spec_of(world)
+    async def _open(self, files: Mapping[str, str], environment: EnvironmentSpec) -> Sandbox:
+        spec = self.spec_of(environment)
         mounts, allow = {**spec.mounts, **self._beside.mounts}, (*spec.allow, *self._beside.allow)
-        return await self.sandboxes.create(files, replace(spec, mounts=mounts, allow=allow), world.services)
+        return await self.sandboxes.create(files, replace(spec, mounts=mounts, allow=allow), environment.services)
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""

@@ -9,7 +9,7 @@ They promise nothing for after a power cut, so nothing waits for a disk. What is
 do what in it is for its agent to find out: role ``app`` owns database ``app``, and nobody asks for a password.
 
 Owns the templates and the servers' configuration. Which services a task has is said by its
-:class:`~etude.sandbox_spec.World`, how a database is judged by :mod:`etude.rewards.graders.queries`.
+:class:`~etude.sandbox_spec.EnvironmentSpec`, how a database is judged by :mod:`etude.rewards.graders.queries`.
 
 States of a template: preparing ──▶ ready ──fork──▶ ready ──evicted, failed or provider closed──▶ closed.
 Waits for servers with a deadline.
@@ -28,7 +28,7 @@ import orjson
 from etude.aio import together
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
-from etude.sandbox_spec import Capability, Image, SandboxSpec, Service, ServiceKind, World
+from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.capabilities import check_claim
 from etude.sandboxes.endings import close_all
 
@@ -184,22 +184,25 @@ def variables(services: Sequence[Service]) -> dict[str, str]:
     kinds = [service.kind for service in services]
     twice = sorted({kind for kind in kinds if kinds.count(kind) > 1})
     if twice:
-        raise ValueError(f"a world has {', '.join(twice)} more than once: give one service all of the setup")
+        raise ValueError(f"an environment has {', '.join(twice)} more than once: give one service all of the setup")
     return {name: value for kind in kinds for name, value in SERVERS[kind].variables.items()}
 
 
-def world_spec(world: World, image: Image | None = None) -> SandboxSpec:
-    """How the sandbox of a world shall be, but for its services. ``image`` is what ``world.image`` refers to.
+def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> SandboxSpec:
+    """How the sandbox of an environment shall be, but for its services. ``image`` is what ``environment.image`` refers
+    to.
 
-    Raises :class:`~etude.errors.ConfigError` for a world with an image, when it is not there.
+    Raises :class:`~etude.errors.ConfigError` for an environment with an image, when it is not there.
     """
-    if world.image and image is None:
-        raise ConfigError(f"a world is made from image {world.image}, and no store of images was given: name one")
+    if environment.image and image is None:
+        raise ConfigError(
+            f"an environment is made from image {environment.image}, and no store of images was given: name one"
+        )
     return SandboxSpec(
-        image=replace(image or Image(), workdir=world.workdir),
-        limits=world.limits,
-        allow=world.allow,
-        environment=world.environment,
+        image=replace(image or Image(), workdir=environment.workdir),
+        limits=environment.limits,
+        allow=environment.allow,
+        environment=environment.variables,
     )
 
 
@@ -365,7 +368,7 @@ class ServicedSandboxes:
         result = await sandbox.exec(["sh", "-c", script], stdin=stdin, timeout_s=self._deadline_s)
         if result.exit_code == NOT_INSTALLED:
             raise ConfigError(
-                f"a world has a {kind} service, but its base system has no such server: apt-get install "
+                f"an environment has a {kind} service, but its base system has no such server: apt-get install "
                 f"{server.package}, or name an image that has it"
             )
         if result.timed_out:

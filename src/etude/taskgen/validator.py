@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from etude.errors import AgentFault, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
-from etude.sandbox_spec import Image, SandboxSpec, World
+from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.candidates import BUG, Candidate
 from etude.taskgen.hiding import TestView, place_of, view_tests
@@ -330,7 +330,7 @@ class Workshop:
                 visible=_visible(trial, view),
                 timeout_s=FLOOR_S * 2 + SLACK * self._bench.survey.seconds((*proof.about, *proof.others)),
             ),
-            world=World(image=image.digest),
+            environment=EnvironmentSpec(image=image.digest),
         )
 
 

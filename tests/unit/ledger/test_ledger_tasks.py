@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.tasks import decode_task, encode_task
-from etude.sandbox_spec import SandboxLimits, Service, ServiceKind, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
 from etude.types import (
     Case,
     FunctionChecks,
@@ -50,12 +50,12 @@ CHECKS = st.one_of(
     ),
     st.builds(QueryChecks, path=TEXT, queries=st.lists(QUERIES, min_size=1, max_size=3).map(tuple)),
 )
-WORLDS = st.builds(
-    World,
+ENVIRONMENTS = st.builds(
+    EnvironmentSpec,
     image=TEXT,
     services=st.lists(st.builds(Service, kind=st.sampled_from(ServiceKind), setup=TEXT), max_size=2).map(tuple),
     allow=TEXTS,
-    environment=FILES,
+    variables=FILES,
     limits=st.builds(SandboxLimits, memory_bytes=st.integers(1, 1 << 40), cpus=st.floats(0.1, 64)),
 )
 TASKS = st.builds(
@@ -67,7 +67,7 @@ TASKS = st.builds(
     prompt=TEXT,
     files=FILES,
     checks=CHECKS,
-    world=st.none() | WORLDS,
+    environment=st.none() | ENVIRONMENTS,
 )
 
 

@@ -94,7 +94,7 @@ def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
         raise NotImplementedError
 
     world = FakeWorld(play, lambda task: 1.0)
-    context = replace(world.context, harness=Agent(world, act), worlds=Ground(sandbox), grader=TestingGrader())
+    context = replace(world.context, harness=Agent(world, act), sandboxes=Ground(sandbox), grader=TestingGrader())
     ended = run_virtually(run_rollout(SLOT, context, limits, rollout_id="r", temperature=1.0))
     assert len(world.sessions) == 0
     return ended

@@ -204,7 +204,7 @@ def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
         async def open(self, task: Task) -> FakeSandbox:
             return Unforkable({}, lambda _: None)
 
-    walkers.context = replace(walkers.context, worlds=Worlds())
+    walkers.context = replace(walkers.context, sandboxes=Worlds())
     group = played(tmp_path, walkers)
     (row,) = failed(tmp_path)
     assert row.reason == "SandboxError: no memory left"

@@ -139,7 +139,7 @@ async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) 
     """The rollouts process, restarted when it is killed, and a trainer beside it."""
     misery = Misery(troubles)
     parts = FakeWorld(_unused, lambda task: 0.0).context
-    context = replace(parts, sessions=Doors(misery), worlds=Grounds(misery), harness=misery, grader=misery)
+    context = replace(parts, sessions=Doors(misery), sandboxes=Grounds(misery), harness=misery, grader=misery)
     dispatcher = Dispatcher(
         CONFIG,
         ledger=ledger,

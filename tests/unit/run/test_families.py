@@ -32,8 +32,8 @@ def test_a_harbor_task_with_a_dockerfile_is_practised_in_the_image_that_was_buil
         open_family(config)
     built = image_store(config.sandboxes, config.tasks).add((), workdir="/app", name=image_name(source, ""))
     task = open_family(config).task(Split.TRAIN, 0)
-    assert task.world is not None
-    assert task.world.image == built.digest
+    assert task.environment is not None
+    assert task.environment.image == built.digest
 
     write_folder(tmp_path / "tasks" / "b", {"environment/Dockerfile": "FROM debian:12\nWORKDIR /app\nRUN false"})
     assert open_family(config).task(Split.TRAIN, 1).task_id == task.task_id

@@ -8,14 +8,21 @@ import pytest
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.rollouts.fake import FakeSandboxes
-from etude.run.task_sandboxes import KEY_VARIABLE, PlainWorlds, TaskWorlds, base_store, image_store, open_provider
-from etude.sandbox_spec import World
+from etude.run.task_sandboxes import (
+    KEY_VARIABLE,
+    EnvironmentTaskSandboxes,
+    PlainTaskSandboxes,
+    base_store,
+    image_store,
+    open_provider,
+)
+from etude.sandbox_spec import EnvironmentSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.types import Split, Task
 from records import CHECKS
 
 
-def task(world: World | None = None) -> Task:
+def task(environment: EnvironmentSpec | None = None) -> Task:
     return Task(
         task_id="t",
         family="f",
@@ -24,30 +31,30 @@ def task(world: World | None = None) -> Task:
         prompt="",
         files={"a.py": "x = 1"},
         checks=CHECKS,
-        world=world,
+        environment=environment,
     )
 
 
-def test_a_plain_world_is_the_files() -> None:
+def test_a_plain_task_is_the_files() -> None:
     async def act() -> str | None:
-        return await (await PlainWorlds(FakeSandboxes()).open(task())).read_file("a.py")
+        return await (await PlainTaskSandboxes(FakeSandboxes()).open(task())).read_file("a.py")
 
     assert asyncio.run(act()) == "x = 1"
 
 
-def test_a_plain_world_is_no_machine() -> None:
+def test_a_plain_task_is_no_machine() -> None:
     with pytest.raises(ConfigError, match=r"sandboxes\.kind = 'ns'"):
-        asyncio.run(PlainWorlds(FakeSandboxes()).open(task(World(image="f00"))))
+        asyncio.run(PlainTaskSandboxes(FakeSandboxes()).open(task(EnvironmentSpec(image="f00"))))
 
 
-def test_a_tasks_world_is_opened_and_closed_with_its_provider(tmp_path: Path) -> None:
+def test_a_tasks_task_is_opened_and_closed_with_its_provider(tmp_path: Path) -> None:
     provider = FakeSandboxes()
 
     async def act() -> str | None:
-        worlds = TaskWorlds(provider, ImageStore(tmp_path))
-        text = await (await worlds.open(task(World()))).read_file("a.py")
+        sandboxes = EnvironmentTaskSandboxes(provider, ImageStore(tmp_path))
+        text = await (await sandboxes.open(task(EnvironmentSpec()))).read_file("a.py")
         assert len(provider) == 1
-        await worlds.close()
+        await sandboxes.close()
         return text
 
     assert asyncio.run(act()) == "x = 1"
@@ -56,7 +63,9 @@ def test_a_tasks_world_is_opened_and_closed_with_its_provider(tmp_path: Path) ->
 
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="f00"):
-        asyncio.run(TaskWorlds(FakeSandboxes(), ImageStore(tmp_path)).open(task(World(image="f00"))))
+        asyncio.run(
+            EnvironmentTaskSandboxes(FakeSandboxes(), ImageStore(tmp_path)).open(task(EnvironmentSpec(image="f00")))
+        )
 
 
 def test_images_lie_beside_tasks_where_there_are_any(tmp_path: Path) -> None:

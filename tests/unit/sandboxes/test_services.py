@@ -11,11 +11,11 @@ import pytest
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
-from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec, Service, ServiceKind, World
+from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxLimits, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.ns.sandbox import NamespaceSandbox
-from etude.sandboxes.services import DATABASE, OWNER, ServicedSandboxes, template_digest, variables, world_spec
+from etude.sandboxes.services import DATABASE, OWNER, ServicedSandboxes, sandbox_spec, template_digest, variables
 
 ROWS = Service(kind=ServiceKind.POSTGRES, setup="CREATE TABLE t (i integer); INSERT INTO t VALUES (1), (2), (3);")
 KEYS = Service(kind=ServiceKind.REDIS, setup="SET greeting hello\nRPUSH queue a b c\n")
@@ -216,15 +216,17 @@ def test_templates_differ_by_all_that_makes_a_sandbox_differ() -> None:
     assert template_digest(SandboxSpec(), (ROWS,)) in digests
 
 
-def test_a_world_says_how_its_sandbox_is() -> None:
-    world = World(workdir="/app", allow=("host:1",), environment={"A": "1"}, limits=SandboxLimits(processes=7))
-    spec = world_spec(world)
+def test_a_environment_says_how_its_sandbox_is() -> None:
+    environment = EnvironmentSpec(
+        workdir="/app", allow=("host:1",), variables={"A": "1"}, limits=SandboxLimits(processes=7)
+    )
+    spec = sandbox_spec(environment)
     assert spec.image.workdir == "/app"
-    assert (spec.allow, spec.environment, spec.limits) == (world.allow, world.environment, world.limits)
+    assert (spec.allow, spec.environment, spec.limits) == (environment.allow, environment.variables, environment.limits)
     image = Image(digest="d", layers=(Path("/x"),))
-    assert world_spec(replace(world, image="d"), image).image == replace(image, workdir="/app")
+    assert sandbox_spec(replace(environment, image="d"), image).image == replace(image, workdir="/app")
     with pytest.raises(ConfigError, match="image d"):
-        world_spec(replace(world, image="d"))
+        sandbox_spec(replace(environment, image="d"))
 
 
 def test_some_state_has_to_be_kept() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError, DamagedError
-from etude.sandbox_spec import World
+from etude.sandbox_spec import EnvironmentSpec
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, Verdict, split_of
 from etude.types import Case, Probe, Split, Task, TestChecks
 
@@ -27,7 +27,7 @@ TASK = Task(
     prompt="mend it",
     files={},
     checks=CHECKS,
-    world=World(image="ab" * 32),
+    environment=EnvironmentSpec(image="ab" * 32),
 )
 VERDICT = Verdict(
     candidate_id="c", operator="boundary", path="a.py", target="f", outcome="kept", seconds=1.5, tests=("t::a",)

@@ -78,7 +78,7 @@ def test_calls_of_a_function_contradict_each_other_and_the_agent_sees_the_same_p
         made = make_impossible(task, Random(index))
         assert made is not None
         assert contradiction(made.checks) and not contradiction(task.checks)
-        assert (made.prompt, made.files, made.world) == (task.prompt, task.files, task.world)
+        assert (made.prompt, made.files, made.environment) == (task.prompt, task.files, task.environment)
         assert made.task_id != task.task_id
 
 

@@ -234,14 +234,14 @@ async def _check(
     task: Task, answer: Mapping[str, str], store: ImageStore, provider: SandboxProvider, repeats: int
 ) -> tuple[str, str]:
     checks = task.checks
-    if not isinstance(checks, TestChecks) or task.world is None:
+    if not isinstance(checks, TestChecks) or task.environment is None:
         raise ConfigError(f"task {task.task_id} has no hidden tests in a world of its own: it is not of this family")
     about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
     files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
     targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))
     seen: tuple[list[Observation], list[Observation]] = ([], [])
     for number in range(repeats):
-        sandbox = await provider.create({}, SandboxSpec(image=store.open(task.world.image)))
+        sandbox = await provider.create({}, SandboxSpec(image=store.open(task.environment.image)))
         try:
             steps = [
                 Run(targets=targets, ids=checks.must_pass, seed=number + 1, files=each, timeout_s=checks.timeout_s)

@@ -40,9 +40,9 @@ from etude.rewards.graders.functions import SUBMITTED
 from etude.rewards.graders.probes import check_interpreter, count_passed
 from etude.rewards.graders.test_plans import Paper, Papers, module_of, test_of
 from etude.rewards.graders.test_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
-from etude.sandbox_spec import SandboxSpec, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.archives import Entry, read_archive, write_archive
-from etude.sandboxes.services import ServicedSandboxes, world_spec
+from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.types import Task, TestChecks
 
 ARTEFACT_LIMIT_BYTES = 64 << 20
@@ -227,12 +227,12 @@ class HiddenTestGrader:
     @asynccontextmanager
     async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
         """A world of the task as its agent found it."""
-        world = task.world or World()
-        spec = replace(self._spec(world), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
-        if not world.services:
+        environment = task.environment or EnvironmentSpec()
+        spec = replace(self._spec(environment), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
+        if not environment.services:
             sandbox = await self._sandboxes.create(task.files, spec)
         elif isinstance(self._sandboxes, ServicedSandboxes):
-            sandbox = await self._sandboxes.create(task.files, spec, world.services)
+            sandbox = await self._sandboxes.create(task.files, spec, environment.services)
         else:
             raise Unsupported(f"task {task.task_id} has services: grade it in ServicedSandboxes")
         try:
@@ -240,8 +240,8 @@ class HiddenTestGrader:
         finally:
             await sandbox.close()
 
-    def _spec(self, world: World) -> SandboxSpec:
-        return world_spec(world, self._images.open(world.image) if world.image else None)
+    def _spec(self, environment: EnvironmentSpec) -> SandboxSpec:
+        return sandbox_spec(environment, self._images.open(environment.image) if environment.image else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

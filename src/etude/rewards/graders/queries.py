@@ -22,9 +22,9 @@ from etude.errors import SandboxError
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders import postgres_client
 from etude.rewards.graders.postgres_client import LOST, Step
-from etude.sandbox_spec import SandboxSpec, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.function_calls import same_value
-from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, ServicedSandboxes, world_spec
+from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, ServicedSandboxes, sandbox_spec
 from etude.types import Json, Query, QueryChecks, Task
 
 SUBMITTED = "submit"
@@ -80,7 +80,9 @@ class QueryGrader:
     Implements :class:`~etude.protocols.Grader` for tasks with :class:`~etude.types.QueryChecks`.
     """
 
-    def __init__(self, sandboxes: ServicedSandboxes, *, spec_of: Callable[[World], SandboxSpec] = world_spec) -> None:
+    def __init__(
+        self, sandboxes: ServicedSandboxes, *, spec_of: Callable[[EnvironmentSpec], SandboxSpec] = sandbox_spec
+    ) -> None:
         """``sandboxes`` stays the caller's to close; ``spec_of`` knows the images that worlds refer to."""
         self._sandboxes = sandboxes
         self._spec_of = spec_of
@@ -93,8 +95,8 @@ class QueryGrader:
         down with it is not applied. Raises :class:`~etude.errors.SandboxError` when no database comes up, and like
         ``sandboxes``; ``ValueError`` for a task without a world or with other checks.
         """
-        checks, world = task.checks, task.world
-        if not isinstance(checks, QueryChecks) or world is None or not (asked := len(checks.queries)):
+        checks, environment = task.checks, task.environment
+        if not isinstance(checks, QueryChecks) or environment is None or not (asked := len(checks.queries)):
             raise ValueError(f"task {task.task_id} of family {task.family!r} has no database to ask")
         try:
             text = await sandbox.read_file(checks.path)
@@ -102,7 +104,7 @@ class QueryGrader:
             text = None  # a folder, a link out of the world, a device
         verdict = Verdict(False, 0, False)
         if text is not None and len(text) <= MIGRATION_CHARACTERS and "\0" not in text:
-            verdict = await self._judge(checks, world, text)
+            verdict = await self._judge(checks, environment, text)
         submitted = result.reason == SUBMITTED
         return Grade(
             value=float(submitted and verdict.applied and verdict.right == asked),
@@ -113,10 +115,10 @@ class QueryGrader:
             },
         )
 
-    async def _judge(self, checks: QueryChecks, world: World, migration: str) -> Verdict:
+    async def _judge(self, checks: QueryChecks, environment: EnvironmentSpec, migration: str) -> Verdict:
         steps = migration_steps(checks, migration, f"asker_{secrets.token_hex(8)}")
         for _ in range(ATTEMPTS):
-            fresh = await self._sandboxes.create({}, self._spec_of(world), world.services)
+            fresh = await self._sandboxes.create({}, self._spec_of(environment), environment.services)
             try:
                 check_ours(await _answers(fresh, [unseen_step(checks)]))
                 verdict = judge(checks, await _answers(fresh, steps))

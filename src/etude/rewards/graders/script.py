@@ -46,9 +46,9 @@ from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, Grade, HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.canaries import TestSource
 from etude.rewards.graders.functions import SUBMITTED
-from etude.sandbox_spec import SandboxSpec, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
-from etude.sandboxes.services import world_spec
+from etude.sandboxes.services import sandbox_spec
 from etude.types import Json, ScriptChecks, Task
 
 TESTS, LOGS = "/tests", "/logs/verifier"
@@ -186,7 +186,7 @@ class ScriptGrader:
         """The artefacts of ``sandbox``, once for all runs: it need not live as long as they take."""
         try:
             tar = await sandbox.export(checks.artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES)
-            return await asyncio.to_thread(without_far_links, tar, (task.world or World()).workdir)
+            return await asyncio.to_thread(without_far_links, tar, (task.environment or EnvironmentSpec()).workdir)
         except ValueError as error:
             return NoVerdict(reason=f"the artefacts cannot be taken along: {error}")
 
@@ -207,9 +207,9 @@ class ScriptGrader:
             await world.close()
 
     def _spec(self, task: Task, checks: ScriptChecks, *, user: Literal["agent", "root"]) -> SandboxSpec:
-        world = task.world or World()
-        image = self._images.open(world.image) if world.image else None
-        return replace(world_spec(world, image), user=user, ttl_s=checks.timeout_s + GRACE_S)
+        environment = task.environment or EnvironmentSpec()
+        image = self._images.open(environment.image) if environment.image else None
+        return replace(sandbox_spec(environment, image), user=user, ttl_s=checks.timeout_s + GRACE_S)
 
 
 class _Standing:

@@ -55,7 +55,7 @@ def scene_of(task: Task) -> Scene:
     artefacts = checks.artefacts if isinstance(checks, TestChecks) else ()
     roots = {path.removeprefix("src/").partition("/")[0].removesuffix(".py") for path in artefacts}
     return Scene(
-        workdir=task.world.workdir if task.world else WORKDIR,
+        workdir=task.environment.workdir if task.environment else WORKDIR,
         files=frozenset(known),
         packages=frozenset(map(_canonical, roots - {"", ".", "src", "lib"})),
         visible=checks.visible if isinstance(checks, FunctionChecks) else (),

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import tomli_w
 
-from etude.sandbox_spec import Image, World
+from etude.sandbox_spec import EnvironmentSpec, Image
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.harbor import function_verifier, named_tests_verifier
 from etude.tasks.harbor.folder import ENVIRONMENT, INSTRUCTION, SETTINGS, SOLUTION, TEST_PROGRAM, TESTS
@@ -47,22 +47,22 @@ def export_task(
     """
     if folder.exists():
         raise TaskFolderError(f"{folder} is there already: name a new folder")
-    world = task.world or World()
-    if world.services:
-        kinds = [service.kind.value for service in world.services]
+    environment = task.environment or EnvironmentSpec()
+    if environment.services:
+        kinds = [service.kind.value for service in environment.services]
         raise TaskFolderError(f"task {task.task_id} has the services {kinds}, which Harbor's format does not know")
     verifier = _verifier(task)
-    image = images.open(world.image) if images and world.image else None
-    if world.image and image is None:
-        raise TaskFolderError(f"task {task.task_id} is made from image {world.image}: name the store that has it")
+    image = images.open(environment.image) if images and environment.image else None
+    if environment.image and image is None:
+        raise TaskFolderError(f"task {task.task_id} is made from image {environment.image}: name the store that has it")
     incoming = folder.with_name(f".{folder.name}.{uuid4().hex}")
     incoming.mkdir(parents=True)
     try:
         (incoming / INSTRUCTION).write_text(task.prompt + "\n", encoding="utf-8")
-        (incoming / SETTINGS).write_text(tomli_w.dumps(_settings(task, world, verifier)), encoding="utf-8")
+        (incoming / SETTINGS).write_text(tomli_w.dumps(_settings(task, environment, verifier)), encoding="utf-8")
         _write_files(incoming / TESTS, verifier.files)
         _write_files(incoming / SOLUTION, solution or {})
-        _write_environment(incoming / ENVIRONMENT, task, world, image)
+        _write_environment(incoming / ENVIRONMENT, task, environment, image)
         incoming.rename(folder)
     except BaseException:
         shutil.rmtree(incoming)
@@ -95,11 +95,11 @@ def _program(module: ModuleType, name: str, question: Mapping[str, Any]) -> dict
     return {TEST_PROGRAM: RUN_GRADE, "grade.py": source, name: json.dumps(question, indent=1)}
 
 
-def _settings(task: Task, world: World, verifier: ScriptChecks) -> dict[str, Any]:
+def _settings(task: Task, environment: EnvironmentSpec, verifier: ScriptChecks) -> dict[str, Any]:
     """The tree of ``task.toml``."""
-    limits = world.limits
+    limits = environment.limits
     whole = verifier.artefacts == (".",)
-    hosts = sorted({place.rpartition(":")[0] for place in world.allow})
+    hosts = sorted({place.rpartition(":")[0] for place in environment.allow})
     network: dict[str, Any] = {"network_mode": "allowlist", "allowed_hosts": hosts} if hosts else {}
     origin: dict[str, Any] = {
         "task_id": task.task_id,
@@ -110,8 +110,12 @@ def _settings(task: Task, world: World, verifier: ScriptChecks) -> dict[str, Any
     }
     return {
         "schema_version": "1.4",
-        **({} if whole else {"artifacts": [str(PurePosixPath(world.workdir) / path) for path in verifier.artefacts]}),
-        "metadata": {"etude": origin | ({"allow": list(world.allow)} if world.allow else {})},
+        **(
+            {}
+            if whole
+            else {"artifacts": [str(PurePosixPath(environment.workdir) / path) for path in verifier.artefacts]}
+        ),
+        "metadata": {"etude": origin | ({"allow": list(environment.allow)} if environment.allow else {})},
         "verifier": {
             "timeout_sec": verifier.timeout_s,
             "environment_mode": "shared" if whole else "separate",
@@ -121,8 +125,8 @@ def _settings(task: Task, world: World, verifier: ScriptChecks) -> dict[str, Any
             "cpus": limits.cpus,
             "memory_mb": -(-limits.memory_bytes // MIB),
             "storage_mb": -(-limits.disk_bytes // MIB),
-            "workdir": world.workdir,
-            "env": dict(world.environment),
+            "workdir": environment.workdir,
+            "env": dict(environment.variables),
             **(network or {"network_mode": "no-network"}),
         },
     }
@@ -137,7 +141,7 @@ def _write_files(folder: Path, files: Mapping[str, str]) -> None:
             file.chmod(0o755)
 
 
-def _write_environment(folder: Path, task: Task, world: World, image: Image | None) -> None:
+def _write_environment(folder: Path, task: Task, environment: EnvironmentSpec, image: Image | None) -> None:
     """A Dockerfile and its context: the image's layers as archives, then the task's files."""
     folder.mkdir()
     lines = [f"FROM {DOCKER_IMAGE}"]
@@ -145,10 +149,10 @@ def _write_environment(folder: Path, task: Task, world: World, image: Image | No
         _write_archive(layer, folder / f"layer-{number}.tar")
         lines.append(f"ADD layer-{number}.tar /")
     lines += [f"ENV {name}={json.dumps(value)}" for name, value in (image.environment if image else {}).items()]
-    lines.append(f"WORKDIR {world.workdir}")
+    lines.append(f"WORKDIR {environment.workdir}")
     if task.files:
         _write_files(folder / FILES, task.files)
-        lines.append(f"COPY {FILES}/ {world.workdir}/")
+        lines.append(f"COPY {FILES}/ {environment.workdir}/")
     (folder / "Dockerfile").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from etude.aio import together
 from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import Grader, HarnessResult, Sandbox, SandboxProvider
-from etude.sandbox_spec import Image, SandboxSpec, World
-from etude.sandboxes.services import world_spec
+from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
+from etude.sandboxes.services import sandbox_spec
 from etude.tasks.harbor.folder import SETTINGS, SOLVE_PROGRAM, HarborTask
 from etude.tasks.harbor.images import Builds, plain_files
 from etude.tasks.harbor.settings import TaskFolderError, fill_variables
@@ -123,8 +123,8 @@ class SoundnessCheck:
                 await sandbox.close()
 
     def _spec(self, task: Task) -> SandboxSpec:
-        world = task.world or World()
-        return world_spec(world, self._images.get(world.image))
+        environment = task.environment or EnvironmentSpec()
+        return sandbox_spec(environment, self._images.get(environment.image))
 
 
 def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_solution: bool, log: str) -> tuple[str, ...]:

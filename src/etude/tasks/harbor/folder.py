@@ -21,7 +21,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from etude.config.section import Section
-from etude.sandbox_spec import PLACE, WORKDIR, SandboxLimits, World
+from etude.sandbox_spec import PLACE, WORKDIR, EnvironmentSpec, SandboxLimits
 from etude.sandboxes.egress import is_inward
 from etude.tasks.harbor.dockerfile import Dockerfile, parse_dockerfile
 from etude.tasks.harbor.settings import (
@@ -121,14 +121,14 @@ class HarborTask:
         own = fill_variables(self.settings.environment.env, source=f"{self.folder / SETTINGS}", key="environment.env")
         return {**(self.dockerfile.environment if self.dockerfile else {}), **own}
 
-    def world(self, image: str) -> World:
+    def environment_spec(self, image: str) -> EnvironmentSpec:
         """What sandboxes are made from, given the digest of the image that was built."""
         limits = self.settings.environment.limits
-        return World(
+        return EnvironmentSpec(
             image=image,
             workdir=self.workdir,
             allow=self.origin.allow if self.origin.allow is not None else self.settings.environment.allow,
-            environment=self.environment,
+            variables=self.environment,
             limits=SandboxLimits(
                 memory_bytes=limits.memory_bytes,
                 disk_bytes=limits.disk_bytes,
@@ -156,7 +156,7 @@ class HarborTask:
                 environment=fill_variables(verifier.env, source=f"{self.folder / SETTINGS}", key="verifier.env"),
                 timeout_s=verifier.timeout_sec,
             ),
-            world=self.world(image),
+            environment=self.environment_spec(image),
         )
 
 

@@ -19,7 +19,7 @@ from random import Random
 
 import orjson
 
-from etude.sandbox_spec import Service, ServiceKind, World
+from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.migrations import columns, keys, tables, types
 from etude.tasks.migrations.problems import Kind, Problem, exchange, inserts
@@ -89,7 +89,7 @@ def migration_task(problem: Problem, template: str, split: Split) -> Task:
         prompt=f"{problem.request}\n\n{RULES}",
         files={},
         checks=QueryChecks(path=PATH, queries=problem.queries, unseen=exchange(problem.unseen)),
-        world=World(services=(Service(kind=ServiceKind.POSTGRES, setup=setup),)),
+        environment=EnvironmentSpec(services=(Service(kind=ServiceKind.POSTGRES, setup=setup),)),
     )
 
 

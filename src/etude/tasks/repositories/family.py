@@ -132,10 +132,10 @@ def ask(function: str, path: str, line: int) -> str:
 def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterator[Task]:
     for task in family.tasks(split):
         answer = family.answer(task)
-        if len(answer) != 1 or task.world is None:
+        if len(answer) != 1 or task.environment is None:
             continue
         [(path, right)] = answer.items()
-        broken = _text(images, task.world.image, f"{task.world.workdir}/{path}")
+        broken = _text(images, task.environment.image, f"{task.environment.workdir}/{path}")
         line = _only_difference(broken, right)
         function = line and _function_at(Source(path, right), line)
         if function:

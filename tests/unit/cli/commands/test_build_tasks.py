@@ -135,9 +135,9 @@ def make(runner: asyncio.Runner, provider: NamespaceSandboxes, options: BuildOpt
 
 async def passes(provider: NamespaceSandboxes, store: ImageStore, task: Task, files: dict[str, str]) -> bool:
     """Whether the named tests pass in the task's world with some files over it."""
-    assert task.world is not None
+    assert task.environment is not None
     assert isinstance(task.checks, TestChecks)
-    sandbox = await provider.create(files, SandboxSpec(image=store.open(task.world.image)))
+    sandbox = await provider.create(files, SandboxSpec(image=store.open(task.environment.image)))
     try:
         result = await sandbox.exec([*task.checks.command, "-q", *task.checks.must_pass], timeout_s=60)
         return result.exit_code == 0

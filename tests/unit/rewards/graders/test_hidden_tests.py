@@ -16,7 +16,7 @@ from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
 from etude.rewards.graders.test_plans import Paper
 from etude.rewards.graders.test_report import ENDED, STARTED, Report, Run
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
-from etude.sandbox_spec import Capability, Image, SandboxSpec, Service, ServiceKind, World
+from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.images.archives import write_archive
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
@@ -50,7 +50,7 @@ TASK = Task(
     prompt="write half",
     files={"pkg/half.py": STUB, "pkg/old.py": "", "tests/conftest.py": "VALUE = 1\n"},
     checks=CHECKS,
-    world=World(image="pytest"),
+    environment=EnvironmentSpec(image="pytest"),
 )
 
 
@@ -202,9 +202,9 @@ def test_work_that_hangs_is_the_agents_fault(bench: Bench) -> None:
 
 
 def test_services_need_a_provider_that_has_them(bench: Bench) -> None:
-    world = World(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
+    world = EnvironmentSpec(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
     with pytest.raises(Unsupported, match="ServicedSandboxes"):
-        bench.grade({}, task=dataclasses.replace(TASK, world=world))
+        bench.grade({}, task=dataclasses.replace(TASK, environment=world))
 
 
 def test_other_tasks_are_refused(bench: Bench) -> None:
@@ -272,7 +272,7 @@ class StagedSandbox(FakeSandbox):
 
 def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_do(tmp_path: Path) -> None:
     never = math.inf
-    slow = dataclasses.replace(with_checks(probes=(), timeout_s=10.0), world=None)
+    slow = dataclasses.replace(with_checks(probes=(), timeout_s=10.0), environment=None)
     other = dataclasses.replace(slow, task_id="other")
     stage = Stage(*(30.0, never, 5.0), *(never, 30.0, never, 30.0), *(5.0, never, 5.0), *(never, 15.0))
     longest_s = 10 + 900 / 2 / 8
@@ -295,7 +295,7 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
 
 def test_what_the_agent_could_read_before_has_no_canary(tmp_path: Path) -> None:
     ((path, text),) = CHECKS.files.items()
-    task = dataclasses.replace(with_checks(probes=()), world=None, files={path: f"# the same tests\n{text}"})
+    task = dataclasses.replace(with_checks(probes=()), environment=None, files={path: f"# the same tests\n{text}"})
 
     async def act() -> Grade:
         grader = HiddenTestGrader(Stage(1.0), ImageStore(tmp_path))

@@ -165,10 +165,10 @@ def server(postgresql: None) -> Iterator[Path]:
 def found(server: Path, problem: Problem, migration: str) -> tuple[Verdict, int]:
     """The verdict on a migration, and how many answers would be right."""
     task = migration_task(problem, "x", Split.TRAIN)
-    assert task.world is not None
+    assert task.environment is not None
     assert isinstance(task.checks, QueryChecks)
     ask(server, "ALTER DATABASE app CONNECTION LIMIT -1", database="postgres")
-    return verdict(server, task.world.services[0].setup, task.checks, migration), len(problem.queries)
+    return verdict(server, task.environment.services[0].setup, task.checks, migration), len(problem.queries)
 
 
 @pytest.mark.parametrize("migration", NOT_APPLIED.values(), ids=NOT_APPLIED)
@@ -293,8 +293,8 @@ async def _grade(
     command: str = "true",
 ) -> Grade:
     task = migration_task(NAMES, "x", Split.TRAIN)
-    assert task.world is not None
-    task = replace(task, world=replace(task.world, limits=limits or task.world.limits))
+    assert task.environment is not None
+    task = replace(task, environment=replace(task.environment, limits=limits or task.environment.limits))
     agent = await provider.create(files)
     try:
         assert (await agent.exec(["sh", "-c", command])).exit_code == 0
@@ -353,7 +353,7 @@ def test_a_migration_that_takes_the_server_down_is_bad_work_and_not_our_trouble(
 
 
 def test_a_task_without_a_database_is_a_mistake() -> None:
-    task = replace(migration_task(NAMES, "x", Split.TRAIN), world=None)
+    task = replace(migration_task(NAMES, "x", Split.TRAIN), environment=None)
 
     async def act() -> None:
         provider = LocalSandboxes(1)

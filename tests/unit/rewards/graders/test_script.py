@@ -23,11 +23,11 @@ from etude.rewards.graders.script import (
     read_reward,
 )
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
-from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec, World
+from etude.sandbox_spec import Capability, EnvironmentSpec, SandboxLimits, SandboxSpec
 from etude.sandboxes.images.archives import write_archive
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.services import world_spec
+from etude.sandboxes.services import sandbox_spec
 from etude.types import Case, FunctionChecks, Json, ScriptChecks, Split, Task
 
 DONE = HarnessResult(reason="submit", counts={})
@@ -200,7 +200,7 @@ class Court:
         """The reward of a world in which the agent did ``work``: a script, or anything else."""
 
         async def act() -> Grade:
-            sandbox = await self.sandboxes.create(task.files, world_spec(task.world or World()))
+            sandbox = await self.sandboxes.create(task.files, sandbox_spec(task.environment or EnvironmentSpec()))
             try:
                 if isinstance(work, str):
                     done = await sandbox.exec(["bash", "-c", work], timeout_s=20)
@@ -235,7 +235,7 @@ def task_of(
     more: Mapping[str, str] | None = None,
     timeout_s: float = 20.0,
     task_id: str = "",
-    world: World | None = None,
+    environment: EnvironmentSpec | None = None,
 ) -> Task:
     return Task(
         task_id=task_id or f"{hash((script, artefacts)):016x}",
@@ -250,7 +250,7 @@ def task_of(
             environment={"MODE": "hard"},
             timeout_s=timeout_s,
         ),
-        world=world or World(workdir="/app"),
+        environment=environment or EnvironmentSpec(workdir="/app"),
     )
 
 
@@ -480,8 +480,8 @@ def test_what_runs_as_the_agent_writes_neither_tests_nor_rewards(court: Court) -
 
 
 def test_artefacts_that_leave_no_room_are_the_agents_fault(court: Court) -> None:
-    world = World(workdir="/app", limits=SandboxLimits(disk_bytes=8 << 20))
-    task = task_of(ANSWERED, world=world, more={"data": "x" * (2 << 20)})
+    environment = EnvironmentSpec(workdir="/app", limits=SandboxLimits(disk_bytes=8 << 20))
+    task = task_of(ANSWERED, environment=environment, more={"data": "x" * (2 << 20)})
     with pytest.raises(AgentFault):
         court.judge(task, "head -c 7500000 /dev/zero > big")
 
@@ -533,7 +533,7 @@ def test_a_verifier_that_fails_once_is_asked_again(court: Court) -> None:
 
 
 def test_an_image_that_is_gone_is_named(court: Court) -> None:
-    task = task_of(ANSWERED, world=World(image="0" * 64))
+    task = task_of(ANSWERED, environment=EnvironmentSpec(image="0" * 64))
     with pytest.raises(ConfigError, match="not in"):
         court.judge(task_of(ANSWERED), lambda sandbox: court.grader.grade(task, sandbox, DONE))
 

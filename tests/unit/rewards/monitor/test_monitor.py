@@ -9,7 +9,7 @@ import pytest
 from etude.config.tasks import TaskConfig
 from etude.harnesses.actions import Action, Severity, read_calls
 from etude.rewards.monitor.monitor import MAX_FINDINGS, Scene, inspect, scene_of, special_case
-from etude.sandbox_spec import World
+from etude.sandbox_spec import EnvironmentSpec
 from etude.tasks.bugfix import BugfixFamily
 from etude.types import Case, Split, TestChecks
 
@@ -71,7 +71,7 @@ def test_a_scene_knows_its_tests_and_its_package() -> None:
         about=1,
         artefacts=("src/its_dangerous", "setup.cfg"),
     )
-    task = replace(BUGFIX.task(Split.TRAIN, 0), checks=checks, world=World(workdir="/repo"))
+    task = replace(BUGFIX.task(Split.TRAIN, 0), checks=checks, environment=EnvironmentSpec(workdir="/repo"))
     scene = scene_of(task)
     assert scene.workdir == "/repo"
     assert {"tests/test_hidden.py", "tests/test_a.py", *task.files} == scene.files

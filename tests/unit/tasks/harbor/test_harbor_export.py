@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError
-from etude.sandbox_spec import SandboxLimits, Service, ServiceKind, World
+from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.harbor.export import export_task
 from etude.tasks.harbor.folder import read_task
@@ -17,15 +17,17 @@ from etude.tasks.harbor.settings import TaskFolderError
 from etude.types import Case, FunctionChecks, Query, QueryChecks, ScriptChecks, Split, Task, TestChecks
 from harbor_folders import write_folder
 
-WORLD = World(
+SPEC = EnvironmentSpec(
     workdir="/srv/project",
     allow=("pypi.internal:443", "mirror.internal:8080"),
-    environment={"A": "b c"},
+    variables={"A": "b c"},
     limits=SandboxLimits(memory_bytes=300 << 20, disk_bytes=100 << 20, processes=77, cpus=0.5),
 )
 
 
-def task_with(checks: ScriptChecks | FunctionChecks | TestChecks | QueryChecks, world: World = WORLD) -> Task:
+def task_with(
+    checks: ScriptChecks | FunctionChecks | TestChecks | QueryChecks, environment: EnvironmentSpec = SPEC
+) -> Task:
     return Task(
         task_id="0123456789abcdef",
         family="bugfix",
@@ -34,7 +36,7 @@ def task_with(checks: ScriptChecks | FunctionChecks | TestChecks | QueryChecks, 
         prompt="fix add in util.py",
         files={"util.py": "def add(a, b):\n    return a - b\n", "notes/n.txt": "é"},
         checks=checks,
-        world=world,
+        environment=environment,
     )
 
 
@@ -76,7 +78,7 @@ def test_layers_of_an_image_become_archives(tmp_path: Path) -> None:
     (layer / "opt" / "tool" / "run.sh").write_text("#!/bin/sh\n", encoding="utf-8")
     (layer / "opt" / "link").symlink_to("tool")
     image = store.add([store.add_layer(layer)], environment={"TOOL": "/opt/tool"})
-    task = task_with(SCRIPT, World(image=image.digest, workdir="/app"))
+    task = task_with(SCRIPT, EnvironmentSpec(image=image.digest, workdir="/app"))
     with pytest.raises(TaskFolderError, match="name the store"):
         export_task(task, tmp_path / "task")
     with pytest.raises(ConfigError, match="is not in"):
@@ -95,7 +97,7 @@ def test_layers_of_an_image_become_archives(tmp_path: Path) -> None:
     ("task", "words"),
     [
         (task_with(QueryChecks(path="m.sql", queries=(Query(sql="select 1", rows=()),))), "QueryChecks"),
-        (task_with(SCRIPT, World(services=(Service(kind=ServiceKind.REDIS),))), "services"),
+        (task_with(SCRIPT, EnvironmentSpec(services=(Service(kind=ServiceKind.REDIS),))), "services"),
         (task_with(ScriptChecks(files={}, command=("make",))), "graded by"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox_spec import World
+from etude.sandbox_spec import EnvironmentSpec
 from etude.tasks.harbor.folder import digest_files, read_task, task_folders
 from etude.tasks.harbor.images import plain_files
 from etude.tasks.harbor.settings import TaskFolderError
@@ -26,15 +26,15 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
         environment={"MODE": "strict"},
         timeout_s=20,
     )
-    assert isinstance(task.world, World)
-    assert (task.world.workdir, task.world.environment) == ("/app", {"TONGUE": "en"})
-    assert task.world.limits.memory_bytes == 256 << 20
+    assert isinstance(task.environment, EnvironmentSpec)
+    assert (task.environment.workdir, task.environment.variables) == ("/app", {"TONGUE": "en"})
+    assert task.environment.limits.memory_bytes == 256 << 20
 
 
 def test_the_agents_world_has_neither_tests_nor_solution(tmp_path: Path) -> None:
     source = read_task(write_folder(tmp_path / "yes"))
     task = source.task(Split.TRAIN, files=plain_files(source))
-    seen = f"{task.prompt} {task.files} {task.world}"
+    seen = f"{task.prompt} {task.files} {task.environment}"
     assert "reward" not in seen
     assert "echo yes" not in seen
 

@@ -15,7 +15,7 @@ from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import Capability
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.services import world_spec
+from etude.sandboxes.services import sandbox_spec
 from etude.taskgen.harbor.soundness import SoundnessCheck, faults_of
 from etude.tasks.harbor.dockerfile import Copy
 from etude.tasks.harbor.family import HarborTasks
@@ -138,8 +138,8 @@ class Yard:
 
         async def act() -> str:
             image = await self.images.build(task)
-            world = task.world(image)
-            spec = world_spec(world, self.store.open(image) if image else None)
+            environment = task.environment_spec(image)
+            spec = sandbox_spec(environment, self.store.open(image) if image else None)
             sandbox = await self.sandboxes.create({} if image else plain_files(task) or {}, spec)
             try:
                 done = await sandbox.exec(["bash", "-c", script], timeout_s=20)
@@ -246,9 +246,9 @@ def test_a_family_of_built_tasks_names_their_images(yard: Yard) -> None:
     builds = yard.build_all(*(read_task(EXAMPLES / name) for name in ("greeting", "word-count")))
     family = HarborTasks(EXAMPLES, images=yard.store)
     tasks = [family.task(split, index) for split in Split for index in range(len(family.sources(split)))]
-    worlds = {task.template: task.world for task in tasks}
+    environments = {task.template: task.environment for task in tasks}
     assert not family.refused
     for name, image in builds.images.items():
-        world = worlds[name]
-        assert world is not None
-        assert world.image == image
+        environment = environments[name]
+        assert environment is not None
+        assert environment.image == image

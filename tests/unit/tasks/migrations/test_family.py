@@ -27,8 +27,8 @@ def server(postgresql: None) -> Iterator[Path]:
 
 def setup_of(task: Task) -> str:
     """What the agent's database is made from."""
-    assert task.world is not None
-    (service,) = task.world.services
+    assert task.environment is not None
+    (service,) = task.environment.services
     assert service.kind is ServiceKind.POSTGRES
     return service.setup
 

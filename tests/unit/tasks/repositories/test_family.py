@@ -8,7 +8,7 @@ import pytest
 from etude.config.imitation import TranscriptConfig
 from etude.errors import ConfigError
 from etude.harnesses import tools
-from etude.sandbox_spec import World
+from etude.sandbox_spec import EnvironmentSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.repositories.family import BriefTasks, RepairPractice, ask
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, split_of
@@ -65,7 +65,7 @@ def add(folder: Path, task_id: str, template: str, broken: str) -> None:
             prompt="Something stopped working.",
             files={},
             checks=TestChecks(files={}, must_pass=("test_calc.py::test_it",), about=1, artefacts=("pkg",)),
-            world=World(image=image.digest),
+            environment=EnvironmentSpec(image=image.digest),
         ),
         {PATH: RIGHT},
     )
