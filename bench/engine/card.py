@@ -12,7 +12,7 @@ import time
 import torch
 
 from bench.engine.models import INIT_STD
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
@@ -60,7 +60,7 @@ def decode_seconds(engine: NativeEngine, vocabulary: int, *, batch: int = BATCH,
         await asyncio.gather(*(engine.generate(prompt, params, session=str(n)) for n, prompt in enumerate(prompts)))
 
     async def measured() -> float:
-        async with alongside(engine.run()):
+        async with background_task(engine.run()):
             await decode()
             started_s = time.perf_counter()
             await decode()

@@ -111,9 +111,9 @@ class Native:
         return self._loop.run_until_complete(self._generate(order))
 
     async def _generate(self, order: Order) -> list[Sampled]:
-        from etude.aio import alongside
+        from etude.aio import background_task
 
-        async with alongside(self.engine.run()):
+        async with background_task(self.engine.run()):
             started_s = time.perf_counter()
             calls = (self._call(order, index, started_s) for index in range(len(order.prompts)))
             return list(await asyncio.gather(*calls))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.engine.models import INIT_STD
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
@@ -68,7 +68,7 @@ async def _hold(engine: NativeEngine, vocabulary: int) -> Reuse:
     contexts = [[source.randrange(vocabulary) for _ in range(OPENING_TOKENS)] for _ in range(SESSIONS)]
     params = SamplingParams(max_tokens=SAMPLED_TOKENS)
     prompt_tokens = seen_tokens = 0
-    async with alongside(engine.run()):
+    async with background_task(engine.run()):
         for turn in range(TURNS):
             if turn == 1:
                 engine.take_counters()

@@ -15,7 +15,7 @@ from enum import Enum, auto
 from http import HTTPStatus
 from typing import Any, final
 
-from etude.aio import alongside
+from etude.aio import background_task
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
@@ -119,7 +119,7 @@ class Link:
             answers, upstream = await asyncio.open_connection(HOST, self.target)
             self._pairs.add(upstream)
             turn = _Turn()
-            async with alongside(self._answers(answers, writer, turn)):
+            async with background_task(self._answers(answers, writer, turn)):
                 await self._requests(reader, (writer, upstream), turn)
         except OSError:
             pass  # an end that is gone: the other one notices

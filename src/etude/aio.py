@@ -20,7 +20,7 @@ RESTART_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-async def together(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
+async def gather_or_cancel(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """All of their results; when one fails, the others are cancelled and waited for, and its error is raised.
 
     ``asyncio.gather`` leaves them running, with things that whoever started them goes on to close.
@@ -35,7 +35,7 @@ async def together(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
 
 
 @asynccontextmanager
-async def alongside(work: Coroutine[None, None, T]) -> AsyncIterator[asyncio.Task[T]]:
+async def background_task(work: Coroutine[None, None, T]) -> AsyncIterator[asyncio.Task[T]]:
     """Let something go on while the context is open; it has ended when the context is left.
 
     What it returns or raises is had by waiting for the task, inside. A task group would wrap what is raised there.

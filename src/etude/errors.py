@@ -116,7 +116,7 @@ class VersionPending(InfrastructureError):
 
 
 class CaptureError(InfrastructureError):
-    """An engine's record of a turn, its routes or kept sets, is missing or does not fit the turn."""
+    """An engine's record of a turn, its routes or sampling masks, is missing or does not fit the turn."""
 
 
 class SessionLost(InfrastructureError):

@@ -300,7 +300,7 @@ class SamplingMask:
     def __post_init__(self) -> None:
         ascend = len(self.offsets) > 0 and self.offsets[0] == 0 and bool((np.diff(self.offsets) >= 0).all())
         if not ascend or self.offsets[-1] != len(self.token_ids):
-            raise ValueError(f"kept sets of {len(self.token_ids)} ids have offsets {self.offsets!r}")
+            raise ValueError(f"sampling masks of {len(self.token_ids)} ids have offsets {self.offsets!r}")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -324,7 +324,7 @@ class SamplingMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """Where a turn's routes and kept sets lie: a file that is named by its own digest."""
+    """Where a turn's routes and sampling masks lie: a file that is named by its own digest."""
 
     digest: str
     """SHA-256 of its bytes, in hex."""
@@ -357,7 +357,7 @@ class Turn:
     sampling_mask: SamplingMask | None = None
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
     payload: PayloadRef | None = None
-    """Where routes and kept sets lie while they are not in memory; never beside them."""
+    """Where routes and sampling masks lie while they are not in memory; never beside them."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
@@ -392,7 +392,7 @@ class Turn:
     def _check_payload(self) -> None:
         read, sampled = self.length - 1, len(self.completion_ids)
         if self.payload is not None and (self.routes is not None or self.sampling_mask is not None):
-            raise ValueError(f"a turn refers to payload {self.payload.digest} and holds routes or kept sets, too")
+            raise ValueError(f"a turn refers to payload {self.payload.digest} and holds routes or sampling masks, too")
         if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != read):
             raise ValueError(f"a turn that read {read} tokens has routes of shape {list(self.routes.shape)}")
         if self.sampling_mask is not None and (

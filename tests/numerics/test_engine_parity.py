@@ -1,6 +1,6 @@
 """What the engine says it sampled with is what the trainer computes, to the last bit where that is promised.
 
-    engine:  batches, chunks, reused prefixes, lost pages, new weights   ──▶  logprobs, routes, kept sets
+    engine:  batches, chunks, reused prefixes, lost pages, new weights   ──▶  logprobs, routes, sampling masks
     trainer: one pass over whole sequences, back to back                 ──▶  the same
 
 Models are built and published as in a run, so that rounding and quantisation are on both sides what they are there. The

@@ -185,7 +185,9 @@ PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "versions", "temperatures", "
 
 
 def make_trajectories() -> list[Trajectory]:
-    """Of different lengths, one of a single sampled token; cut to kept sets, greedy and with routes here and there."""
+    """Of different lengths, one of a single sampled token; cut to sampling masks, greedy and with routes here and
+    there.
+    """
     random = np.random.default_rng(0)
     found = []
     for index, length in enumerate((17, 5, 30, 2, 11)):

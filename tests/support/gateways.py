@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 from aiohttp import ClientSession
 
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
@@ -200,7 +200,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
             parts = await stack.enter_async_context(opened)
             server = door(parts.gateway.handle, max_body_bytes=2**20)
             port = await stack.enter_async_context(listening(server, 0))
-            lives = await stack.enter_async_context(alongside(parts.hold()))
+            lives = await stack.enter_async_context(background_task(parts.hold()))
             found.append(f"http://127.0.0.1:{port}")
             await until(lambda: bool(parts.pool.versions()))
             ready.set()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from etude.aio import MAX_FAILURES, alongside, supervised, together
+from etude.aio import MAX_FAILURES, background_task, gather_or_cancel, supervised
 from etude.errors import DamagedError, InfrastructureError
 
 
@@ -13,7 +13,7 @@ def test_results_are_in_the_order_of_the_works() -> None:
         await asyncio.sleep(seconds)
         return seconds
 
-    assert asyncio.run(together(map(work, (0.01, 0.0)))) == [0.01, 0.0]
+    assert asyncio.run(gather_or_cancel(map(work, (0.01, 0.0)))) == [0.01, 0.0]
 
 
 def test_when_one_fails_the_others_have_ended_before_its_error_is_told() -> None:
@@ -29,7 +29,7 @@ def test_when_one_fails_the_others_have_ended_before_its_error_is_told() -> None
 
     async def run() -> None:
         with pytest.raises(ValueError, match="fails"):
-            await together(map(work, ("first", "fails", "last")))
+            await gather_or_cancel(map(work, ("first", "fails", "last")))
         assert sorted(ended) == ["fails", "first", "last"]
 
     asyncio.run(run())
@@ -47,7 +47,7 @@ def test_what_goes_on_alongside_has_ended_when_the_context_is_left() -> None:
 
     async def run() -> None:
         with pytest.raises(ValueError, match="inside"):
-            async with alongside(work()):
+            async with background_task(work()):
                 await asyncio.sleep(0)
                 raise ValueError("inside")
         assert ended == ["work"]
@@ -63,7 +63,7 @@ def test_whoever_waits_for_what_goes_on_alongside_has_its_result_or_its_error() 
         return "done"
 
     async def run(fault: str) -> str:
-        async with alongside(work(fault)) as task:
+        async with background_task(work(fault)) as task:
             return await task
 
     assert asyncio.run(run("")) == "done"

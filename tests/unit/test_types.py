@@ -154,7 +154,7 @@ def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
 
 @pytest.mark.parametrize("offsets", [[], [1, 3], [0, 2], [0, 2, 1, 3]])
 def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="kept sets of 3 ids have offsets"):
+    with pytest.raises(ValueError, match="sampling masks of 3 ids have offsets"):
         SamplingMask(offsets=np.array(offsets, np.int64), token_ids=np.arange(3, dtype=np.int32))
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from etude.aio import alongside, together
+from etude.aio import background_task, gather_or_cancel
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive, Outcome
@@ -122,7 +122,7 @@ def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
 
 async def _evaluate(served: ServedRun, wanted: Wanted, tasks: int, watch: "_Watch") -> None:
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
-    async with alongside(_measure(served, wanted, tasks)) as measuring:
+    async with background_task(_measure(served, wanted, tasks)) as measuring:
         while not measuring.done():
             for child in served.children:
                 child.check()
@@ -143,7 +143,7 @@ async def _measure(served: ServedRun, wanted: Wanted, tasks: int) -> None:
             for label in labels
         ]
         try:
-            await together(passes)
+            await gather_or_cancel(passes)
         finally:
             _note_engine_time(parts, served)
 

@@ -5,7 +5,7 @@
                       from                         phases/       what it descends from (etude.run.lineage)
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
-    payloads/         routes, kept sets of turns   report.json, report.html
+    payloads/         routes, sampling masks of turns   report.json, report.html
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
     weights.id        which log of weights is its  judge-N.db    votes of judges, by seat
     harness/          files of an external harness .NAME.lock    held by the process of that name
@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def payloads(self) -> Path:
-        """Routes and kept sets of turns."""
+        """Routes and sampling masks of turns."""
         return self.path / "payloads"
 
     @property

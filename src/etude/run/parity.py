@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
@@ -166,7 +166,7 @@ async def _converse(engine: NativeEngine, vocab_size: int, params: SamplingParam
     """Two turns for each prompt, all conversations at a time."""
     random = np.random.default_rng(SEED)
     prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
-    async with alongside(engine.run()):
+    async with background_task(engine.run()):
         talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
         return await asyncio.gather(*talks)
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from etude.aio import alongside, together
+from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.dashboard.estimates import Estimate, mean_of
@@ -133,7 +133,7 @@ class RolloutParts:
         finds them so. While machines are down the breaker ends this before, with slots left.
         """
         ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
-        sampled, greedy = await together(ways)
+        sampled, greedy = await gather_or_cancel(ways)
         if not sampled or not greedy:
             lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
             raise lost_all(self.folder, f"{label}-{lost}")
@@ -251,7 +251,7 @@ async def _run(folder: RunFolder) -> None:
         await _evaluate_alone(parts, "before", version=0)
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
-            async with alongside(_evaluate_on_the_way(parts)) as measuring:
+            async with background_task(_evaluate_on_the_way(parts)) as measuring:
                 await parts.dispatcher.train(steps)
                 while ledger.progress().steps_done < steps:
                     await asyncio.sleep(POLL_S)

@@ -14,7 +14,7 @@ from types import FrameType
 import uvloop
 from aiohttp import web
 
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.errors import PortInUseError
 from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
@@ -71,7 +71,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
         # Not the loop's own handlers, which wait for their turn: whoever blocks the loop has its bound, too.
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            async with alongside(Heartbeat().keep()):
+            async with background_task(Heartbeat().keep()):
                 await task
         except asyncio.CancelledError:
             if not received:

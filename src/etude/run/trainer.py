@@ -316,7 +316,7 @@ def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
 
 
 def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
-    """The groups with every turn's routes and kept sets in memory.
+    """The groups with every turn's routes and sampling masks in memory.
 
     Where routes will be replayed (``space``) each record is proven once more to fit the model, since a wrong one would
     credit the wrong experts without a sound. Raises :class:`~etude.errors.DamagedError` naming the rollout or the file.

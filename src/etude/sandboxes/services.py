@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 
 import orjson
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
@@ -256,7 +256,7 @@ class ServicedSandboxes:
         sandbox = await self._fork(wanted, tuple(services), live)
         try:
             if not live:
-                await together(self._run(sandbox, service.kind, "start") for service in services)
+                await gather_or_cancel(self._run(sandbox, service.kind, "start") for service in services)
             for path, text in files.items():
                 await sandbox.write_file(path, text)
         except BaseException:

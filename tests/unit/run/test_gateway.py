@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.cli.commands.keys import add_key, revoke_key
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
@@ -192,7 +192,7 @@ def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: p
     place.write_text("no folder")
 
     async def run() -> None:
-        async with alongside(announce(log, lambda version, digest: told.append((version, digest)))):
+        async with background_task(announce(log, lambda version, digest: told.append((version, digest)))):
             await until(lambda: f"{place} is away and waited for" in caplog.text)
             place.unlink()  # noqa: ASYNC240
             away.rename(place)

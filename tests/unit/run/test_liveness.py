@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.aio import alongside
+from etude.aio import background_task
 from etude.run.liveness import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
 from patience import until
 
@@ -49,7 +49,7 @@ def test_an_event_loop_beats_as_long_as_it_turns(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(HEARTBEAT_VARIABLE, str(file))
 
     async def run() -> None:
-        async with alongside(Heartbeat().keep()):
+        async with background_task(Heartbeat().keep()):
             await until(lambda: file.stat().st_mtime > 1.0)
 
     asyncio.run(run())

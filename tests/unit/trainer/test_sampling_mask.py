@@ -1,4 +1,4 @@
-"""Kept sets and temperatures on the trainer's side, against what is written down token by token."""
+"""Sampling masks and temperatures on the trainer's side, against what is written down token by token."""
 
 import math
 from itertools import pairwise

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 MOST_ATTEMPTS = 100_000
 """Of one group: more than any has."""
 PAYLOADS_GONE = (
-    "their routes and kept sets are gone, as they are once a step is committed; their mismatch is that of the "
+    "their routes and sampling masks are gone, as they are once a step is committed; their mismatch is that of the "
     "trainer's own routes, over the whole vocabulary"
 )
 
@@ -172,7 +172,7 @@ class RolloutReader:
             yield f"the loss of hinted turns, by hints.weight = {self._config.hints.weight:g}, comes on top"
 
     def _fetched(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
-        """The rollout with its routes and kept sets, as far as they are still there."""
+        """The rollout with its routes and sampling masks, as far as they are still there."""
         try:
             return replace(rollout, turns=self._payloads.fetch(rollout.turns)), []
         except DamagedError:

@@ -13,7 +13,7 @@ from typing import final
 
 import numpy as np
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.errors import EngineUnavailable, VersionPending
 from etude.gateway.api.calls import Ending, Refusal, Reply
 from etude.gateway.capture.generation_request import Job
@@ -63,7 +63,7 @@ class Replies:
         """All replies that the call asks for, in order, which nobody reads along."""
         if job.call.sampling.count == 1:
             return [await self._reply(job, 0)]
-        return await together(self._reply(job, index) for index in range(job.call.sampling.count))
+        return await gather_or_cancel(self._reply(job, index) for index in range(job.call.sampling.count))
 
     async def spoken(self, job: Job) -> AsyncGenerator[tuple[int, Spoken | Reply], None]:
         """The parts of all replies with their numbers, as they come; the last part of each is the reply itself."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import Grader, HarnessResult, Sandbox, SandboxProvider
 from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
@@ -82,7 +82,7 @@ class SoundnessCheck:
             async with gate:
                 return await self.check(task, image=builds.images[task.name])
 
-        return tuple(await together(map(one, tasks)))
+        return tuple(await gather_or_cancel(map(one, tasks)))
 
     async def check(self, source: HarborTask, *, image: str = "") -> Soundness:
         """Grade the untouched world and the solved one, several times each; never raises for what a task is like."""

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
@@ -117,7 +117,7 @@ class HarborImages:
             except (TaskFolderError, ConfigError, SandboxError) as error:
                 refused[task.name] = f"{type(error).__name__}: {error}"
 
-        await together(map(one, tasks))
+        await gather_or_cancel(map(one, tasks))
         return Builds(images=images, refused=refused)
 
     async def _build(self, task: HarborTask, dockerfile: Dockerfile, base: str, context: Path) -> str:
