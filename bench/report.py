@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.clock import date_utc
-from etude.dashboard.estimates import mean_over_seeds
-from etude.run.machine import describe_machine, source_commit
+from etude.dashboard.statistics import mean_over_seeds
+from etude.run.machine_info import describe_machine, source_commit
 from etude.types import Json
 
 

@@ -23,7 +23,7 @@ from etude.engines.native.engine import NativeEngine
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.run.tensors import to_stored, to_tensors
+from etude.run.numerics import to_stored, to_tensors
 from etude.run.weight_follower import Serving, WeightFollower
 from etude.types import Json
 from etude.weights.log import WeightLog

@@ -45,7 +45,7 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
-from etude.run.machine import source_commit
+from etude.run.machine_info import source_commit
 from etude.run.supervision import THREADING
 from etude.types import Json
 

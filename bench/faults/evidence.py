@@ -15,11 +15,10 @@ from etude.config.recipe import RunConfig
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import load_spec
-from etude.run.families import open_family
 from etude.run.folder import RunFolder
-from etude.run.numerics import published_state, training_model
-from etude.run.tensors import to_stored
-from etude.run.trainer_setup import optimisation_of
+from etude.run.numerics import published_state, to_stored, training_model
+from etude.run.task_families import open_family
+from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log
 from etude.telemetry.events import RolloutClosed, StepDone
 from etude.telemetry.log import EventReader, Logged

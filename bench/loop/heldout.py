@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.loop.contestants import Course
 from etude.dashboard.evaluation import Measure, figures
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
 from etude.run.evaluate import Wanted, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json

@@ -23,7 +23,7 @@ from bench.trials.quantised import WAYS, TaskRewards, mean_reward, paired, task_
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
 from etude.types import Json

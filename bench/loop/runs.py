@@ -19,8 +19,9 @@ from bench import usage
 from bench.loop.contestants import Contestant, Course, LoopOptions, Mark, recipe
 from bench.programs import environment
 from etude.config.recipe import RunConfig
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.formatting import figure
+from etude.dashboard.report import build_report
+from etude.dashboard.run_metrics import RunStory
 from etude.errors import InfrastructureError
 from etude.run.folder import RunFolder, start_from
 from etude.run.local import run_local

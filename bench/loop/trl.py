@@ -27,13 +27,13 @@ from etude.harnesses.coding import observe
 from etude.models.checkpoint import load_checkpoint
 from etude.protocols import HarnessResult, Sandbox
 from etude.rewards.graders.functions import SUBMITTED, HiddenTests
-from etude.run.families import open_family
 from etude.run.folder import RunFolder, start_from
 from etude.run.publishing import WeightPublishing
+from etude.run.task_families import open_family
 from etude.run.weight_log import open_log
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.log import EventLog
-from etude.trainer.schedule import RateSchedule
+from etude.trainer.optimisation import RateSchedule
 from etude.types import Json, Split, Task
 
 SILENCE_S = 900.0

@@ -125,10 +125,8 @@ class Etude:
         from etude.models.flops import pair_flops, token_flops
         from etude.run.numerics import training_model
         from etude.trainer.batching.packing import Cost, pack
-        from etude.trainer.optimisation import Optimisation
-        from etude.trainer.optimisers import build_optimiser
+        from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
         from etude.trainer.policy import PolicyTrainer
-        from etude.trainer.schedule import RateSchedule
 
         torch.set_num_threads(setup.threads)
         arithmetic = setup.contestant.removeprefix("etude-")

@@ -28,8 +28,8 @@ from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.estimates import mean_over_seeds
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
+from etude.dashboard.statistics import mean_over_seeds
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger

@@ -26,8 +26,8 @@ from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.estimates import difference_of
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
+from etude.dashboard.statistics import difference_of
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_checkpoint, load_state

@@ -25,7 +25,7 @@ from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
 from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.types import Json

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.loop.runs import run_midtraining
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report
-from etude.dashboard.story import RunStory
+from etude.dashboard.run_metrics import RunStory
 from etude.run.folder import RunFolder
 from etude.run.local import run_local
 from etude.telemetry.log import EventReader

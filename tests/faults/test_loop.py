@@ -20,8 +20,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
-from etude.run.folder import RunFolder, start_from
-from etude.run.locks import exclusive
+from etude.run.folder import RunFolder, exclusive, start_from
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
 from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
@@ -270,8 +269,7 @@ def check_export(folder: RunFolder, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from etude.models.checkpoint import load_spec
-    from etude.run.numerics import load_published, training_model
-    from etude.run.tensors import to_tensors
+    from etude.run.numerics import load_published, to_tensors, training_model
     from etude.weights.pull import pull
 
     exported = etude("weights", "export", folder.path, out)

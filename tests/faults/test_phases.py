@@ -13,7 +13,7 @@ import pytest
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
-from etude.run.lineage import Lineage, Phase
+from etude.run.phase_folders import Lineage, Phase
 from etude.run.phases import run_phase, run_phases
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log

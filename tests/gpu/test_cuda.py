@@ -18,7 +18,7 @@ from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams
-from etude.run.trainer_setup import optimisation_of
+from etude.run.trainer_group import optimisation_of
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.losses import Totals
 from etude.trainer.policy import PolicyTrainer

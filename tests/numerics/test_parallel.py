@@ -22,18 +22,15 @@ from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
-from etude.run.numerics import published_state
-from etude.run.tensors import to_stored
+from etude.run.numerics import published_state, to_stored
 from etude.run.trainer_group import Crew
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_COURSE, Course, Lesson
 from etude.trainer.losses import Totals
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
-from etude.trainer.schedule import RateSchedule
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
 from trainer_ranks import make_model, run_ranks, train

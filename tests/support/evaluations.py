@@ -1,6 +1,6 @@
 """Held-out evaluations as the log has them."""
 
-from etude.dashboard.estimates import mean_of
+from etude.dashboard.statistics import mean_of
 from etude.telemetry.events import EvalDone
 
 

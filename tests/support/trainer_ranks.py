@@ -13,7 +13,7 @@ from torch.nn import functional
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import build_optimiser
 from etude.trainer.parallel import Grid, clip_gradients
 
 DEADLINE = timedelta(seconds=60)

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from etude.config.loading import load_recipe, parse_config
-from etude.dashboard.report import figure
+from etude.dashboard.formatting import figure
 from etude.run.resolve import resolve
 from etude.types import Json
 

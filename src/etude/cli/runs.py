@@ -155,9 +155,9 @@ def _run(options: argparse.Namespace) -> int:
             print(dump_toml(config), end="")
             print("".join(f"# {line}\n" for line in about_reward), end="")
             return 0
+        from etude.run.disk_space import check_room
         from etude.run.local import default_out
         from etude.run.preflight import check_ready
-        from etude.run.room import check_room
 
         out = options.out or default_out(config)
         for warning in (*check_ready(config), *check_room(config, out)):
@@ -269,7 +269,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from etude.cli.commands import doctor
-    from etude.run import parity_gate
+    from etude.run import parity as gate
     from etude.run.folder import RunFolder
     from etude.run.preflight import about_template
 

@@ -6,11 +6,11 @@ Owns the order of the page and its style sheet. Every figure comes from the repo
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from etude.dashboard import units
-from etude.dashboard.gains import about_errors, comparison, full_marks
+from etude.dashboard import formatting
+from etude.dashboard.formatting import figure
+from etude.dashboard.heldout import about_errors, comparison, full_marks
 from etude.dashboard.plots import Estimate, Line, Points, estimate_plot, line_plot, share_bars, smooth
-from etude.dashboard.report import figure
-from etude.dashboard.summary import phases, summary
+from etude.dashboard.text import phases, summary
 from etude.types import Json
 
 NO_BREAK_HYPHEN = "\u2011"
@@ -110,7 +110,7 @@ def render_page(report: Mapping[str, Json]) -> str:
 
 
 def _header(report: Mapping[str, Json]) -> str:
-    steps, seconds = units.count(figure(report, "steps")), units.duration(figure(report, "seconds.total"))
+    steps, seconds = formatting.count(figure(report, "steps")), formatting.duration(figure(report, "seconds.total"))
     extent = f"{_start(report)} to the last evaluation" if report["finished"] else "so far, not finished"
     learning = report["learning"]
     assert isinstance(learning, dict)
@@ -126,7 +126,7 @@ def _headline(report: Mapping[str, Json]) -> str:
     """The sampled result, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
     gain, marks = comparison(report, "sampled"), full_marks(report, "sampled")
     before, after = gain.value(gain.before), gain.value(gain.after)
-    tasks = f"{units.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
+    tasks = f"{formatting.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
     if gain.before is None:
         return "Not evaluated"
     if not gain.is_rate:
@@ -214,7 +214,7 @@ def _staleness(report: Mapping[str, Json]) -> str:
 
 def _mismatch(report: Mapping[str, Json]) -> str:
     points = _points(report, "k3")
-    label = units.small(points[-1][1]) if points else ""
+    label = formatting.small(points[-1][1]) if points else ""
     title = "Mismatch k3, trainer against engine"
     warn = figure(report, "config.numerics.warn_k3")
     bound = None if warn is None else (warn, "warn")
@@ -248,16 +248,16 @@ def _range(first: float | None, last: float | None) -> str:
 
 def _cells(row: Mapping[str, Json]) -> str:
     texts = (
-        units.count(figure(row, "tokens")),
-        *(units.small(figure(row, key)) for key in ("k3", "p99", "max")),
-        units.percent(figure(row, "equal"), 0),
+        formatting.count(figure(row, "tokens")),
+        *(formatting.small(figure(row, key)) for key in ("k3", "p99", "max")),
+        formatting.percent(figure(row, "equal"), 0),
     )
     return "".join(f"<td>{text}</td>" for text in texts)
 
 
 def _busy(report: Mapping[str, Json]) -> str:
     shares = ((name, figure(report, f"busy.{name}")) for name in ("trainer", "engine"))
-    return share_bars("Busy during RL", [(name, share, units.percent(share, 0)) for name, share in shares])
+    return share_bars("Busy during RL", [(name, share, formatting.percent(share, 0)) for name, share in shares])
 
 
 def _time(report: Mapping[str, Json]) -> str:
@@ -265,7 +265,7 @@ def _time(report: Mapping[str, Json]) -> str:
     total_s = figure(report, "seconds.total")
     bars: list[tuple[str, float | None, str]] = []
     for label, seconds in phases(report):
-        bars.append((label, seconds / total_s if total_s else None, units.duration(seconds)))
+        bars.append((label, seconds / total_s if total_s else None, formatting.duration(seconds)))
     return share_bars("Time", bars) if bars else ""
 
 

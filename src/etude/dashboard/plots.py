@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-from etude.dashboard import units
+from etude.dashboard import formatting
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 """(x, y) in data units, x ascending; only known values."""
@@ -109,7 +109,7 @@ def estimate_plot(title: str, estimates: Sequence[Estimate]) -> str:
         shapes.append(
             f'<circle class="dot {one.style}" cx="{100 * max(0.0, min(1.0, one.share)):.2f}%" cy="{y}" r="5"/>'
         )
-        spoken.append(f"{one.label} {units.percent(one.share)} ± {100 * error:.1f}")
+        spoken.append(f"{one.label} {formatting.percent(one.share)} ± {100 * error:.1f}")
     return _figure("", f"{title}: {', '.join(spoken) or 'not measured'}", shapes, height, "estimate")
 
 
@@ -224,5 +224,5 @@ def _step_ticks(first: float, last: float) -> list[float]:
 
 def _tick_text(tick: float, log: bool) -> str:
     if log:
-        return f"10{units.superscript(round(math.log10(tick)))}"
+        return f"10{formatting.superscript(round(math.log10(tick)))}"
     return f"{tick:g}".replace("-", "−")

@@ -6,14 +6,15 @@ Everything that is averaged over tokens is weighted by tokens.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from typing import TypeAlias
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.learning import cut_short, learning_figures
-from etude.dashboard.story import TRAIN, RunStory, Tally
+from etude.dashboard.run_metrics import TRAIN, RunStory, Tally
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.types import Json, RolloutStatus
@@ -56,14 +57,6 @@ def build_report(
         "curve": _curve(story),
         "config": config.model_dump(mode="json"),
     }
-
-
-def figure(report: Mapping[str, Json], path: str) -> float | None:
-    """The number at a dotted path such as ``heldout.pass_after``; ``None`` where it is unknown."""
-    value: object = report
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, int | float) else None
 
 
 def _heldout(story: RunStory) -> Figures:
@@ -295,3 +288,88 @@ def _tenth(seconds: float | None) -> float | None:
 def _significant(value: float | None) -> float | None:
     """Four significant digits, for values of unknown magnitude."""
     return None if value is None else float(f"{value:.4g}")
+
+
+WARN_AFTER = 3
+"""Steps in a row without a signal, after which people are warned: one or two are chance with few groups."""
+CUT_SHORT = ("length", "turns", "context", "time", "timeout")
+"""Reasons of rollouts that a limit cut short."""
+NEARLY_ALL = 0.9
+"""Share of rollouts that ended in one way, from which on that way is taken for the cause."""
+
+
+def learning_figures(story: RunStory) -> dict[str, Json]:
+    """The section ``learning`` of a report; ``None`` before the first step."""
+    steps = [timed.event for timed in story.steps]
+    ended = ends(steps)
+    groups = sum(step.groups for step in steps)
+    return {
+        "groups": groups or None,
+        "groups_without_signal": sum(step.degenerate_groups for step in steps) if groups else None,
+        "ended": dict(ended.most_common()),
+        "cut_short": cut_short(ended),
+        "versions_unchanged": sum(not changed for changed in story.changed.values()) if story.changed else None,
+        "warning": warning(steps),
+        "nothing_learnt": nothing_learnt(story),
+    }
+
+
+def ends(steps: Sequence[StepDone]) -> Counter[str]:
+    """Reason why agents stopped → rollouts of some steps."""
+    return sum((Counter(step.ended) for step in steps), Counter())
+
+
+def cut_short(ended: Counter[str]) -> float | None:
+    """Share of rollouts that a limit ended."""
+    return round(sum(ended[reason] for reason in CUT_SHORT) / ended.total(), 4) if ended else None
+
+
+def shares(ended: Counter[str], most: int = 3) -> str:
+    """The ends of rollouts in words: ``submit 81%, length 19%``."""
+    return ", ".join(f"{reason} {percent(number / ended.total(), 0)}" for reason, number in ended.most_common(most))
+
+
+def warning(steps: Sequence[StepDone]) -> str | None:
+    """The warning while the newest steps bring nothing to learn from; the same words for as long as that goes on."""
+    in_vain = list(takewhile(_is_in_vain, reversed(steps)))[::-1]
+    if len(in_vain) < WARN_AFTER:
+        return None
+    return f"no group has had a signal since step {in_vain[0].step}: {likely_cause(in_vain)}"
+
+
+def nothing_learnt(story: RunStory) -> str | None:
+    """The reason why all steps of a run taught it nothing; ``None`` where they may have, or there is none."""
+    steps = [timed.event for timed in story.steps]
+    if steps and all(map(_is_in_vain, steps)):
+        groups = sum(step.groups for step in steps)
+        return f"nothing was learnt: none of {count(groups)} groups had a signal; {likely_cause(steps)}"
+    if steps and story.changed and not any(story.changed.values()):
+        return (
+            "nothing was learnt: no step changed the published weights; raise trainer.learning_rate, or see in "
+            "report.json's curve whether corrections masked every token (masked_share)"
+        )
+    return None
+
+
+def likely_cause(steps: Sequence[StepDone]) -> str:
+    """The likely cause of steps without a signal, and the fix."""
+    ended = ends(steps)
+    lows = [step.reward_low for step in steps if step.reward_low is not None]
+    highs = [step.reward_high for step in steps if step.reward_high is not None]
+    if ended and ended["length"] >= NEARLY_ALL * ended.total():
+        return (
+            f"{percent(ended['length'] / ended.total(), 0)} of rollouts were cut off by length: raise "
+            f"harness.max_tokens_per_turn, or use a harness that fits this model"
+        )
+    if not lows:
+        return "every rollout was masked or quarantined: see `etude show RUN --outcome quarantined`"
+    if min(lows) == max(highs) == 0:
+        return "every reward is 0: the tasks are too hard, or the harness does not fit this model; see `etude show RUN`"
+    if min(lows) == max(highs):
+        return f"every reward is {max(highs):g}: the tasks are too easy for this model"
+    return "rewards differ between tasks and never within a group: raise rollouts.group_size, or change the tasks"
+
+
+def _is_in_vain(step: StepDone) -> bool:
+    """True where there was nothing to learn from: hints teach without a signal."""
+    return step.groups > 0 and step.degenerate_groups == step.groups and not step.hinted_tokens

@@ -1,8 +1,8 @@
 """A run in the terminal: one panel while it lives, one table when it is done.
 
 Owns the layout for people at a terminal; 100 columns by 30 lines, still whole at 80 columns. Every figure comes from
-:class:`~etude.dashboard.story.RunStory` or from the report; nothing is measured here. A row keeps its place from the
-first second to the last, with a dash until it has something to say.
+:class:`~etude.dashboard.run_metrics.RunStory` or from the report; nothing is measured here. A row keeps its place from
+the first second to the last, with a dash until it has something to say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.config.recipe import RunConfig
-from etude.dashboard import units
-from etude.dashboard.gains import Comparison, about_errors, comparison, full_marks
-from etude.dashboard.heldout import pays_fractions
-from etude.dashboard.learning import ends, shares, warning
-from etude.dashboard.line import outage_lines
-from etude.dashboard.report import figure
-from etude.dashboard.story import PHASES, TRAIN, RunStory, Tally
-from etude.dashboard.summary import summary
+from etude.dashboard import formatting
+from etude.dashboard.formatting import figure
+from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
+from etude.dashboard.report import ends, shares, warning
+from etude.dashboard.run_metrics import PHASES, TRAIN, RunStory, Tally
+from etude.dashboard.text import outage_lines, summary
 from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
 
@@ -91,7 +89,7 @@ def light_table(*names: str, broken: Sequence[str] = ()) -> Table:
 def final_table(report: Mapping[str, Json]) -> RenderableType:
     """What a finished run came to: the held-out gain, then how it was come by."""
     gains = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
-    gains.add_column(f"{units.count(figure(report, 'heldout.n'))} held-out tasks")
+    gains.add_column(f"{formatting.count(figure(report, 'heldout.n'))} held-out tasks")
     for name in ("before", "after", "points gained" if comparison(report, "sampled").is_rate else "reward gained"):
         gains.add_column(name, justify="right")
     for way in ("sampled", "greedy"):
@@ -156,9 +154,9 @@ def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
         if index:
             text.append("  ▸  ", DIM)
         if story.phase == phase:
-            text.append(f"● {_PHASE_NAMES[phase]} ", f"bold {ACCENT}").append(units.duration(seconds), ACCENT)
+            text.append(f"● {_PHASE_NAMES[phase]} ", f"bold {ACCENT}").append(formatting.duration(seconds), ACCENT)
         elif seconds is not None:
-            text.append("✓ ", GOOD).append(f"{_PHASE_NAMES[phase]} ").append(units.duration(seconds), DIM)
+            text.append("✓ ", GOOD).append(f"{_PHASE_NAMES[phase]} ").append(formatting.duration(seconds), DIM)
         else:
             text.append(f"○ {_PHASE_NAMES[phase]}", DIM)
     return text
@@ -166,13 +164,13 @@ def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
 
 def _clock(story: RunStory, config: RunConfig, now_s: float) -> Text:
     done = story.phase == "done"
-    text = Text(f"elapsed {units.duration(story.total_s(None if done else now_s) if story.segments else 0.0)}")
+    text = Text(f"elapsed {formatting.duration(story.total_s(None if done else now_s) if story.segments else 0.0)}")
     left_s = _left_s(story, config, now_s)
     if left_s is not None:
-        text.append(" · about ", DIM).append(units.duration(left_s)).append(" left", DIM)
+        text.append(" · about ", DIM).append(formatting.duration(left_s)).append(" left", DIM)
     silent_s = now_s - story.segments[-1].end_s if story.segments and not done else 0.0
     if silent_s > SILENCE_S:
-        text.append(f" · no event for {units.duration(silent_s)}", WARN)
+        text.append(f" · no event for {formatting.duration(silent_s)}", WARN)
     return text
 
 
@@ -210,10 +208,12 @@ def _imitation_row(story: RunStory, phase: str) -> Row:
     if not timeline:
         return name, Bar(0.0), _missing()
     now = timeline[-1].event
-    words = _words(f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{units.brief(now.tokens_per_s)} tokens/s")
+    words = _words(
+        f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{formatting.brief(now.tokens_per_s)} tokens/s"
+    )
     if story.phase == phase and now.tokens_per_s > 0:
         left_s = (now.steps - now.step) * now.tokens / max(now.step, 1) / now.tokens_per_s
-        words.append(" · ", DIM).append(f"{units.duration(left_s)} left", DIM)
+        words.append(" · ", DIM).append(f"{formatting.duration(left_s)} left", DIM)
     return name, Bar(now.step / now.steps), words
 
 
@@ -237,7 +237,7 @@ def _step_row(story: RunStory, config: RunConfig) -> Row:
     words = Text.assemble(("step ", DIM), (f"{step}", "bold"), (f" of {config.trainer.steps}", DIM))
     if story.steps:
         last = story.steps[-1].event
-        words.append(" · ", DIM).append(f"entropy {units.decimal(last.entropy if last.loss_tokens else None, 3)}")
+        words.append(" · ", DIM).append(f"entropy {formatting.decimal(last.entropy if last.loss_tokens else None, 3)}")
     return "RL", Bar(step / config.trainer.steps), words
 
 
@@ -247,7 +247,7 @@ def _reward_row(story: RunStory) -> Row:
     rewards = [timed.event.reward_mean for timed in story.steps]
     words = Text.assemble(("mean ", DIM), (f"{rewards[-1]:.3f}", "bold"))
     if len(rewards) > 1:
-        words.append(f" · {units.decimal(rewards[0], 3)} at first", DIM)
+        words.append(f" · {formatting.decimal(rewards[0], 3)} at first", DIM)
     return "reward", Sparkline(rewards, ACCENT), words
 
 
@@ -268,7 +268,11 @@ def _trainer_row(story: RunStory) -> Row:
         return "trainer", Bar(0.0), _missing()
     share, tokens = busy_s / (busy_s + wait_s), sum(step.trained_tokens for step in recent)
     rate = tokens / (busy_s + wait_s)
-    return "trainer", Bar(share), _words(f"{units.percent(share, 0)} busy", f"{units.brief(rate)} tokens/s trained")
+    return (
+        "trainer",
+        Bar(share),
+        _words(f"{formatting.percent(share, 0)} busy", f"{formatting.brief(rate)} tokens/s trained"),
+    )
 
 
 def _engine_row(story: RunStory) -> Row:
@@ -280,7 +284,9 @@ def _engine_row(story: RunStory) -> Row:
         return "engine", Bar(0.0), _missing()
     share = sum(stats.busy_s for stats in recent) / window_s
     rate = sum(stats.generated_tokens for stats in recent) / window_s
-    words = _words(f"{units.percent(share, 0)} busy", f"{units.brief(rate)} tokens/s", f"{recent[0].running} running")
+    words = _words(
+        f"{formatting.percent(share, 0)} busy", f"{formatting.brief(rate)} tokens/s", f"{recent[0].running} running"
+    )
     if recent[0].waiting:
         words.append(f" · {recent[0].waiting} waiting", WARN)
     return "engine", Bar(share), words
@@ -302,13 +308,13 @@ def _mismatch_row(story: RunStory, config: RunConfig) -> Row:
     if not compared:
         return "mismatch", "", _missing()
     now, bound = compared[-1], config.numerics.warn_k3
-    words = _words(f"k3 {units.small(now.mismatch_k3)}", f"max {units.small(now.mismatch_max)}")
+    words = _words(f"k3 {formatting.small(now.mismatch_k3)}", f"max {formatting.small(now.mismatch_max)}")
     if now.mismatch_k3 > bound:
-        words.append(f" · above {units.small(bound)}", WARN)
+        words.append(f" · above {formatting.small(bound)}", WARN)
     elif now.mismatch_equal == now.mismatch_tokens:
         words.append(" · equal to the last bit", GOOD)
     elif now.mismatch_pairs:
-        words.append(" · ", DIM).append(f"{units.small_percent(now.mismatch_flips / now.mismatch_pairs)} flips")
+        words.append(" · ", DIM).append(f"{formatting.small_percent(now.mismatch_flips / now.mismatch_pairs)} flips")
     return "mismatch", Sparkline([step.mismatch_k3 for step in compared], DIM), words
 
 
@@ -317,11 +323,11 @@ def _weights_row(story: RunStory) -> Row:
         return "weights", "", _missing()
     newest = story.published[-1].event
     version = f"v{newest.version}"
-    parts = [f"{newest.kind} {units.size(newest.size_bytes)} of {units.size(newest.state_bytes)}"]
+    parts = [f"{newest.kind} {formatting.size(newest.size_bytes)} of {formatting.size(newest.state_bytes)}"]
     if story.swapped:
         swap = story.swapped[-1].event
         version += f", engine at v{swap.version}"
-        parts.append(f"pause {units.milliseconds(swap.pause_ms)}")
+        parts.append(f"pause {formatting.milliseconds(swap.pause_ms)}")
     words = _words(*parts)
     if story.changed.get(newest.version) is False:
         words.append(" · no change", WARN)
@@ -334,7 +340,7 @@ def _rollouts_row(story: RunStory) -> Row:
     words = Text.assemble(
         (f"{failed} failed", WARN if failed else DIM), (" · ", DIM), (f"{dropped} dropped", WARN if dropped else DIM)
     )
-    return "rollouts", f"{units.count(tally.statuses[RolloutStatus.GRADED])} graded", words
+    return "rollouts", f"{formatting.count(tally.statuses[RolloutStatus.GRADED])} graded", words
 
 
 def _processes_row(story: RunStory) -> Row:
@@ -358,9 +364,9 @@ def _measured(result: EvalDone) -> Text:
         text.append(way, DIM)
         if pays_fractions(result):
             tried = [reward for reward in rewards if reward is not None]
-            text.append(f"{sum(tried) / len(tried):.3f}", "bold").append(f" ({units.percent(passed, 0)} passed)")
+            text.append(f"{sum(tried) / len(tried):.3f}", "bold").append(f" ({formatting.percent(passed, 0)} passed)")
         else:
-            text.append(units.percent(passed), "bold").append(f" ± {100 * error:.1f}")
+            text.append(formatting.percent(passed), "bold").append(f" ± {100 * error:.1f}")
     return text
 
 
@@ -376,7 +382,7 @@ def _words(*parts: str) -> Text:
 
 
 def _missing() -> Text:
-    return Text(units.MISSING, DIM)
+    return Text(formatting.MISSING, DIM)
 
 
 def _gain_cells(figures: Comparison) -> tuple[Text, Text, Text]:

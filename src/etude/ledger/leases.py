@@ -16,7 +16,7 @@ learns nothing from the time it missed: between two looks at most a quarter of a
 change nothing on either side, and so do restarts of the database.
 
 **One's own name** is taken back at once. A holder is named by its machine and run folder, and whoever vouches for that
-name (:mod:`etude.run.locks`) has seen the predecessor die. Should that be wrong, the token holds.
+name (:mod:`etude.run.folder`) has seen the predecessor die. Should that be wrong, the token holds.
 
 Pure: rows and ``now`` in, decisions out.
 """

@@ -15,8 +15,8 @@ from etude.engines.native.engine import NativeEngine
 from etude.engines.native.server import engine_app
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
-from etude.run.outages import StoreOutages
 from etude.run.serving import listening, run_until_signal, tell_person
+from etude.run.store_outages import StoreOutages
 from etude.run.vllm import serve_vllm
 from etude.run.weight_follower import Serving, WeightFollower
 from etude.run.weight_log import open_log

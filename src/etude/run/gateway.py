@@ -35,8 +35,8 @@ from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
 from etude.run.gateway_parts import Plan, Running, running
-from etude.run.outages import StoreOutages
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
+from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format

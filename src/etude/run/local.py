@@ -18,16 +18,15 @@ from etude.clock import date_utc
 from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
-from etude.dashboard.story import RunStory
+from etude.dashboard.run_metrics import RunStory
 from etude.ledger.ledger import Ledger
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
-from etude.run.lineage import Lineage, check_complete, phases_of
-from etude.run.locks import exclusive
-from etude.run.machine import describe_machine, source_commit
-from etude.run.outages import StoreOutages
+from etude.run.machine_info import describe_machine, source_commit
+from etude.run.phase_folders import Lineage, check_complete, phases_of
 from etude.run.processes import PREDECESSOR_S
-from etude.run.progress import Progress
+from etude.run.progress_display import Progress
+from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted

@@ -11,32 +11,33 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from etude.config.imitation import ImitationConfig
+from etude.config.imitation import PRACTICE_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
-from etude.run.families import open_practice
 from etude.run.folder import RunFolder
-from etude.run.lineage import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
-from etude.run.liveness import Heartbeat
-from etude.run.numerics import choose_arithmetic, published_state
-from etude.run.outages import StoreOutages
+from etude.run.heartbeat import Heartbeat
+from etude.run.numerics import choose_arithmetic, published_state, to_stored
+from etude.run.phase_folders import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
-from etude.run.sources import open_reading, settings_of
-from etude.run.tensors import to_stored
+from etude.run.store_outages import StoreOutages
+from etude.run.task_families import open_practice
 from etude.run.weight_log import open_log
-from etude.tasks.corpora.corpus import tokenizer_texts
-from etude.tasks.corpora.mixture import Cursor, Taken
+from etude.tasks.corpora.conversations import Conversations
+from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Source, Stream, Taken, heldout_documents
+from etude.tasks.corpora.texts import PlainText, TextFiles
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
@@ -45,10 +46,8 @@ from etude.tokens.messages import ChatFormat
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.imitation import ImitationTrainer, Loss
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
-from etude.trainer.schedule import BatchSchedule, RateSchedule
-from etude.types import Document, Json
+from etude.trainer.optimisation import BatchSchedule, Optimisation, RateSchedule, build_optimiser
+from etude.types import Document, Json, Split
 from etude.weights.digest import state_digest
 
 REPORT_EVERY_STEPS = 20
@@ -352,3 +351,68 @@ def _fingerprint(identity: str) -> Tensor:
 def _or_zero(value: float) -> float:
     """NaN is no JSON."""
     return 0.0 if math.isnan(value) else value
+
+
+HELDOUT_SEED = 0
+"""What is measured on does not depend on a run's seed, so that runs can be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """All that a phase reads."""
+
+    stream: Stream
+    heldout: Mapping[str, Sequence[Document]]
+    """Source → documents that are never learnt from; without those that have none, or where nothing is measured."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole phase."""
+        return self.stream.mixture.tokens
+
+
+def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
+    """The section of a phase."""
+    return config.midtrain if phase == "midtrain" else config.sft
+
+
+def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Reading:
+    """The stream of a phase, its sources proven to be readable, and its held-out documents.
+
+    Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
+    """
+    shares = config.midtrain.shares if phase == "midtrain" else {f"chat:{config.sft.file}": (1.0, 1.0)}
+    sources = _open(config, phase, shares, chat, Split.TRAIN)
+    tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
+    heldout = _open(config, phase, shares, chat, Split.HELDOUT) if config.eval.enabled else {}
+    found = {name: heldout_documents(source, config.eval.documents) for name, source in heldout.items()}
+    return Reading(
+        stream=Stream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
+        heldout={name: documents for name, documents in found.items() if documents},
+    )
+
+
+def _open(
+    config: RunConfig, phase: Phase, names: Mapping[str, object], chat: ChatFormat, split: Split
+) -> dict[str, Source]:
+    """The sources of a phase by name, on one side of the hold-out; none where the phase reads nothing."""
+    if phase == "midtrain" and not config.midtrain.tokens:
+        return {}
+    seed = config.seed if split is Split.TRAIN else HELDOUT_SEED
+    text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.document_one_in)
+    weight = settings_of(config, phase).context_weight
+    opened: dict[str, Source] = {}
+    if any(name in PRACTICE_SOURCES for name in names):
+        opened = practice_sources(open_practice(config, split), text, side, context_weight=weight)
+    for name in names:
+        kind, _, path = name.partition(":")
+        if kind == "text":
+            opened[name] = TextFiles(Path(path), text, side, piece_bytes=config.midtrain.document_bytes)
+        elif kind == "chat":
+            opened[name] = Conversations(Path(path), chat, side, context_weight=weight)
+    return {name: opened[name] for name in names}
+
+
+def _tokens(sources: Mapping[str, Source]) -> int:
+    """Of all conversations."""
+    return sum(source.tokens for source in sources.values() if isinstance(source, Conversations))

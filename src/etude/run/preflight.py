@@ -10,9 +10,9 @@ from etude.config.recipe import RunConfig
 from etude.config.tasks import OF_FOLDER
 from etude.errors import ConfigError, UserError
 from etude.run.endpoints import probe_ports
-from etude.run.families import open_family
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
+from etude.run.task_families import open_family
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, TemplateKwargs
 from etude.tokens.rerendering import rendered_differently

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from etude.run.folder import RunFolder
-from etude.run.locks import exclusive
+from etude.run.folder import RunFolder, exclusive
 from etude.run.resolve import Role, check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
@@ -67,7 +66,7 @@ def _run(name: str, folder: RunFolder, seat: int) -> None:
 
             run_phase(folder, name)
         case "parity":
-            from etude.run.parity_gate import gate
+            from etude.run.parity import gate
 
             gate(folder)
         case "serve":

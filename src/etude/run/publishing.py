@@ -14,7 +14,7 @@ from typing import Self, final
 
 from torch import Tensor
 
-from etude.run.tensors import to_stored
+from etude.run.numerics import to_stored
 from etude.telemetry.events import WeightsPublished
 from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog

@@ -19,7 +19,7 @@ import aiohttp
 from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
-from etude.dashboard.estimates import Estimate, mean_of
+from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
@@ -38,10 +38,10 @@ from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.appraisal import hold_reward, open_appraiser
 from etude.run.cheat_monitor import BaitingMonitor, policy_of
 from etude.run.detokenize import decoder
-from etude.run.families import open_family
+from etude.run.task_families import open_family
 from etude.run.folder import RunFolder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
-from etude.run.locks import holder
+from etude.run.folder import holder
 from etude.run.serving import run_until_signal
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,

@@ -18,7 +18,7 @@ from etude.aio import background_task
 from etude.errors import PortInUseError
 from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
-from etude.run.liveness import Heartbeat
+from etude.run.heartbeat import Heartbeat
 
 PR_SET_PDEATHSIG = 1
 """``prctl`` option: the kernel sends us a signal when our parent dies."""

@@ -4,7 +4,7 @@ Owns what happens when one dies. A process with an end that ends with 0 has done
 ``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. One that found
 no room on a disk is started again after pauses, for as long as it takes somebody to make room. Anything else (a crash,
 ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for
-each of them. One that lives and gives no sign of it (:mod:`etude.run.liveness`) is killed, and then likewise. Each
+each of them. One that lives and gives no sign of it (:mod:`etude.run.heartbeat`) is killed, and then likewise. Each
 restart is told at once, with its reason.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from etude.errors import EtudeError, InfrastructureError
 from etude.run.folder import RunFolder
-from etude.run.liveness import HEARTBEAT_VARIABLE, START_S, Silence
+from etude.run.heartbeat import HEARTBEAT_VARIABLE, START_S, Silence
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
 from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted

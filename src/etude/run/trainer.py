@@ -29,27 +29,25 @@ from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.run.distillation import CoursePlan
-from etude.run.folder import RunFolder
-from etude.run.liveness import Heartbeat
-from etude.run.locks import holder
+from etude.run.folder import RunFolder, holder
+from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import (
     decoded_state,
     published_state,
     route_space,
+    to_tensors,
     training_model,
 )
-from etude.run.outages import StoreOutages
 from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
-from etude.run.tensors import to_tensors
-from etude.run.trainer_setup import muster
+from etude.run.store_outages import StoreOutages
+from etude.run.trainer_group import muster
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
-from etude.trainer.batching.batch import build_batch
+from etude.trainer.batching.batch import build_batch, shuffle_rewards
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
-from etude.trainer.batching.shuffling import shuffle_rewards
 from etude.trainer.distillation import NO_COURSE, Course
 from etude.trainer.losses import Totals
 from etude.trainer.mismatch import NOTHING_COMPARED, POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung

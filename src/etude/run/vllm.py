@@ -30,8 +30,8 @@ from etude.models.spec import ModelSpec
 from etude.run.endpoints import probe_port
 from etude.run.folder import RunFolder
 from etude.run.numerics import largest_state, route_space
-from etude.run.outages import StoreOutages
 from etude.run.serving import listening, tell_person
+from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import next_arrival
 from etude.run.weight_log import open_log
 from etude.sandboxes.scratch import Scratch

@@ -27,8 +27,7 @@ from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.weights.inplace import RELOAD_SHARE, InPlaceWeights, Scatter
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.spec import ModelSpec
-from etude.run.numerics import largest_state, load_published, serving_model
-from etude.run.tensors import to_tensors
+from etude.run.numerics import largest_state, load_published, serving_model, to_tensors
 from etude.weights.log import WeightLog
 from etude.weights.pull import Arrival, Receiver
 from etude.weights.replica import ChangedNumbers, PulledWeights

@@ -6,7 +6,7 @@ from contextlib import closing
 from etude.errors import InfrastructureError, RunFolderError, UserError
 from etude.ledger.archive import Archive
 from etude.run.folder import LOG_ID, RunFolder
-from etude.run.outages import StoreOutages
+from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
 from etude.weights.retrying import RetryingStore
 from etude.weights.store import Objects, ObjectStore

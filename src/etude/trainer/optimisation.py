@@ -7,19 +7,101 @@ from: losses come from outside, one piece of the batch at a time, so that the gr
 built. Each is divided by the totals of the *whole* batch, so that their gradients only have to be added up.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import final
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from etude.config.training import OptimiserConfig
 from etude.errors import DamagedError, DivergedError
 from etude.models.decoder import Decoder
+from etude.trainer.muon import Muon, matrices_of
 from etude.trainer.parallel import clip_gradients
-from etude.trainer.schedule import RateSchedule
 
 MODEL, OPTIMISER = "model", "optimiser"
 """What names begin with: ``model/<parameter>`` and ``optimiser/<parameter>/<key>``."""
+
+
+FINAL_RATE_SHARE = 0.05
+"""A phase ends at this share of its peak rate: below it the last steps would teach nothing."""
+
+RateShape: TypeAlias = Literal["wsd", "cosine", "constant"]
+"""What follows the warm-up: a plateau and a linear decay, half a cosine, or nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSchedule:
+    """The learning rate of ``steps`` steps, as a share of its peak.
+
+    - ``wsd``: a plateau, and over the last ``decay_share`` of the steps a linear decay (warmup-stable-decay, arXiv
+      2404.06395)
+    - ``cosine``: half a cosine from the end of the warm-up to the last step (arXiv 1608.03983, without restarts)
+    - ``constant``: a plateau
+
+    What decays has :data:`FINAL_RATE_SHARE` at the last step.
+    """
+
+    steps: int
+    warmup_steps: int
+    """Linear warm-up."""
+    decay_share: float = 0.0
+    """Of ``wsd`` alone."""
+    shape: RateShape = "wsd"
+
+    def share(self, step: int) -> float:
+        """The share at step 1 … ``steps``."""
+        warm = min(1.0, step / self.warmup_steps)
+        match self.shape:
+            case "wsd":
+                decay_steps, left = self.decay_share * self.steps, self.steps - step
+                if left >= decay_steps:
+                    return warm
+                return min(warm, FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * left / decay_steps)
+            case "cosine":
+                done = max(0, step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+                return warm * (FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * (1 + math.cos(math.pi * done)) / 2)
+            case "constant":
+                return warm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSchedule:
+    """The tokens of each step of a phase: a linear ramp in the tokens read so far, then a plateau.
+
+    Small batches make more of the first tokens, when every gradient points the same way; large ones average out the
+    noise of the last (the critical batch size grows as the loss falls: arXiv 1812.06162, section 2).
+    """
+
+    tokens: int
+    """Of the whole phase."""
+    first: int
+    """Of the first step."""
+    last: int
+    """Of every step behind the ramp."""
+    ramp_share: float = 0.0
+    """Share of the phase's tokens that the ramp takes."""
+
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of each step, ``tokens`` in all: what would be too little for a step of its own is the last one's."""
+        budgets: list[int] = []
+        left = self.tokens
+        while left:
+            budget = self._budget(self.tokens - left)
+            if budgets and left < budget:
+                budgets[-1] += left
+                break
+            budgets.append(min(budget, left))
+            left -= budgets[-1]
+        return tuple(budgets)
+
+    def _budget(self, done: int) -> int:
+        """Tokens of the step that begins when ``done`` have been read."""
+        ramp = self.ramp_share * self.tokens
+        return self.last if done >= ramp else round(self.first + (self.last - self.first) * done / ramp)
 
 
 @final
@@ -105,3 +187,40 @@ class Optimisation:
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def build_optimiser(
+    model: Decoder,
+    config: OptimiserConfig,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """The optimiser of ``config.kind`` over all parameters of ``model``, sharded or not.
+
+    ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
+    do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate.
+    """
+    matrices = matrices_of(model) if config.kind == "muon" else {}
+    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    groups = [
+        {"params": group, "weight_decay": decay}
+        for decay, chosen in (
+            (weight_decay, [parameter for parameter in others if parameter.ndim > 1]),
+            (0.0, [parameter for parameter in others if parameter.ndim <= 1]),
+        )
+        for group in _by_mesh(chosen)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    if config.kind == "adamw":
+        return adamw
+    return Muon(matrices, adamw, momentum=config.momentum, weight_decay=weight_decay)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
+    """Parameters in groups that live on one mesh each: a fused kernel cannot take experts and the rest together."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())

@@ -10,7 +10,7 @@ from etude.config.recipe import EvalConfig, RunConfig
 from etude.config.rollouts import RolloutConfig
 from etude.config.training import TrainerConfig
 from etude.dashboard.report import build_report
-from etude.dashboard.story import RunStory
+from etude.dashboard.run_metrics import RunStory
 from etude.telemetry.events import (
     EngineStats,
     Event,

@@ -6,9 +6,17 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.evaluation import Evaluation, Measure, Prices, Try, differences, figures
-from etude.dashboard.evaluation_text import comparison_table, evaluation_table
-from etude.dashboard.report import figure
+from etude.dashboard.evaluation import (
+    Evaluation,
+    Measure,
+    Prices,
+    Try,
+    comparison_table,
+    differences,
+    evaluation_table,
+    figures,
+)
+from etude.dashboard.formatting import figure
 from etude.errors import ConfigError
 
 

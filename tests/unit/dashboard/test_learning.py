@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.learning import nothing_learnt, warning
-from etude.dashboard.line import render_line
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
+from etude.dashboard.formatting import figure
+from etude.dashboard.report import build_report, nothing_learnt, warning
+from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.text import render_line
 from etude.telemetry.events import PhaseStarted, StepDone, WeightsPublished
 from etude.telemetry.log import Logged
 

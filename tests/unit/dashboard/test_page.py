@@ -12,8 +12,8 @@ from etude.config.training import ModelConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.plots import Line, line_plot, smooth
 from etude.dashboard.report import build_report
-from etude.dashboard.story import RunStory
-from etude.dashboard.summary import summary
+from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.text import summary
 from etude.telemetry.log import Logged
 from etude.types import Json
 from evaluations import evaluation

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from etude.config.recipe import EvalConfig, RunConfig
-from etude.dashboard.gains import comparison, full_marks
-from etude.dashboard.report import build_report, figure
-from etude.dashboard.story import RunStory
-from etude.dashboard.summary import summary
-from etude.dashboard.units import percent
+from etude.dashboard.formatting import figure, percent
+from etude.dashboard.heldout import comparison, full_marks
+from etude.dashboard.report import build_report
+from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.text import summary
 from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded, StepDone
 from etude.telemetry.log import Logged
 from etude.types import Json

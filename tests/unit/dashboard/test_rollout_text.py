@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.rollout_reading import (
+from etude.dashboard.rollout_text import (
     ReadComparison,
     ReadHint,
     ReadPart,
@@ -15,9 +15,13 @@ from etude.dashboard.rollout_reading import (
     ReadToken,
     ReadTurn,
     ReadVerdict,
+    group_table,
+    overview,
+    rollout_list,
+    rollout_page,
     to_json,
+    visible,
 )
-from etude.dashboard.rollout_text import group_table, overview, rollout_list, rollout_page, visible
 from etude.ledger.archive import Census, Found, Outcome, Traits
 from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus

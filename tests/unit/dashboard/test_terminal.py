@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from etude.config.recipe import EvalConfig, RunConfig
-from etude.dashboard.line import render_line
 from etude.dashboard.report import build_report
-from etude.dashboard.story import RunStory
+from etude.dashboard.run_metrics import RunStory
 from etude.dashboard.terminal import final_table, render, sparkline
+from etude.dashboard.text import render_line
 from etude.telemetry.log import Logged
 from etude.types import Json
 

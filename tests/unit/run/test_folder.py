@@ -7,8 +7,7 @@ import pytest
 
 from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import ConfigError, RunFolderError
-from etude.run.folder import RunFolder
-from etude.run.locks import exclusive
+from etude.run.folder import RunFolder, exclusive
 from etude.run.resolve import resolve
 
 

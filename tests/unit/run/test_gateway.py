@@ -30,8 +30,8 @@ from etude.gateway.routing.engine_health import EngineEntry
 from etude.run.folder import RunFolder
 from etude.run.gateway import Alone, announce, entry_of, longest_context, run_alone, tls_context
 from etude.run.gateway_parts import Plan, running
-from etude.run.outages import StoreOutages
 from etude.run.serving import listening
+from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tokens.chat import ChatTemplate
 from etude.types import TensorSpec

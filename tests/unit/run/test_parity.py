@@ -12,8 +12,17 @@ from torch import Tensor
 from etude.config.inference import NumericsConfig
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.numerics import load_published, published_state, serving_model, training_model
-from etude.run.parity import PROMPTS, WAYS, LayerDifference, Parity, check_parity, compare_layers, sample
-from etude.run.parity_gate import show_parity, verdict
+from etude.run.parity import (
+    PROMPTS,
+    WAYS,
+    LayerDifference,
+    Parity,
+    check_parity,
+    compare_layers,
+    sample,
+    show_parity,
+    verdict,
+)
 from etude.trainer.mismatch import Mismatch, Rung
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder
-from etude.run.lineage import Lineage
+from etude.run.phase_folders import Lineage
 from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
 from etude.run.weight_log import open_log
 from etude.tasks.corpora.conversations import Conversations

@@ -8,7 +8,7 @@ import pytest
 
 from etude.config.loading import default_recipe
 from etude.config.recipe import EvalConfig
-from etude.dashboard.estimates import mean_of
+from etude.dashboard.statistics import mean_of
 from etude.errors import ConfigError
 from etude.ledger.ledger import Ledger
 from etude.rollouts.fake import FakeSandboxes

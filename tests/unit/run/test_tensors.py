@@ -10,8 +10,8 @@ from torch import Tensor
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
+from etude.run.numerics import to_stored, to_tensors
 from etude.run.resolve import resolve_device
-from etude.run.tensors import to_stored, to_tensors
 from etude.weights.chunks import Layout, Part, assemble
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog

@@ -18,8 +18,8 @@ from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
-from etude.run.outages import StoreOutages
 from etude.run.publishing import WeightPublishing
+from etude.run.store_outages import StoreOutages
 from etude.run.trainer import MOST_IN_VAIN, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone

@@ -15,9 +15,8 @@ from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.engine import follow
-from etude.run.numerics import published_state, training_model
-from etude.run.outages import StoreOutages
-from etude.run.tensors import to_stored
+from etude.run.numerics import published_state, to_stored, training_model
+from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import ResidentModel, Serving, WeightFollower
 from etude.telemetry.log import EventLog
 from etude.weights.digest import state_digest

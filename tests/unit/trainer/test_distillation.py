@@ -14,10 +14,8 @@ from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
 from etude.trainer.distillation import Compared, Distillation, Lesson, divergences, prefix_weights
 from etude.trainer.losses import Totals
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer
-from etude.trainer.schedule import RateSchedule
 from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
 OFF = NumericsConfig(replay="off")

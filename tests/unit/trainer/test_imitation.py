@@ -12,9 +12,7 @@ from etude.errors import DivergedError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.trainer.imitation import ImitationTrainer, Loss, predict
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
-from etude.trainer.schedule import RateSchedule
+from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.types import Document
 
 

@@ -10,7 +10,7 @@ from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.trainer.muon import ADAMW_RMS, Muon, Split, matrices_of, orthogonalise
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import build_optimiser
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
 

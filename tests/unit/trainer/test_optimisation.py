@@ -9,8 +9,7 @@ from torch import Tensor
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.schedule import RateSchedule
+from etude.trainer.optimisation import Optimisation, RateSchedule
 
 SCHEDULE = RateSchedule(steps=10, warmup_steps=4)
 

@@ -5,7 +5,7 @@ import torch
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import build_optimiser
 
 
 def test_adamw_is_torchs_with_gains_that_do_not_decay() -> None:

@@ -19,10 +19,8 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.losses import Totals
-from etude.trainer.optimisation import Optimisation
-from etude.trainer.optimisers import build_optimiser
+from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer, sample_share
-from etude.trainer.schedule import RateSchedule
 from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
 
 OFF = NumericsConfig(replay="off")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.trainer.schedule import FINAL_RATE_SHARE, BatchSchedule, RateSchedule, RateShape
+from etude.trainer.optimisation import FINAL_RATE_SHARE, BatchSchedule, RateSchedule, RateShape
 
 
 def shares_of(steps: int, decay_share: float = 0.0, shape: RateShape = "wsd") -> list[float]:

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.dashboard import units
+from etude.dashboard import formatting
 from etude.errors import ConfigError, SandboxError
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SandboxProvider
-from etude.run.machine import describe_machine
-from etude.run.parity_gate import DIM, GOOD, WARN
+from etude.run.machine_info import describe_machine
+from etude.run.parity import DIM, GOOD, WARN
 from etude.sandbox_spec import Capability
 from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.local.provider import LocalSandboxes
@@ -59,7 +59,7 @@ def examine() -> list[Finding]:
     return [
         Finding("processor", True, f"{machine['processor']}, {machine['cores']} cores for us"),
         Finding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
-        Finding("disk", True, f"{units.size(shutil.disk_usage('.').free)} free here"),
+        Finding("disk", True, f"{formatting.size(shutil.disk_usage('.').free)} free here"),
         Finding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
         *_sandboxes(),
         _kernels(),

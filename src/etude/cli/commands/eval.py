@@ -18,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from etude.cli.commands.show import console
-from etude.dashboard.evaluation import Evaluation, Measure, differences, figures
-from etude.dashboard.evaluation_text import comparison_table, evaluation_table
+from etude.dashboard.evaluation import Evaluation, Measure, comparison_table, differences, evaluation_table, figures
 from etude.errors import ConfigError
 from etude.run.evaluate import Progress, Wanted, evaluate
 from etude.run.folder import RunFolder

@@ -8,9 +8,8 @@ from etude.cli.commands.weights import log_of, require_empty
 from etude.errors import RunFolderError
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
-from etude.run.numerics import checkpoint_extra
+from etude.run.numerics import checkpoint_extra, to_tensors
 from etude.run.phases import hand_down, save_state
-from etude.run.tensors import to_tensors
 from etude.tokens.jinja import load_format
 from etude.weights.pull import pull
 

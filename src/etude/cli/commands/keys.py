@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from etude.clock import SystemClock, date_utc
-from etude.dashboard import units
+from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import UserError
 from etude.gateway.http.keyfile import KeyFile
@@ -52,8 +52,8 @@ def show_keys(file: Path, console: Console) -> None:
         left_s = None if key.expires_at is None else key.expires_at - now
         expires = "never" if left_s is None else f"in {left_s:,.0f} s" if left_s > 0 else "expired"
         bounds = {"requests": key.limits.requests_per_minute, "tokens": key.limits.tokens_per_minute}
-        budget = ", ".join(f"{units.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
-        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or units.MISSING, key.label)
+        budget = ", ".join(f"{formatting.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
+        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or formatting.MISSING, key.label)
     console.print(table)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from etude.config.recipe import RunConfig
-from etude.run.families import open_family
+from etude.run.task_families import open_family
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Split, TestChecks
 
 

@@ -15,9 +15,8 @@ from etude.errors import EtudeError
 from etude.models.checkpoint import load_spec
 from etude.models.experts import Routing
 from etude.run.folder import RunFolder
-from etude.run.numerics import load_published, training_model
+from etude.run.numerics import load_published, to_tensors, training_model
 from etude.run.resolve import check_devices
-from etude.run.tensors import to_tensors
 from etude.run.weight_log import open_log
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.turn_spans import places

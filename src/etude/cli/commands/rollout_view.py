@@ -4,7 +4,7 @@
 
 Advantages, masks and weights are not explained a second time here: the group goes through the very functions that make
 the trainer's batches, and what they gave each turn is read off. Owns that composition. The nouns are
-:mod:`etude.dashboard.rollout_reading`'s, the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
+:mod:`etude.dashboard.rollout_text`'s, the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
 on.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.rollout_reading import (
+from etude.dashboard.rollout_text import (
     ReadComparison,
     ReadHint,
     ReadPart,

@@ -16,8 +16,7 @@ from typing import get_args
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from etude.dashboard.rollout_reading import to_json
-from etude.dashboard.rollout_text import ID_CHARACTERS, group_table, overview, rollout_list, rollout_page
+from etude.dashboard.rollout_text import ID_CHARACTERS, group_table, overview, rollout_list, rollout_page, to_json
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Comparison, Outcome, Search

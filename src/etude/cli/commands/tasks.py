@@ -23,8 +23,8 @@ from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import SandboxProvider
 from etude.rewards.graders.script import ScriptGrader
-from etude.run.families import open_family
 from etude.run.serving import listening, run_until_signal
+from etude.run.task_families import open_family
 from etude.run.task_sandboxes import KEY_VARIABLE, base_store, image_store, open_provider
 from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images.store import ImageStore

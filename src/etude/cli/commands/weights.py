@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
-from etude.dashboard import units
+from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run.folder import RunFolder
@@ -75,15 +75,15 @@ def show_versions(log: WeightLog, console: Console) -> None:
     versions = light_table(*columns, broken=["created"])
     for record in records:
         share = f"{record.size_bytes / largest:.1%}" if largest else "–"
-        base = units.MISSING if record.base is None else str(record.base)
+        base = formatting.MISSING if record.base is None else str(record.base)
         row = (record.version, base, record.step, record.created[:16].replace("T", " "), record.digest[:12])
-        versions.add_row(*map(str, row), units.size(record.size_bytes), share, record.recipe)
+        versions.add_row(*map(str, row), formatting.size(record.size_bytes), share, record.recipe)
     console.print(f"log {log.records.log_id()}", highlight=False)
     console.print(versions)
     links = light_table("link, a shorter way", ">size")
     for link in log.links():
         source = "nothing" if link.source is None else str(link.source)
-        links.add_row(f"{source} → {link.target}", units.size(sum(pack.size_bytes for pack in link.packs)))
+        links.add_row(f"{source} → {link.target}", formatting.size(sum(pack.size_bytes for pack in link.packs)))
     if links.row_count:
         console.print()
         console.print(links)
@@ -175,7 +175,7 @@ def compare_versions(
     rows = sorted(_differences(before, after), key=lambda row: -row[3] / max(1, row[2]))
     for name, kind, numbers, changed in rows[:most]:
         shape = "×".join(map(str, after.state[name].spec.shape)) or "scalar"
-        table.add_row(f"{changed / max(1, numbers):.3%}", units.brief(numbers), kind, shape, name)
+        table.add_row(f"{changed / max(1, numbers):.3%}", formatting.brief(numbers), kind, shape, name)
     console.print(table)
     if most is not None and len(rows) > most:
         console.print(f"and {len(rows) - most} more tensors: --all")

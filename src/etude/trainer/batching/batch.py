@@ -114,3 +114,17 @@ def _staleness(groups: Sequence[Group], *, trained_version: int) -> Ids:
         if own
     ]
     return (trained_version - np.concatenate([np.empty(0, np.int32), *versions])).astype(np.int32)
+
+
+def shuffle_rewards(group: Group, *, seed: int) -> Group:
+    """The group with the same rewards, each given to a rollout drawn at random; quarantined rollouts keep theirs.
+
+    Advantages keep their distribution and lose their relation to what was done: each rollout's expected advantage is 0.
+    The same seed and group give the same order, in every process.
+    """
+    places = [place for place, rollout in enumerate(group.rollouts) if not rollout.is_quarantined]
+    drawn = np.random.default_rng((seed, group.index)).permutation(places)
+    rollouts = list(group.rollouts)
+    for place, source in zip(places, drawn.tolist(), strict=True):
+        rollouts[place] = replace(rollouts[place], reward=group.rollouts[source].reward)
+    return replace(group, rollouts=tuple(rollouts))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from etude.trainer.batching.shuffling import shuffle_rewards
+from etude.trainer.batching.batch import shuffle_rewards
 from etude.types import Disposition, Group, Rollout, Verdict
 from records import TASK, make_rollout, make_turn
 

@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from etude.config.loading import default_recipe
-from etude.dashboard.line import outage_lines
-from etude.dashboard.story import RunStory
+from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.text import outage_lines
 from etude.engines.native.engine import NativeEngine
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import save_checkpoint, state_of
@@ -18,11 +18,10 @@ from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.run.engine import _serve
 from etude.run.folder import RunFolder
-from etude.run.liveness import HEARTBEAT_VARIABLE
-from etude.run.numerics import published_state
-from etude.run.outages import StoreOutages
+from etude.run.heartbeat import HEARTBEAT_VARIABLE
+from etude.run.numerics import published_state, to_stored
 from etude.run.publishing import WeightPublishing
-from etude.run.tensors import to_stored
+from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import Serving, WeightFollower
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog, EventReader

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.dashboard.story import PHASES, RunStory
+from etude.dashboard.run_metrics import PHASES, RunStory
 from etude.telemetry.events import (
     Event,
     ImitationProgress,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.dashboard import units
+from etude.dashboard import formatting
 from etude.errors import UserError
 from etude.models.checkpoint import load_spec, spec_from_config
-from etude.run.lineage import phases_of
 from etude.run.numerics import DTYPES, count_parameters
+from etude.run.phase_folders import phases_of
 from etude.storage import free_bytes
 from etude.trainer.checkpoint import KEEP
 from etude.weights.publish import PublishOptions
@@ -65,9 +65,10 @@ class DiskNeed:
         the run cannot fit.
         """
         figures = (
-            f"the disk of {place} has {units.size(free)} free, and this run with a model of {self.parameters:,} "
-            f"parameters takes at least {units.size(self.total)}: training checkpoints {units.size(self.checkpoints)}, "
-            f"phases and their models {units.size(self.phases)}, weight versions {units.size(self.weights)}"
+            f"the disk of {place} has {formatting.size(free)} free, and this run with a model of {self.parameters:,} "
+            f"parameters takes at least {formatting.size(self.total)}: training checkpoints "
+            f"{formatting.size(self.checkpoints)}, "
+            f"phases and their models {formatting.size(self.phases)}, weight versions {formatting.size(self.weights)}"
         )
         if free < self.total:
             raise UserError(f"{figures}; make room there, or choose another --out")

@@ -13,7 +13,7 @@ from typing import final
 
 from etude.closing import Closing
 from etude.errors import InfrastructureError, UserError
-from etude.run.liveness import Heartbeat
+from etude.run.heartbeat import Heartbeat
 from etude.telemetry.events import OUTAGE_TOLD_S, Outage
 from etude.telemetry.log import EventLog
 

@@ -6,7 +6,7 @@ import pytest
 
 from etude.config.loading import parse_config
 from etude.errors import ConfigError
-from etude.run.families import open_family
+from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
 from etude.tasks.harbor.folder import read_task
 from etude.tasks.harbor.images import image_name

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.dashboard.estimates import (
+from etude.dashboard.statistics import (
     difference_of,
     exact_interval,
     mean_amount,

@@ -3,6 +3,10 @@
 A missing quantity (``None``) is written as a dash, never as zero.
 """
 
+from collections.abc import Mapping
+
+from etude.types import Json
+
 MISSING = "–"
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -87,3 +91,11 @@ def milliseconds(value_ms: float | None) -> str:
     if value_ms is None:
         return MISSING
     return f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.2g} ms" if value_ms < 10 else f"{value_ms:.1f} ms"
+
+
+def figure(report: Mapping[str, Json], path: str) -> float | None:
+    """The number at a dotted path such as ``heldout.pass_after``; ``None`` where it is unknown."""
+    value: object = report
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, int | float) else None

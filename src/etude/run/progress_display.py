@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.learning import warning
-from etude.dashboard.line import render_line
-from etude.dashboard.story import RunStory
+from etude.dashboard.report import warning
+from etude.dashboard.run_metrics import RunStory
 from etude.dashboard.terminal import WARN, render
+from etude.dashboard.text import render_line
 from etude.telemetry.log import EventReader
 
 PANEL_S = 0.5

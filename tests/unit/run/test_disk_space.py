@@ -6,7 +6,7 @@ import pytest
 
 from etude.config.loading import default_recipe
 from etude.errors import UserError
-from etude.run.room import DiskNeed, check_room
+from etude.run.disk_space import DiskNeed, check_room
 from smalldisk import small_disk
 
 BILLION = 1_000_000_000

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.aio import background_task
-from etude.run.liveness import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
+from etude.run.heartbeat import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
 from patience import until
 
 
