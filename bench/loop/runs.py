@@ -21,7 +21,7 @@ from bench.programs import environment
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import figure
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.run.folder import RunFolder, start_from
 from etude.run.local import run_local
@@ -68,7 +68,7 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
 
 def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> Course:
     """How a run went, by its events and by the CPU seconds that were read now and then."""
-    story, config = RunStory(), recipe(contestant, options)
+    story, config = RunMetrics(), recipe(contestant, options)
     for logged in EventReader(folder.events).new():
         story.add(logged)
     report = build_report(story, config, machine={}, date="", commit="")
@@ -98,7 +98,7 @@ def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, take
     )
 
 
-def _marks(story: RunStory, options: LoopOptions) -> tuple[Mark, ...]:
+def _marks(story: RunMetrics, options: LoopOptions) -> tuple[Mark, ...]:
     published = {timed.event.version: timed.at_s for timed in story.published}
     return tuple(
         Mark(version=step, step=step, seconds=story.phase_s("rl", until_s=published[step]) or 0.0)
@@ -106,7 +106,7 @@ def _marks(story: RunStory, options: LoopOptions) -> tuple[Mark, ...]:
     )
 
 
-def _of_phase(story: RunStory, taken: Taken) -> dict[str, float]:
+def _of_phase(story: RunMetrics, taken: Taken) -> dict[str, float]:
     """CPU seconds of each process while the run was in its RL phase."""
     during = [spent for at_s, spent in taken if story.in_phase(at_s, "rl")]
     if not during:

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.loop.runs import run_midtraining
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.run.folder import RunFolder
 from etude.run.local import run_local
 from etude.telemetry.log import EventReader
@@ -30,7 +30,7 @@ def midtrained(path: Path, config: RunConfig) -> RunFolder:
 
 def report_of(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     """What a run's events come to; of no machine and no date, which are the bench's to name."""
-    story = RunStory()
+    story = RunMetrics()
     for logged in EventReader(folder.events).new():
         story.add(logged)
     return build_report(story, config, machine={}, date="", commit="")

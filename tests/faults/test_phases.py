@@ -13,7 +13,7 @@ import pytest
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
-from etude.run.phase_folders import Lineage, Phase
+from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import run_phase, run_phases
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
@@ -82,6 +82,6 @@ def test_killed_phases_end_with_the_same_bits(tmp_path: Path) -> None:
             process.wait()
         run_phase(killed, phase)
     for phase in phases:
-        assert Lineage(killed).record(phase) == Lineage(whole).record(phase)
+        assert PhaseFolders(killed).record(phase) == PhaseFolders(whole).record(phase)
     assert (killed.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
     assert {check.fault for check in verify(open_log(killed))} == {None}

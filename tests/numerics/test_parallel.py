@@ -23,10 +23,10 @@ from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.numerics import published_state, to_stored
-from etude.run.trainer_group import Crew
+from etude.run.trainer_group import TrainerGroup
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
-from etude.trainer.distillation import NO_COURSE, Course, Lesson
+from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
@@ -212,52 +212,54 @@ def make_trajectories() -> list[Trajectory]:
 
 
 def crews(rank: int, folder: Path) -> None:
-    """Write what a crew of four measured in four steps, the second one from a checkpoint, the last one with lessons,
-    and the weights then.
+    """Write what a rank group of four measured in four steps, the second one from a checkpoint, the last one with
+    hints, and the weights then.
     """
     for name, loss in LOSSES.items():
         grid = make_grid("dp cp ep")
         policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
-        crew = Crew(policy, Checkpoints(folder / f"crew {name}", grid.everyone), grid)
+        trainer_group = TrainerGroup(policy, Checkpoints(folder / f"group {name}", grid.everyone), grid)
         if rank > 0:
-            crew.follow()
+            trainer_group.follow()
             continue
-        with crew:
-            measured = crew_steps(crew)
-            save_file(dict(crew.whole_model().state_dict()), folder / f"crew {name}.safetensors")
-        (folder / f"crew {name}.json").write_text(json.dumps(measured))
+        with trainer_group:
+            measured = crew_steps(trainer_group)
+            save_file(dict(trainer_group.whole_model().state_dict()), folder / f"group {name}.safetensors")
+        (folder / f"group {name}.json").write_text(json.dumps(measured))
 
 
-def make_course(batch: list[Trajectory], shares: int) -> Course:
+def make_distillation(batch: list[Trajectory], shares: int) -> DistillationBatch:
     """The teacher reads four tokens more, so that other ranks have its tokens."""
-    lessons = []
+    examples = []
     for student in batch:
         arrays: dict[str, Any] = {
             name: np.insert(getattr(student, name), [0] * 4, getattr(student, name)[0]) for name in PER_TOKEN
         }
         teacher = replace(student, **arrays, routes=None, sampling_mask=None, turn_starts=(student.turn_starts[0] + 4,))
-        lessons.append(Lesson(student=student, teacher=teacher))
-    lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
+        examples.append(DistillationExample(student=student, teacher=teacher))
+    lengths = [len(example.teacher.token_ids) for example in examples]
     dealt = pack(lengths, max_tokens=40, ranks=shares, cost=Cost(per_token=1.0, per_pair=0.1))
-    return Course(lessons=tuple(lessons), shares=tuple(map(tuple, dealt)))
+    return DistillationBatch(examples=tuple(examples), shares=tuple(map(tuple, dealt)))
 
 
-def crew_steps(crew: Crew) -> list[dict[str, float]]:
-    def step(number: int, batch: list[Trajectory], course: Course = NO_COURSE) -> dict[str, float]:
+def crew_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
+    def step(
+        number: int, batch: list[Trajectory], distillation: DistillationBatch = NO_DISTILLATION
+    ) -> dict[str, float]:
         lengths = [len(trajectory.token_ids) for trajectory in batch]
-        shares = pack(lengths, max_tokens=30, ranks=crew.shares, cost=Cost(per_token=1.0, per_pair=0.1))
+        shares = pack(lengths, max_tokens=30, ranks=trainer_group.shares, cost=Cost(per_token=1.0, per_pair=0.1))
         tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
         totals = Totals(tokens=tokens, trajectories=len(batch), sampled=50, sampled_trajectories=len(batch))
-        return asdict(crew.step(number, batch, shares, totals, course=course))
+        return asdict(trainer_group.step(number, batch, shares, totals, distillation=distillation))
 
     batch = make_trajectories()
     first = step(1, batch)
-    crew.idle(0.0)
-    crew.save(1)
+    trainer_group.idle(0.0)
+    trainer_group.save(1)
     step(2, batch)
-    crew.restore(crew.saved)
+    trainer_group.restore(trainer_group.saved)
     lone = step(3, batch[:1])  # of a lone trajectory most ranks have nothing
-    return [first, step(2, batch), lone, step(4, batch, make_course(batch, crew.shares))]
+    return [first, step(2, batch), lone, step(4, batch, make_distillation(batch, trainer_group.shares))]
 
 
 def everything(rank: int, folder: Path) -> None:
@@ -317,15 +319,15 @@ def test_one_process_writes_what_four_read(folder: Path, tmp_path: Path, kind: A
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
     policy = make_policy(make_model(TINY_LATENT), LOSSES[name], None)
-    with Crew(policy, Checkpoints(tmp_path), None) as alone:
+    with TrainerGroup(policy, Checkpoints(tmp_path), None) as alone:
         expected = crew_steps(alone)
-    measured = json.loads((folder / f"crew {name}.json").read_text())
+    measured = json.loads((folder / f"group {name}.json").read_text())
     assert min(step["grad_norm"] for step in expected[:2]) > 0.01
     assert expected[0]["flipped_pairs"] > 0
     assert abs(expected[3]["hint_nats"]) > 0.01
     for found, step in zip(measured, expected, strict=True):
         assert found == pytest.approx(step, rel=1e-4, abs=TOLERANCE)
-    weights = load_file(folder / f"crew {name}.safetensors")
+    weights = load_file(folder / f"group {name}.safetensors")
     for key, tensor in policy.model.state_dict().items():
         # AdamW steps by the sign of a gradient that is 0 but for rounding; that is one number in thousands.
         assert (weights[key] - tensor).abs().mean() < 1e-6, key

@@ -33,7 +33,7 @@ from etude.config.training import (
     MaskKind,
     corrections,
 )
-from etude.trainer.losses import LossTokens, PolicyLoss, Totals, lesson_normaliser, policy_loss
+from etude.trainer.losses import LossTokens, PolicyLoss, Totals, distillation_normaliser, policy_loss
 
 Rows = list[list[float]]
 TOTALS = Totals(tokens=20, trajectories=6, lost_tokens=3.0, lost_trajectories=1.0)
@@ -316,7 +316,7 @@ def test_lessons_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kin
     totals = Totals(tokens=12, trajectories=3, sampled=12, sampled_trajectories=3)
     policy_loss(tokens, config, totals).loss.backward()
     assert logprobs_N.grad is not None
-    assert logprobs_N.grad.tolist() == pytest.approx([-1 / lesson_normaliser(config, totals)] * 12)
+    assert logprobs_N.grad.tolist() == pytest.approx([-1 / distillation_normaliser(config, totals)] * 12)
 
 
 def parts(samples: list[Sample], cuts: list[int]) -> list[list[int]]:

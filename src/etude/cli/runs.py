@@ -155,12 +155,12 @@ def _run(options: argparse.Namespace) -> int:
             print(dump_toml(config), end="")
             print("".join(f"# {line}\n" for line in about_reward), end="")
             return 0
-        from etude.run.disk_space import check_room
+        from etude.run.disk_space import check_disk_space
         from etude.run.local import default_out
         from etude.run.preflight import check_ready
 
         out = options.out or default_out(config)
-        for warning in (*check_ready(config), *check_room(config, out)):
+        for warning in (*check_ready(config), *check_disk_space(config, out)):
             print(f"warning: {warning}", file=sys.stderr)
         folder = RunFolder.create(out, config)
     from etude.dashboard.terminal import final_table
@@ -269,7 +269,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from etude.cli.commands import doctor
-    from etude.run import parity as gate
+    from etude.run import parity
     from etude.run.folder import RunFolder
     from etude.run.preflight import about_template
 
@@ -278,14 +278,14 @@ def _doctor(options: argparse.Namespace) -> int:
         doctor.show_machine(console)
         return 0
     if options.run is None:
-        parity = parity_gate.parity_of_model(options.model, default_recipe(options.set))
+        comparison = parity.parity_of_model(options.model, default_recipe(options.set))
     else:
         folder = RunFolder.open(options.run, writes=False)
-        parity = parity_gate.parity_of_run(folder, load_recipe(folder.config_file, options.set))
-    parity_gate.show_parity(parity, console)
+        comparison = parity.parity_of_run(folder, load_recipe(folder.config_file, options.set))
+    parity.show_parity(comparison, console)
     if options.model is None:
-        return 0 if parity.passed else USER_ERROR
+        return 0 if comparison.passed else USER_ERROR
     reads_calls = doctor.show_calls(options.model, console)
     for line in about_template(options.model):
         console.print(line)
-    return 0 if parity.passed and reads_calls else USER_ERROR
+    return 0 if comparison.passed and reads_calls else USER_ERROR

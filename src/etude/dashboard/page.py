@@ -270,7 +270,7 @@ def _time(report: Mapping[str, Json]) -> str:
 
 
 def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Points:
-    """The course of ``key`` over steps, without the steps at which it is unknown."""
+    """The values of ``key`` over steps, without the steps at which it is unknown."""
     rows = report[curve]
     assert isinstance(rows, list)
     found = [(figure(point, "step"), figure(point, key)) for point in rows if isinstance(point, dict)]

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.run_metrics import TRAIN, RunStory, Tally
+from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.types import Json, RolloutStatus
@@ -24,43 +24,43 @@ Figures: TypeAlias = dict[str, Json]
 
 
 def build_report(
-    story: RunStory, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
+    run: RunMetrics, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
 ) -> dict[str, Json]:
     """Every figure of a run. ``machine`` names the processor, its cores and the versions of Python and torch."""
-    steps = [timed.event for timed in story.steps]
+    steps = [timed.event for timed in run.steps]
     return {
         "name": config.name,
         "seed": config.seed,
         "date": date,
         "commit": commit,
         "machine": dict(machine),
-        "finished": story.phase == "done",
+        "finished": run.phase == "done",
         "steps": len(steps),
-        "learning": learning_figures(story),
-        "heldout": _heldout(story),
-        "seconds": _seconds(story),
-        "tokens": _tokens(story, steps),
-        **_load(story, steps),
+        "learning": learning_figures(run),
+        "heldout": _heldout(run),
+        "seconds": _seconds(run),
+        "tokens": _tokens(run, steps),
+        **_load(run, steps),
         "staleness": _staleness(steps, config.rollouts.max_staleness),
-        "mismatch": _mismatch(story, steps),
-        "weights": _weights(story),
-        "rollouts": _rollouts(story.rollouts.get(TRAIN, Tally())),
-        "cheating": story.hacks.get(TRAIN, HackRates()).figures(),
-        "judge_alarms": [asdict(alarm) for alarm in story.judge_alarms],
-        "restarts": story.restarts,
-        "memory_bytes_max": story.memory_bytes_max,
-        "interruptions": max(0, len(story.segments) - 1),
-        "midtrain_curve": _imitation_curve(story, "midtrain"),
-        "sft_curve": _imitation_curve(story, "sft"),
-        "heldout_curve": _heldout_curve(story),
-        "lineage": [asdict(ended) for ended in story.lineage.values()],
-        "curve": _curve(story),
+        "mismatch": _mismatch(run, steps),
+        "weights": _weights(run),
+        "rollouts": _rollouts(run.rollouts.get(TRAIN, Tally())),
+        "cheating": run.hacks.get(TRAIN, HackRates()).figures(),
+        "judge_alarms": [asdict(alarm) for alarm in run.judge_alarms],
+        "restarts": run.restarts,
+        "memory_bytes_max": run.memory_bytes_max,
+        "interruptions": max(0, len(run.segments) - 1),
+        "midtrain_curve": _imitation_curve(run, "midtrain"),
+        "sft_curve": _imitation_curve(run, "sft"),
+        "heldout_curve": _heldout_curve(run),
+        "lineage": [asdict(ended) for ended in run.lineage.values()],
+        "curve": _curve(run),
         "config": config.model_dump(mode="json"),
     }
 
 
-def _heldout(story: RunStory) -> Figures:
-    before, after = story.evals.get("before"), story.evals.get("after")
+def _heldout(run: RunMetrics) -> Figures:
+    before, after = run.evals.get("before"), run.evals.get("after")
     return heldout_figures(before, after) | {"recall_before": _recall(before), "recall_after": _recall(after)}
 
 
@@ -70,37 +70,37 @@ def _recall(result: EvalDone | None) -> float | None:
     return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
 
 
-def _seconds(story: RunStory) -> Figures:
-    evals = [seconds for phase in ("eval-before", "eval-after") if (seconds := story.phase_s(phase)) is not None]
+def _seconds(run: RunMetrics) -> Figures:
+    evals = [seconds for phase in ("eval-before", "eval-after") if (seconds := run.phase_s(phase)) is not None]
     return {
-        "total": _tenth(story.total_s() if story.segments else None),
-        "midtrain": _tenth(story.phase_s("midtrain")),
-        "sft": _tenth(story.phase_s("sft")),
-        "rl": _tenth(story.phase_s("rl")),
+        "total": _tenth(run.total_s() if run.segments else None),
+        "midtrain": _tenth(run.phase_s("midtrain")),
+        "sft": _tenth(run.phase_s("sft")),
+        "rl": _tenth(run.phase_s("rl")),
         "eval": _tenth(sum(evals) if evals else None),
     }
 
 
-def _tokens(story: RunStory, steps: list[StepDone]) -> Figures:
-    training = story.rollouts.get(TRAIN)
-    engine = story.engine_in("rl")
+def _tokens(run: RunMetrics, steps: list[StepDone]) -> Figures:
+    training = run.rollouts.get(TRAIN)
+    engine = run.engine_in("rl")
     reused = sum(stats.reused_tokens for stats in engine)
     return {
         "generated": sum(stats.generated_tokens for stats in engine) if engine else None,
         "kept": training.sampled_tokens if training else None,
         "trained": sum(step.trained_tokens for step in steps) if steps else None,
         "loss": sum(step.loss_tokens for step in steps) if steps else None,
-        "midtrain": _read_tokens(story, "midtrain"),
-        "sft": _read_tokens(story, "sft"),
+        "midtrain": _read_tokens(run, "midtrain"),
+        "sft": _read_tokens(run, "sft"),
         "reused_share": _ratio(_divide(reused, reused + sum(stats.prefill_tokens for stats in engine))),
     }
 
 
-def _load(story: RunStory, steps: list[StepDone]) -> Figures:
-    engine = story.engine_in("rl")
+def _load(run: RunMetrics, steps: list[StepDone]) -> Figures:
+    engine = run.engine_in("rl")
     engine_s = sum(stats.busy_s for stats in engine)
     trainer_s = sum(step.busy_s for step in steps)
-    rl_s = story.phase_s("rl") or 0.0
+    rl_s = run.phase_s("rl") or 0.0
     return {
         "busy": {
             "trainer": _ratio(_divide(trainer_s, rl_s)) if steps else None,
@@ -119,7 +119,7 @@ def _staleness(steps: list[StepDone], bound: int) -> Figures:
     }
 
 
-def _mismatch(story: RunStory, steps: list[StepDone]) -> Figures:
+def _mismatch(run: RunMetrics, steps: list[StepDone]) -> Figures:
     compared = [step for step in steps if step.mismatch_tokens]
     tokens = sum(step.mismatch_tokens for step in compared)
     pairs = sum(step.mismatch_pairs for step in compared)
@@ -132,15 +132,15 @@ def _mismatch(story: RunStory, steps: list[StepDone]) -> Figures:
         "equal": _share(sum(step.mismatch_equal for step in compared), tokens),
         "flips": _significant(_divide(sum(step.mismatch_flips for step in compared), pairs)),
         "coverage": _ratio(_divide(tokens, sum(step.staleness_tokens for step in steps))),
-        "warnings": len(story.warnings) if compared else None,
-        "by_position": _breakdown(story, "position"),
-        "by_version": _breakdown(story, "version"),
+        "warnings": len(run.warnings) if compared else None,
+        "by_position": _breakdown(run, "position"),
+        "by_version": _breakdown(run, "version"),
     }
 
 
-def _breakdown(story: RunStory, by: str) -> list[Json] | None:
+def _breakdown(run: RunMetrics, by: str) -> list[Json] | None:
     """The rows of all steps that have the same first position, or version, as one."""
-    rows = [row for row in story.mismatch.values() if row.by == by]
+    rows = [row for row in run.mismatch.values() if row.by == by]
     firsts = sorted({row.first for row in rows})
     return [_row([row for row in rows if row.first == first]) for first in firsts] or None
 
@@ -160,12 +160,12 @@ def _row(rows: list[MismatchMeasured]) -> dict[str, Json]:
     }
 
 
-def _weights(story: RunStory) -> Figures:
-    published = [timed.event for timed in story.published]
+def _weights(run: RunMetrics) -> Figures:
+    published = [timed.event for timed in run.published]
     full = [weights.size_bytes for weights in published if weights.kind == "full"]
     deltas = [weights.size_bytes for weights in published if weights.kind == "delta"]
-    pauses = [timed.event.pause_ms for timed in story.swapped]
-    stages = [timed.event.stage_ms for timed in story.swapped]
+    pauses = [timed.event.pause_ms for timed in run.swapped]
+    stages = [timed.event.stage_ms for timed in run.swapped]
     return {
         "versions": len({weights.version for weights in published}) if published else None,
         "full_bytes": full[-1] if full else None,
@@ -185,12 +185,12 @@ def _rollouts(tally: Tally) -> Figures:
     return {str(status): tally.statuses[status] if tally.closed else None for status in RolloutStatus}
 
 
-def _read_tokens(story: RunStory, phase: str) -> int | None:
-    timeline = story.imitation.get(phase)
+def _read_tokens(run: RunMetrics, phase: str) -> int | None:
+    timeline = run.imitation.get(phase)
     return timeline[-1].event.tokens if timeline else None
 
 
-def _heldout_curve(story: RunStory) -> list[Json]:
+def _heldout_curve(run: RunMetrics) -> list[Json]:
     """Every held-out measurement, in order: losses of the phases that imitate, pass rates of RL by weight version."""
     losses: list[Json] = [
         {
@@ -200,7 +200,7 @@ def _heldout_curve(story: RunStory) -> list[Json]:
             "action_loss": _ratio(found.action_loss),
             "sources": _ratios(found.sources),
         }
-        for (phase, step), found in sorted(story.heldout.items())
+        for (phase, step), found in sorted(run.heldout.items())
     ]
     passes: list[Json] = [
         {
@@ -212,12 +212,12 @@ def _heldout_curve(story: RunStory) -> list[Json]:
             "sampled_parts": _ratios(done.sampled_parts),
             "greedy_parts": _ratios(done.greedy_parts),
         }
-        for done in sorted(story.evals.values(), key=lambda done: done.version)
+        for done in sorted(run.evals.values(), key=lambda done: done.version)
     ]
     return losses + passes
 
 
-def _imitation_curve(story: RunStory, phase: str) -> list[Json]:
+def _imitation_curve(run: RunMetrics, phase: str) -> list[Json]:
     return [
         {
             "step": timed.event.step,
@@ -225,16 +225,16 @@ def _imitation_curve(story: RunStory, phase: str) -> list[Json]:
             "loss": _ratio(timed.event.loss),
             "action_loss": _ratio(timed.event.action_loss),
         }
-        for timed in story.imitation.get(phase, [])
+        for timed in run.imitation.get(phase, [])
     ]
 
 
-def _curve(story: RunStory) -> list[Json]:
-    changed = story.changed
+def _curve(run: RunMetrics) -> list[Json]:
+    changed = run.changed
     return [
         {
             "step": timed.event.step,
-            "seconds": _tenth(story.phase_s("rl", until_s=timed.at_s)),
+            "seconds": _tenth(run.phase_s("rl", until_s=timed.at_s)),
             "reward_mean": _ratio(timed.event.reward_mean),
             "groups": timed.event.groups or None,
             "groups_without_signal": timed.event.degenerate_groups,
@@ -253,7 +253,7 @@ def _curve(story: RunStory) -> list[Json]:
             "hint_kl": _ratio(timed.event.hint_kl if timed.event.hinted_tokens else None),
             "k3": _significant(timed.event.mismatch_k3 if timed.event.mismatch_tokens else None),
         }
-        for timed in story.steps
+        for timed in run.steps
     ]
 
 
@@ -298,9 +298,9 @@ NEARLY_ALL = 0.9
 """Share of rollouts that ended in one way, from which on that way is taken for the cause."""
 
 
-def learning_figures(story: RunStory) -> dict[str, Json]:
+def learning_figures(run: RunMetrics) -> dict[str, Json]:
     """The section ``learning`` of a report; ``None`` before the first step."""
-    steps = [timed.event for timed in story.steps]
+    steps = [timed.event for timed in run.steps]
     ended = ends(steps)
     groups = sum(step.groups for step in steps)
     return {
@@ -308,9 +308,9 @@ def learning_figures(story: RunStory) -> dict[str, Json]:
         "groups_without_signal": sum(step.degenerate_groups for step in steps) if groups else None,
         "ended": dict(ended.most_common()),
         "cut_short": cut_short(ended),
-        "versions_unchanged": sum(not changed for changed in story.changed.values()) if story.changed else None,
+        "versions_unchanged": sum(not changed for changed in run.changed.values()) if run.changed else None,
         "warning": warning(steps),
-        "nothing_learnt": nothing_learnt(story),
+        "nothing_learnt": nothing_learnt(run),
     }
 
 
@@ -337,13 +337,13 @@ def warning(steps: Sequence[StepDone]) -> str | None:
     return f"no group has had a signal since step {in_vain[0].step}: {likely_cause(in_vain)}"
 
 
-def nothing_learnt(story: RunStory) -> str | None:
+def nothing_learnt(run: RunMetrics) -> str | None:
     """The reason why all steps of a run taught it nothing; ``None`` where they may have, or there is none."""
-    steps = [timed.event for timed in story.steps]
+    steps = [timed.event for timed in run.steps]
     if steps and all(map(_is_in_vain, steps)):
         groups = sum(step.groups for step in steps)
         return f"nothing was learnt: none of {count(groups)} groups had a signal; {likely_cause(steps)}"
-    if steps and story.changed and not any(story.changed.values()):
+    if steps and run.changed and not any(run.changed.values()):
         return (
             "nothing was learnt: no step changed the published weights; raise trainer.learning_rate, or see in "
             "report.json's curve whether corrections masked every token (masked_share)"

@@ -4,7 +4,7 @@ Owns the facts that people ask about: which phase, how long, how well, how stale
 :class:`~etude.telemetry.log.EventReader`) and does not draw (:mod:`~etude.dashboard.terminal`,
 :mod:`~etude.dashboard.page`).
 
-    events ──▶ RunStory.add ──▶ timelines, tallies ──▶ build_report, render
+    events ──▶ RunMetrics.add ──▶ timelines, tallies ──▶ build_report, render
 
 Processes write separate files, so events may arrive slightly out of order; every timeline is kept sorted by the time
 of the event, and time is measured between events, never between arrivals.
@@ -90,7 +90,7 @@ class Segment:
     end_s: float
 
 
-class RunStory:
+class RunMetrics:
     """The facts of one run, up to the last event added."""
 
     def __init__(self) -> None:

@@ -136,7 +136,7 @@ def _estimated(values: Sequence[float], clusters: Sequence[str], bounds: tuple[f
         raise ValueError("no task has a value: there is nothing to take the mean of")
     values_N, (names, of_N) = np.asarray(values, np.float64), np.unique(np.asarray(clusters), return_inverse=True)
     over = "templates"
-    if len(names) in (1, len(values_N)):  # tasks of one template tell nothing of others
+    if len(names) in (1, len(values_N)):  # tasks of one template say nothing of others
         names, of_N, over = values_N, np.arange(len(values_N)), "tasks"
     value = float(values_N.mean())
     error = _clustered_error(values_N - value, of_N, len(names))

@@ -1,8 +1,8 @@
 """A run in the terminal: one panel while it lives, one table when it is done.
 
 Owns the layout for people at a terminal; 100 columns by 30 lines, still whole at 80 columns. Every figure comes from
-:class:`~etude.dashboard.run_metrics.RunStory` or from the report; nothing is measured here. A row keeps its place from
-the first second to the last, with a dash until it has something to say.
+:class:`~etude.dashboard.run_metrics.RunMetrics` or from the report; nothing is measured here. A row keeps its place
+from the first second to the last, with a dash until it has something to say.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from etude.dashboard import formatting
 from etude.dashboard.formatting import figure
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
 from etude.dashboard.report import ends, shares, warning
-from etude.dashboard.run_metrics import PHASES, TRAIN, RunStory, Tally
+from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally
 from etude.dashboard.text import outage_lines, summary
 from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
@@ -39,33 +39,33 @@ Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def render(story: RunStory, config: RunConfig, now_s: float) -> RenderableType:
+def render(run: RunMetrics, config: RunConfig, now_s: float) -> RenderableType:
     """The run at Unix time ``now_s``, as one panel."""
     rows = Table.grid(padding=(0, 2), expand=True)
     rows.add_column(style=DIM, width=9, no_wrap=True)
     rows.add_column(ratio=1, no_wrap=True)
     rows.add_column(ratio=2)
-    for row in _course_rows(story, config):
+    for row in _phase_rows(run, config):
         rows.add_row(*row)
     rows.add_row()
     for row in (
-        _trainer_row(story),
-        _engine_row(story),
-        _staleness_row(story, config),
-        _mismatch_row(story, config),
-        _weights_row(story),
-        _rollouts_row(story),
-        _processes_row(story),
+        _trainer_row(run),
+        _engine_row(run),
+        _staleness_row(run, config),
+        _mismatch_row(run, config),
+        _weights_row(run),
+        _rollouts_row(run),
+        _processes_row(run),
     ):
         rows.add_row(*row)
-    for words in outage_lines(story, now_s):
+    for words in outage_lines(run, now_s):
         rows.add_row(Text("waits", WARN), "", Text(words, WARN))
-    notice = warning([timed.event for timed in story.steps])
+    notice = warning([timed.event for timed in run.steps])
     return Panel(
-        Group(_track(story, config, now_s), Text(), rows, *([Text(notice, WARN)] if notice else [])),
+        Group(_track(run, config, now_s), Text(), rows, *([Text(notice, WARN)] if notice else [])),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
         title_align="left",
-        subtitle=_clock(story, config, now_s),
+        subtitle=_clock(run, config, now_s),
         subtitle_align="right",
         box=box.ROUNDED,
         border_style=DIM,
@@ -124,7 +124,7 @@ class Bar:
 
 
 class Sparkline:
-    """The course of some values, as wide as its column."""
+    """A curve of some values, as wide as its column."""
 
     def __init__(self, values: Sequence[float], style: str) -> None:
         self._values, self._style = values, style
@@ -134,7 +134,7 @@ class Sparkline:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of ``values`` in at most ``width`` characters, lowest ``▁`` to highest ``█``."""
+    """The curve of ``values`` in at most ``width`` characters, lowest ``▁`` to highest ``█``."""
     if len(values) > width:
         edges = [index * len(values) // width for index in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -143,17 +143,17 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
+def _track(run: RunMetrics, config: RunConfig, now_s: float) -> Text:
     """``✓ midtrain 3:12  ▸  ● RL 8:48  ▸  ○ eval``."""
     text = Text(no_wrap=True, overflow="ellipsis")
     left_out = [] if config.eval.enabled else ["eval-before", "eval-after"]
     left_out += [phase for phase in ("midtrain", "sft") if phase not in _imitation(config)]
     planned = [phase for phase in PHASES if phase not in left_out]
     for index, phase in enumerate(planned):
-        seconds = story.phase_s(phase, until_s=None if story.phase == "done" else now_s)
+        seconds = run.phase_s(phase, until_s=None if run.phase == "done" else now_s)
         if index:
             text.append("  ▸  ", DIM)
-        if story.phase == phase:
+        if run.phase == phase:
             text.append(f"● {_PHASE_NAMES[phase]} ", f"bold {ACCENT}").append(formatting.duration(seconds), ACCENT)
         elif seconds is not None:
             text.append("✓ ", GOOD).append(f"{_PHASE_NAMES[phase]} ").append(formatting.duration(seconds), DIM)
@@ -162,40 +162,40 @@ def _track(story: RunStory, config: RunConfig, now_s: float) -> Text:
     return text
 
 
-def _clock(story: RunStory, config: RunConfig, now_s: float) -> Text:
-    done = story.phase == "done"
-    text = Text(f"elapsed {formatting.duration(story.total_s(None if done else now_s) if story.segments else 0.0)}")
-    left_s = _left_s(story, config, now_s)
+def _clock(run: RunMetrics, config: RunConfig, now_s: float) -> Text:
+    done = run.phase == "done"
+    text = Text(f"elapsed {formatting.duration(run.total_s(None if done else now_s) if run.segments else 0.0)}")
+    left_s = _left_s(run, config, now_s)
     if left_s is not None:
         text.append(" · about ", DIM).append(formatting.duration(left_s)).append(" left", DIM)
-    silent_s = now_s - story.segments[-1].end_s if story.segments and not done else 0.0
+    silent_s = now_s - run.segments[-1].end_s if run.segments and not done else 0.0
     if silent_s > SILENCE_S:
         text.append(f" · no event for {formatting.duration(silent_s)}", WARN)
     return text
 
 
-def _left_s(story: RunStory, config: RunConfig, now_s: float) -> float | None:
+def _left_s(run: RunMetrics, config: RunConfig, now_s: float) -> float | None:
     """Seconds until the run is done, known once RL has a pace: the last evaluation will take as long as the first."""
-    eval_s = story.phase_s("eval-before") if config.eval.enabled else 0.0
+    eval_s = run.phase_s("eval-before") if config.eval.enabled else 0.0
     if eval_s is None:
         return None
-    if story.phase == "eval-after":
-        return max(0.0, eval_s - (story.phase_s("eval-after", now_s) or 0.0))
-    recent = story.steps[-RECENT_STEPS:]
-    if story.phase != "rl" or len(recent) < 2:
+    if run.phase == "eval-after":
+        return max(0.0, eval_s - (run.phase_s("eval-after", now_s) or 0.0))
+    recent = run.steps[-RECENT_STEPS:]
+    if run.phase != "rl" or len(recent) < 2:
         return None
-    first_s, last_s = (story.phase_s("rl", recent[end].at_s) or 0.0 for end in (0, -1))
+    first_s, last_s = (run.phase_s("rl", recent[end].at_s) or 0.0 for end in (0, -1))
     pace_s = (last_s - first_s) / (len(recent) - 1)
-    since_s = (story.phase_s("rl", now_s) or 0.0) - last_s
+    since_s = (run.phase_s("rl", now_s) or 0.0) - last_s
     return max(0.0, (config.trainer.steps - recent[-1].event.step) * pace_s - since_s) + eval_s
 
 
-def _course_rows(story: RunStory, config: RunConfig) -> list[Row]:
+def _phase_rows(run: RunMetrics, config: RunConfig) -> list[Row]:
     """What the run goes through, in order."""
-    rl = [_step_row(story, config), _reward_row(story), _signal_row(story)]
+    rl = [_step_row(run, config), _reward_row(run), _signal_row(run)]
     if config.eval.enabled:
-        rl = [_heldout_row(story, config, "before"), *rl, _heldout_row(story, config, "after")]
-    return [*(_imitation_row(story, phase) for phase in _imitation(config)), *rl]
+        rl = [_heldout_row(run, config, "before"), *rl, _heldout_row(run, config, "after")]
+    return [*(_imitation_row(run, phase) for phase in _imitation(config)), *rl]
 
 
 def _imitation(config: RunConfig) -> list[str]:
@@ -203,24 +203,24 @@ def _imitation(config: RunConfig) -> list[str]:
     return ["midtrain"] * bool(config.midtrain.tokens) + ["sft"] * bool(config.sft.file)
 
 
-def _imitation_row(story: RunStory, phase: str) -> Row:
-    timeline, name = story.imitation.get(phase), _PHASE_NAMES[phase]
+def _imitation_row(run: RunMetrics, phase: str) -> Row:
+    timeline, name = run.imitation.get(phase), _PHASE_NAMES[phase]
     if not timeline:
         return name, Bar(0.0), _missing()
     now = timeline[-1].event
     words = _words(
         f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{formatting.brief(now.tokens_per_s)} tokens/s"
     )
-    if story.phase == phase and now.tokens_per_s > 0:
+    if run.phase == phase and now.tokens_per_s > 0:
         left_s = (now.steps - now.step) * now.tokens / max(now.step, 1) / now.tokens_per_s
         words.append(" · ", DIM).append(f"{formatting.duration(left_s)} left", DIM)
     return name, Bar(now.step / now.steps), words
 
 
-def _heldout_row(story: RunStory, config: RunConfig, label: str) -> Row:
-    tallies = [story.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
+def _heldout_row(run: RunMetrics, config: RunConfig, label: str) -> Row:
+    tallies = [run.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
     graded = [tally.statuses[RolloutStatus.GRADED] for tally in tallies]
-    result = story.evals.get(label)
+    result = run.evals.get(label)
     if result is not None:
         return f"{label} RL", Bar(1.0), _measured(result)
     if not any(tally.closed for tally in tallies):
@@ -232,28 +232,28 @@ def _heldout_row(story: RunStory, config: RunConfig, label: str) -> Row:
     return f"{label} RL", Bar(sum(graded) / (2 * config.eval.tasks)), words
 
 
-def _step_row(story: RunStory, config: RunConfig) -> Row:
-    step = story.steps[-1].event.step if story.steps else 0
+def _step_row(run: RunMetrics, config: RunConfig) -> Row:
+    step = run.steps[-1].event.step if run.steps else 0
     words = Text.assemble(("step ", DIM), (f"{step}", "bold"), (f" of {config.trainer.steps}", DIM))
-    if story.steps:
-        last = story.steps[-1].event
+    if run.steps:
+        last = run.steps[-1].event
         words.append(" · ", DIM).append(f"entropy {formatting.decimal(last.entropy if last.loss_tokens else None, 3)}")
     return "RL", Bar(step / config.trainer.steps), words
 
 
-def _reward_row(story: RunStory) -> Row:
-    if not story.steps:
+def _reward_row(run: RunMetrics) -> Row:
+    if not run.steps:
         return "reward", "", _missing()
-    rewards = [timed.event.reward_mean for timed in story.steps]
+    rewards = [timed.event.reward_mean for timed in run.steps]
     words = Text.assemble(("mean ", DIM), (f"{rewards[-1]:.3f}", "bold"))
     if len(rewards) > 1:
         words.append(f" · {formatting.decimal(rewards[0], 3)} at first", DIM)
     return "reward", Sparkline(rewards, ACCENT), words
 
 
-def _signal_row(story: RunStory) -> Row:
+def _signal_row(run: RunMetrics) -> Row:
     """Groups of the newest step with something to learn from, and how its rollouts ended."""
-    last = story.steps[-1].event if story.steps else None
+    last = run.steps[-1].event if run.steps else None
     if last is None or not last.groups:
         return "signal", "", _missing()
     learnt_from, ended = last.groups - last.degenerate_groups, ends([last])
@@ -261,8 +261,8 @@ def _signal_row(story: RunStory) -> Row:
     return "signal", text, _words(shares(ended)) if ended else _missing()
 
 
-def _trainer_row(story: RunStory) -> Row:
-    recent = [timed.event for timed in story.steps[-RECENT_STEPS:]]
+def _trainer_row(run: RunMetrics) -> Row:
+    recent = [timed.event for timed in run.steps[-RECENT_STEPS:]]
     busy_s, wait_s = sum(step.busy_s for step in recent), sum(step.wait_s for step in recent)
     if busy_s + wait_s <= 0:
         return "trainer", Bar(0.0), _missing()
@@ -275,9 +275,9 @@ def _trainer_row(story: RunStory) -> Row:
     )
 
 
-def _engine_row(story: RunStory) -> Row:
-    newest_s = story.engine[-1].at_s if story.engine else 0.0
-    newest_first = takewhile(lambda timed: timed.at_s > newest_s - RECENT_S, reversed(story.engine))
+def _engine_row(run: RunMetrics) -> Row:
+    newest_s = run.engine[-1].at_s if run.engine else 0.0
+    newest_first = takewhile(lambda timed: timed.at_s > newest_s - RECENT_S, reversed(run.engine))
     recent = [timed.event for timed in newest_first]
     window_s = sum(stats.window_s for stats in recent)
     if window_s <= 0:
@@ -292,9 +292,9 @@ def _engine_row(story: RunStory) -> Row:
     return "engine", Bar(share), words
 
 
-def _staleness_row(story: RunStory, config: RunConfig) -> Row:
+def _staleness_row(run: RunMetrics, config: RunConfig) -> Row:
     bound = config.rollouts.max_staleness
-    recent = [timed.event for timed in story.steps[-RECENT_STEPS:]]
+    recent = [timed.event for timed in run.steps[-RECENT_STEPS:]]
     tokens = sum(step.staleness_tokens for step in recent)
     if not tokens:
         return "staleness", "", _missing()
@@ -303,8 +303,8 @@ def _staleness_row(story: RunStory, config: RunConfig) -> Row:
     return "staleness", Bar(mean / bound if bound else 0.0), words
 
 
-def _mismatch_row(story: RunStory, config: RunConfig) -> Row:
-    compared = [timed.event for timed in story.steps if timed.event.mismatch_tokens]
+def _mismatch_row(run: RunMetrics, config: RunConfig) -> Row:
+    compared = [timed.event for timed in run.steps if timed.event.mismatch_tokens]
     if not compared:
         return "mismatch", "", _missing()
     now, bound = compared[-1], config.numerics.warn_k3
@@ -318,24 +318,24 @@ def _mismatch_row(story: RunStory, config: RunConfig) -> Row:
     return "mismatch", Sparkline([step.mismatch_k3 for step in compared], DIM), words
 
 
-def _weights_row(story: RunStory) -> Row:
-    if not story.published:
+def _weights_row(run: RunMetrics) -> Row:
+    if not run.published:
         return "weights", "", _missing()
-    newest = story.published[-1].event
+    newest = run.published[-1].event
     version = f"v{newest.version}"
     parts = [f"{newest.kind} {formatting.size(newest.size_bytes)} of {formatting.size(newest.state_bytes)}"]
-    if story.swapped:
-        swap = story.swapped[-1].event
+    if run.swapped:
+        swap = run.swapped[-1].event
         version += f", engine at v{swap.version}"
         parts.append(f"pause {formatting.milliseconds(swap.pause_ms)}")
     words = _words(*parts)
-    if story.changed.get(newest.version) is False:
+    if run.changed.get(newest.version) is False:
         words.append(" · no change", WARN)
     return "weights", version, words
 
 
-def _rollouts_row(story: RunStory) -> Row:
-    tally = story.rollouts.get(TRAIN, Tally())
+def _rollouts_row(run: RunMetrics) -> Row:
+    tally = run.rollouts.get(TRAIN, Tally())
     failed, dropped = (tally.statuses[status] for status in (RolloutStatus.FAILED_INFRA, RolloutStatus.DROPPED))
     words = Text.assemble(
         (f"{failed} failed", WARN if failed else DIM), (" · ", DIM), (f"{dropped} dropped", WARN if dropped else DIM)
@@ -343,15 +343,15 @@ def _rollouts_row(story: RunStory) -> Row:
     return "rollouts", f"{formatting.count(tally.statuses[RolloutStatus.GRADED])} graded", words
 
 
-def _processes_row(story: RunStory) -> Row:
-    if not story.processes:
+def _processes_row(run: RunMetrics) -> Row:
+    if not run.processes:
         return "processes", "", _missing()
-    again = [name for name, started in story.processes.items() if started.restarts]
-    words = Text(f"{story.restarts} restarted", WARN if story.restarts else DIM)
+    again = [name for name, started in run.processes.items() if started.restarts]
+    words = Text(f"{run.restarts} restarted", WARN if run.restarts else DIM)
     words.append(f" ({', '.join(again)})" if again else "", DIM)
-    if len(story.segments) > 1:
-        words.append(f" · run resumed {len(story.segments) - 1}×", DIM)
-    return "processes", f"{len(story.processes)} started", words
+    if len(run.segments) > 1:
+        words.append(f" · run resumed {len(run.segments) - 1}×", DIM)
+    return "processes", f"{len(run.processes)} started", words
 
 
 def _measured(result: EvalDone) -> Text:

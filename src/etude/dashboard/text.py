@@ -22,7 +22,7 @@ from etude.dashboard.formatting import (
     small_percent,
 )
 from etude.dashboard.report import shares
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.types import Json
 
 
@@ -130,29 +130,29 @@ def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:
     return (("routes", f"{small_percent(flips)} of the engine’s experts differ from the trainer’s own choice"),)
 
 
-def render_line(story: RunStory, config: RunConfig, now_s: float) -> str:
+def render_line(run: RunMetrics, config: RunConfig, now_s: float) -> str:
     """A run's progress in a line of text, and what it waits for."""
-    return "; ".join((_course(story, config, now_s), *outage_lines(story, now_s)))
+    return "; ".join((_progress(run, config, now_s), *outage_lines(run, now_s)))
 
 
-def outage_lines(story: RunStory, now_s: float) -> list[str]:
+def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
     """A line for each thing that a process waits for, since when and why."""
     return [
         f"{process} waits for {what}, away for {now_s - outage.at_s:.0f} s: {outage.event.reason}"
-        for (process, what), outage in story.outages.items()
+        for (process, what), outage in run.outages.items()
     ]
 
 
-def _course(story: RunStory, config: RunConfig, now_s: float) -> str:
-    start = f"[{story.total_s(now_s):6.0f} s] {story.phase or 'starting'}"
-    if story.imitation.get(story.phase or ""):
-        progress = story.imitation[story.phase or ""][-1].event
+def _progress(run: RunMetrics, config: RunConfig, now_s: float) -> str:
+    start = f"[{run.total_s(now_s):6.0f} s] {run.phase or 'starting'}"
+    if run.imitation.get(run.phase or ""):
+        progress = run.imitation[run.phase or ""][-1].event
         return (
             f"{start}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
             f"{progress.tokens_per_s:,.0f} tokens/s"
         )
-    if story.phase == "rl" and story.steps:
-        recent = [timed.event for timed in story.steps[-4:]]
+    if run.phase == "rl" and run.steps:
+        recent = [timed.event for timed in run.steps[-4:]]
         reward = sum(step.reward_mean for step in recent) / len(recent)
         last = recent[-1]
         bound = config.numerics.warn_k3

@@ -77,7 +77,7 @@ class DiskNeed:
         return []
 
 
-def check_room(config: RunConfig, place: Path) -> list[str]:
+def check_disk_space(config: RunConfig, place: Path) -> list[str]:
     """What whoever starts a run at ``place`` should know of its disk. Raises as :meth:`DiskNeed.compare`."""
     checkpoint = config.model.checkpoint
     spec = load_spec(Path(checkpoint)) if checkpoint else spec_from_config(config.model, config.model.vocab_size)

@@ -1,6 +1,6 @@
-"""Hints as lessons: what the trainer makes of those that came with a batch.
+"""Hints as examples: what the trainer makes of those that came with a batch.
 
-    groups ──Rollout.hints──▶ the hint in the turn's context ──▶ Course ──▶ one optimiser step
+    groups ──Rollout.hints──▶ the hint in the turn's context ──▶ DistillationBatch ──▶ one optimiser step
 
 Wiring only: the place of a hint is :mod:`etude.tokens.reminders`', the loss :mod:`etude.trainer.distillation`'s. Needs
 no text but the hint's.
@@ -22,12 +22,12 @@ from etude.tokens.reminders import Reminders
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.credit import own_turns
 from etude.trainer.batching.packing import Cost, pack
-from etude.trainer.distillation import Course, Lesson
+from etude.trainer.distillation import DistillationBatch, DistillationExample
 from etude.types import NO_ROUTE, Group, Rollout, Trajectory, Turn, TurnKind
 
 
-class CoursePlan:
-    """Makes the lessons of every batch of a run."""
+class DistillationBatcher:
+    """Makes the examples of every batch of a run."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, reminders: Reminders) -> None:
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
@@ -36,36 +36,36 @@ class CoursePlan:
         self._reminders = reminders
 
     @classmethod
-    def open(cls, config: RunConfig, folder: RunFolder) -> "CoursePlan | None":
+    def open(cls, config: RunConfig, folder: RunFolder) -> "DistillationBatcher | None":
         """That of a run; ``None`` where it has no hints. Raises as :func:`reminders_of` does."""
         if not config.hints.weight:
             return None
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         return cls(config, load_spec(folder.model), reminders_of(chat))
 
-    def course(self, groups: Sequence[Group], *, shares: int) -> Course:
-        """The lessons of a batch, whether its groups have a signal or not, dealt out evenly.
+    def distillation(self, groups: Sequence[Group], *, shares: int) -> DistillationBatch:
+        """The examples of a batch, whether its groups have a signal or not, dealt out evenly.
 
         What is quarantined teaches nothing, and a turn that rollouts share teaches once. Payloads of turns must have
         been fetched.
         """
-        lessons = tuple(lesson for group in groups for lesson in self._lessons(group))
-        if not lessons:
-            return Course()
-        lengths = [len(lesson.teacher.token_ids) for lesson in lessons]
+        examples = tuple(example for group in groups for example in self._examples(group))
+        if not examples:
+            return DistillationBatch()
+        lengths = [len(example.teacher.token_ids) for example in examples]
         dealt = pack(lengths, max_tokens=self._max_tokens, ranks=shares, cost=self._cost)
-        return Course(lessons=lessons, shares=tuple(map(tuple, dealt)))
+        return DistillationBatch(examples=examples, shares=tuple(map(tuple, dealt)))
 
-    def _lessons(self, group: Group) -> Iterator[Lesson]:
+    def _examples(self, group: Group) -> Iterator[DistillationExample]:
         trusted = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
         for rollout, own_T in zip(trusted, own_turns(trusted), strict=True):
             for hint in rollout.hints:
                 is_trained = self._with_summaries or rollout.turns[hint.turn].kind is TurnKind.ACT
                 if own_T[hint.turn] and is_trained:
-                    yield lesson_of(rollout, hint.turn, hint.text, self._reminders)
+                    yield distillation_example(rollout, hint.turn, hint.text, self._reminders)
 
 
-def lesson_of(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> Lesson:
+def distillation_example(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> DistillationExample:
     """One turn as it was sampled, and the same with a hint in its context.
 
     Of the routes those of the tokens before the hint are kept: nobody has read the others with it before them.
@@ -77,7 +77,7 @@ def lesson_of(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> L
         routes = np.full((read, *sampled.routes.shape[1:]), NO_ROUTE, np.uint16)
         routes[:place] = sampled.routes[:place]
     hinted = replace(sampled, prompt_ids=prompt_ids, routes=routes)
-    return Lesson(student=_alone(rollout, sampled), teacher=_alone(rollout, hinted))
+    return DistillationExample(student=_alone(rollout, sampled), teacher=_alone(rollout, hinted))
 
 
 def _alone(rollout: Rollout, turn: Turn) -> Trajectory:

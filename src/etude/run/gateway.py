@@ -179,7 +179,7 @@ async def _until_told(parts: Running, drain_s: float, *beside: asyncio.Task[None
         raise
 
 
-async def announce(log: WeightLog, tell: Callable[[int, str], None]) -> None:
+async def announce(log: WeightLog, notify: Callable[[int, str], None]) -> None:
     """Tell which digest each version has, for ever; while the store is away, as long as it takes, nothing.
 
     consumes: commit records; produces: announcements; waits for: the next version; woken by: its own polling; on
@@ -192,7 +192,7 @@ async def announce(log: WeightLog, tell: Callable[[int, str], None]) -> None:
             if newest is not None and newest != known:
                 record = await asyncio.to_thread(log.read, newest)
                 if record is not None:
-                    tell(newest, record.digest)
+                    notify(newest, record.digest)
                     known = newest
         except DamagedError:
             pass  # a record that cannot be read announces nothing; `etude weights` tells of it

@@ -18,12 +18,12 @@ from etude.clock import date_utc
 from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
-from etude.run.phase_folders import Lineage, check_complete, phases_of
+from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import Progress
 from etude.run.store_outages import StoreOutages
@@ -67,7 +67,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
 
 def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress) -> None:
     """One phase after another, then the asynchronous one to its end."""
-    lineage = Lineage(folder)
+    lineage = PhaseFolders(folder)
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
     if is_fresh:
@@ -88,10 +88,10 @@ def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
 
 def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     """Fold the run's events into ``report.json`` and ``report.html``."""
-    story = RunStory()
+    run = RunMetrics()
     for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine=describe_machine(), date=date_utc(), commit=source_commit())
+        run.add(logged)
+    report = build_report(run, config, machine=describe_machine(), date=date_utc(), commit=source_commit())
     folder.report_json.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
     folder.report_html.write_text(render_page(report), encoding="utf-8")
     return report

@@ -51,7 +51,7 @@ from etude.run.resolve import is_invariant, resolve_device, resolve_replay
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.trainer.batching.build import build_trajectories
-from etude.trainer.mismatch import Mismatch, MismatchProbe, Rung, rung
+from etude.trainer.mismatch import Mismatch, MismatchLevel, MismatchProbe, mismatch_level
 from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
 from etude.weights.pull import pull
 
@@ -99,7 +99,7 @@ class Parity:
 
     invariant: bool
     """Whether equality to the last bit is promised."""
-    rung: Rung
+    mismatch_level: MismatchLevel
     sampled: Mismatch
     layers: tuple[LayerDifference, ...]
     """In the order of computation; the ways of one part together."""
@@ -117,7 +117,7 @@ class Parity:
     @property
     def passed(self) -> bool:
         """Equality where it is promised, else a mismatch below the bound that stops runs."""
-        return self.exact if self.invariant else self.rung is not Rung.STOP
+        return self.exact if self.invariant else self.mismatch_level is not MismatchLevel.STOP
 
 
 def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: NumericsConfig, device: str) -> Parity:
@@ -134,7 +134,7 @@ def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: Numeric
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
     return Parity(
         invariant=is_invariant(numerics, device),
-        rung=rung(sampled, numerics, Rung.CLEAR),
+        mismatch_level=mismatch_level(sampled, numerics, MismatchLevel.CLEAR),
         sampled=sampled,
         layers=compare_layers(trainer, server, [trajectory.token_ids for trajectory in trajectories]),
     )
@@ -421,7 +421,9 @@ def show_parity(parity: Parity, console: Console) -> None:
         style = WARN if parity.first in layers else ""
         table.add_row(Text(name, style), *(_cell(layer) for layer in layers), str(sum(flips)) if flips else "")
     console.print(table)
-    console.print(Text(f"\n{verdict(parity)}", GOOD if parity.passed and parity.rung is Rung.CLEAR else WARN))
+    console.print(
+        Text(f"\n{verdict(parity)}", GOOD if parity.passed and parity.mismatch_level is MismatchLevel.CLEAR else WARN)
+    )
 
 
 def verdict(parity: Parity) -> str:
@@ -433,7 +435,9 @@ def verdict(parity: Parity) -> str:
     first = "only logprobs differ" if parity.first is None else f"{parity.first.name} ({parity.first.way}) is the first"
     if parity.invariant:
         return f"engine and trainer differ although the arithmetic is invariant: {first}; {compared}"
-    words = {Rung.CLEAR: "agree", Rung.WARN: "agree badly", Rung.STOP: "disagree"}[parity.rung]
+    words = {MismatchLevel.CLEAR: "agree", MismatchLevel.WARN: "agree badly", MismatchLevel.STOP: "disagree"}[
+        parity.mismatch_level
+    ]
     return f"engine and trainer {words}; {compared}; {first} to differ in any bit"
 
 

@@ -47,7 +47,7 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     return ("midtrain", "sft") if config.sft.file else ("midtrain",)
 
 
-class Lineage:
+class PhaseFolders:
     """The phases of one run folder."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -92,7 +92,7 @@ class Lineage:
         return Path(config.model.checkpoint) if config.model.checkpoint else self.model("start")
 
 
-def check_complete(lineage: Lineage, config: RunConfig) -> None:
+def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
     """Raise :class:`~etude.errors.RunFolderError` for a phase that comes too late: version 0 is published.
 
     A folder that version 0 was copied into has no phases, and needs none.

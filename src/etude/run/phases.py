@@ -28,7 +28,7 @@ from etude.models.spec import ModelSpec
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state, to_stored
-from etude.run.phase_folders import Lineage, Phase, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
 from etude.run.store_outages import StoreOutages
@@ -72,7 +72,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
 
     Raises :class:`~etude.errors.RunFolderError` when the phase is not the next one, or no phase of the recipe.
     """
-    config, lineage = folder.config(), Lineage(folder)
+    config, lineage = folder.config(), PhaseFolders(folder)
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
     with (
@@ -100,7 +100,7 @@ class PhaseProcess:
         self._events = events
         self._config = folder.config()
         self._settings = settings_of(self._config, phase)
-        self._lineage = Lineage(folder)
+        self._lineage = PhaseFolders(folder)
         torch.set_num_threads(self._settings.threads)
         self._origin = self._lineage.origin(phase, self._config)
         if self._origin == self._lineage.model("start"):

@@ -10,7 +10,7 @@ from rich.live import Live
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import warning
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
 from etude.dashboard.text import render_line
 from etude.telemetry.log import EventReader
@@ -27,7 +27,7 @@ class Progress:
     def __init__(self, events: Path, config: RunConfig, out: TextIO) -> None:
         self._reader = EventReader(events)
         self._config = config
-        self._story = RunStory()
+        self._run = RunMetrics()
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
@@ -53,17 +53,17 @@ class Progress:
 
     def notice(self, words: str) -> None:
         """Tell of something that somebody should know, at once and for good: the panel moves down."""
-        self._console.print(f"[{self._story.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False)
+        self._console.print(f"[{self._run.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False)
 
     def _show(self) -> None:
         self._shown_s = time.monotonic()
         for logged in self._reader.new():
-            self._story.add(logged)
+            self._run.add(logged)
         if self._live:
-            self._live.update(render(self._story, self._config, time.time()), refresh=True)
+            self._live.update(render(self._run, self._config, time.time()), refresh=True)
         else:
-            self._console.print(render_line(self._story, self._config, time.time()), soft_wrap=True)
-            notice = warning([timed.event for timed in self._story.steps])
+            self._console.print(render_line(self._run, self._config, time.time()), soft_wrap=True)
+            notice = warning([timed.event for timed in self._run.steps])
             if notice and notice != self._warning:
                 self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True)
             self._warning = notice

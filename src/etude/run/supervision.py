@@ -145,7 +145,7 @@ class Child:
             return 0
 
     def memory_bytes(self) -> int:
-        """Resident memory right now; 0 where the system does not tell."""
+        """Resident memory right now; 0 where the system does not say."""
         try:
             resident_pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):

@@ -28,7 +28,7 @@ from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
-from etude.run.distillation import CoursePlan
+from etude.run.distillation import DistillationBatcher
 from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import (
@@ -41,16 +41,24 @@ from etude.run.numerics import (
 from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.trainer_group import muster
+from etude.run.trainer_group import build_trainer
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
-from etude.trainer.distillation import NO_COURSE, Course
+from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch
 from etude.trainer.losses import Totals
-from etude.trainer.mismatch import NOTHING_COMPARED, POSITIONS, Mismatch, MismatchProbe, MismatchReport, Rung, rung
+from etude.trainer.mismatch import (
+    NOTHING_COMPARED,
+    POSITIONS,
+    Mismatch,
+    MismatchLevel,
+    MismatchProbe,
+    MismatchReport,
+    mismatch_level,
+)
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import StepStats, sample_share
 from etude.trainer.reference import Reference
@@ -63,9 +71,9 @@ SWEEP_S = 3600.0
 """How often payloads are looked for that nothing refers to."""
 LONGEST_ROLLOUT_S = 24 * 3600.0
 """How old those have to be: the ledger refers to what a rollout left when it ends."""
-MOST_ENDS = 16
+MAX_STOP_REASONS = 16
 """Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
-MOST_IN_VAIN = 3
+MAX_EMPTY_STEPS = 3
 """Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
 
 logger = logging.getLogger(__name__)
@@ -89,17 +97,17 @@ class TrainerProcess:
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
-        self._rung = Rung.CLEAR
-        self._course_plan = CoursePlan.open(self.config, folder)
+        self._mismatch_level = MismatchLevel.CLEAR
+        self._distillation_batcher = DistillationBatcher.open(self.config, folder)
         self._payloads = Payloads(folder.payloads)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
         self._swept_s = 0.0
-        self._in_vain = 0
+        self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
-        self.crew = muster(folder, self.config, grid, self._log)
+        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._recover()
 
     def run(self) -> None:
@@ -111,48 +119,48 @@ class TrainerProcess:
             groups = fetch_payloads(groups, self._payloads, self._space)
             batch = batch_of(step, groups, self._penalties.of(groups), self.config)
             mismatch = self._measure_mismatch(step, groups)
-            course = self._course(groups)
+            distillation = self._distillation(groups)
             trajectories = scored(batch, self.config, self._probe, self._reference)
             shares, release = self._shares(batch), self.publishing.release
-            stats = self.crew.step(step, trajectories, shares, totals_of(batch), release, course)
+            stats = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
             self._heartbeat.beat()
             busy_s = time.perf_counter() - started_s
-            done = _step_done(batch, stats, mismatch, len(course.lessons), busy_s, wait_s)
-            self._events.write(replace(done, reward_parts=mean_parts(groups), ended=ends_of(groups)))
-            self._land()
-            self.crew.save(step)
+            done = _step_done(batch, stats, mismatch, len(distillation.examples), busy_s, wait_s)
+            self._events.write(replace(done, reward_parts=mean_parts(groups), ended=stop_reasons(groups)))
+            self._commit_published()
+            self.trainer_group.save(step)
             self._heartbeat.beat()
             self._publish(step)
-            self._heed(batch)
-        self._land()
+            self._check_empty_step(batch)
+        self._commit_published()
 
-    def _heed(self, batch: Batch) -> None:
+    def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
         a row; they are done, so a run that is resumed goes on behind them.
         """
-        self._in_vain = 0 if len(batch.rewards) else self._in_vain + 1
-        if not self._in_vain:
+        self._empty_steps = 0 if len(batch.rewards) else self._empty_steps + 1
+        if not self._empty_steps:
             return
         words = f"step {batch.step}: every rollout was masked or quarantined, so nothing was learnt"
         logger.warning("%s", words)
-        if self._in_vain >= MOST_IN_VAIN:
-            self._land()
+        if self._empty_steps >= MAX_EMPTY_STEPS:
+            self._commit_published()
             raise UserError(
-                f"{words}, for {self._in_vain} steps now: see why with `etude show {self._folder.path}` (a judge that "
+                f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a judge that "
                 f"is down, held or out of budget masks what it should judge), then go on with --resume"
             )
 
     def _recover(self) -> None:
         """Go to where the previous process really got, and finish the step it had saved but not committed."""
         done = self._ledger.progress().steps_done
-        saved = self.crew.saved
+        saved = self.trainer_group.saved
         if saved not in (done, done + 1):
             raise DamagedError(
                 f"the ledger has committed step {done} but the newest checkpoint is of step {saved}: "
                 f"restore the missing checkpoint, or start a new run from the last published weights"
             )
         if saved:
-            self.crew.restore(saved)
+            self.trainer_group.restore(saved)
         for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
             try:
                 published = to_tensors(pull(self._log, version).state)
@@ -165,7 +173,7 @@ class TrainerProcess:
             self._remember(version, decoded_state(published, self._numerics))
         if saved == done + 1:
             self._publish(saved)
-            self._land()
+            self._commit_published()
         self._sweep()
 
     def _scorer(self) -> Decoder:
@@ -192,13 +200,13 @@ class TrainerProcess:
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
-        model = self.crew.whole_model()
+        model = self.trainer_group.whole_model()
         self.publishing.start(published_state(model, self._numerics), step)
         self._remember(step, state_of(model))
 
-    def _land(self) -> None:
+    def _commit_published(self) -> None:
         """Commit the step whose version was under way, once that is visible."""
-        version = self.publishing.land(lambda: self.crew.idle(time.monotonic()))
+        version = self.publishing.land(lambda: self.trainer_group.idle(time.monotonic()))
         if version is not None:
             self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))
@@ -218,8 +226,8 @@ class TrainerProcess:
         started_s = time.perf_counter()
         while (groups := self._ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
             if self.publishing.landed:
-                self._land()
-            self.crew.idle(time.monotonic())
+                self._commit_published()
+            self.trainer_group.idle(time.monotonic())
             self._heartbeat.beat()
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
@@ -228,13 +236,13 @@ class TrainerProcess:
         """The batch divided evenly, each share in pieces that fit into memory."""
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
         max_tokens = self.config.trainer.microbatch_tokens * self.config.parallel.cp
-        return pack(lengths, max_tokens=max_tokens, ranks=self.crew.shares, cost=self._cost)
+        return pack(lengths, max_tokens=max_tokens, ranks=self.trainer_group.shares, cost=self._cost)
 
-    def _course(self, groups: Sequence[Group]) -> Course:
+    def _distillation(self, groups: Sequence[Group]) -> DistillationBatch:
         """What is learnt from the hints in a batch's rollouts."""
-        if self._course_plan is None:
-            return NO_COURSE
-        return self._course_plan.course(groups, shares=self.crew.shares)
+        if self._distillation_batcher is None:
+            return NO_DISTILLATION
+        return self._distillation_batcher.distillation(groups, shares=self.trainer_group.shares)
 
     def _measure_mismatch(self, step: int, groups: Sequence[Group]) -> Mismatch:
         """Compare a share of the batch's rollouts, whether there is a signal in their rewards or not."""
@@ -248,19 +256,22 @@ class TrainerProcess:
         report = self._probe.measure(trajectories, max_tokens=config.microbatch_tokens)
         for row in _mismatch_rows(step, report):
             self._events.write(row)
-        self._climb(step, report.total)
+        self._check_mismatch(step, report.total)
         return report.total
 
-    def _climb(self, step: int, mismatch: Mismatch) -> None:
+    def _check_mismatch(self, step: int, mismatch: Mismatch) -> None:
         """Warn when the mismatch gets above the lower bound. Raises above the upper one, before anything is trained."""
-        before, self._rung = self._rung, rung(mismatch, self._numerics, self._rung)
-        if self._rung is Rung.STOP:
+        before, self._mismatch_level = (
+            self._mismatch_level,
+            mismatch_level(mismatch, self._numerics, self._mismatch_level),
+        )
+        if self._mismatch_level is MismatchLevel.STOP:
             raise MismatchError(
                 f"step {step}: trainer and engine disagree on the same tokens and weights: k3 = {mismatch.k3:.2g} over "
                 f"{mismatch.tokens} tokens, above numerics.stop_k3 = {self._numerics.stop_k3:g}; "
                 f"`etude doctor --parity --run {self._folder.path}` names the first layer that differs"
             )
-        if self._rung is Rung.WARN and before is Rung.CLEAR:
+        if self._mismatch_level is MismatchLevel.WARN and before is MismatchLevel.CLEAR:
             bound = self._numerics.warn_k3
             self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
@@ -285,9 +296,9 @@ def totals_of(batch: Batch) -> Totals:
     )
 
 
-def ends_of(groups: Iterable[Group]) -> dict[str, int]:
+def stop_reasons(groups: Iterable[Group]) -> dict[str, int]:
     """Reason why agents stopped → rollouts, the most frequent first."""
-    return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MOST_ENDS))
+    return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MAX_STOP_REASONS))
 
 
 def scored(
@@ -356,7 +367,7 @@ def run_trainer(folder: RunFolder) -> None:
             lead(folder, grid)
         else:
             outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # rank 0 tells people of them
-            muster(folder, config, grid, open_log(folder, outages)).follow()
+            build_trainer(folder, config, grid, open_log(folder, outages)).follow()
 
 
 def lead(folder: RunFolder, grid: Grid | None) -> None:
@@ -369,7 +380,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         process = TrainerProcess(folder, events, ledger, grid, outages)
-        with process.publishing, process.crew, outages:  # first of all nobody waits any more
+        with process.publishing, process.trainer_group, outages:  # first of all nobody waits any more
             process.run()
 
 

@@ -5,7 +5,7 @@
 
 Rank 0 alone knows the ledger, the weight log and the events. Before every act in which all ranks take part it sends an
 order, and a batch with it; everything else is the same on all ranks because it follows from the same orders. Orders are
-JSON and batches safetensors: nothing is unpickled. One process is a crew of one, which sends nothing.
+JSON and batches safetensors: nothing is unpickled. One process is a group of one, which sends nothing.
 
 Rank 0 waits for batches; so that the others' wait has a deadline all the same, it says ``IDLE`` now and then. When a
 rank dies the others' next act fails, ``torchrun`` ends them all, and the next start goes on from the checkpoint.
@@ -31,7 +31,7 @@ from etude.run.numerics import decoded_state, to_tensors, training_model, unfill
 from etude.trainer.batching.encoding import decode, encode
 from etude.trainer.batching.packing import MicroBatch
 from etude.trainer.checkpoint import Checkpoints
-from etude.trainer.distillation import NO_COURSE, Course, Lesson
+from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
@@ -68,12 +68,12 @@ class Order:
     totals: Totals = NOTHING
     shares: tuple[tuple[MicroBatch, ...], ...] = ()
     """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
-    lessons: tuple[tuple[MicroBatch, ...], ...] = ()
-    """For each share its pieces of the lessons: indices of pairs, student and teacher, that are sent behind them."""
+    examples: tuple[tuple[MicroBatch, ...], ...] = ()
+    """For each share its pieces of the examples: indices of pairs, student and teacher, that are sent behind them."""
 
 
 @final
-class Crew:
+class TrainerGroup:
     """One process's place among the ranks; on rank 0, or alone, the way to all of them."""
 
     def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None) -> None:
@@ -114,9 +114,9 @@ class Crew:
         shares: Sequence[Sequence[MicroBatch]],
         totals: Totals,
         before_update: Callable[[], None] = lambda: None,
-        course: Course = NO_COURSE,
+        distillation: DistillationBatch = NO_DISTILLATION,
     ) -> StepStats:
-        """One optimiser step on a batch and a course, each divided into :attr:`shares`; statistics are of all ranks.
+        """One optimiser step on a batch and its hints, each divided into :attr:`shares`; statistics are of all ranks.
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
@@ -125,9 +125,9 @@ class Crew:
             step=step,
             totals=totals,
             shares=tuple(map(tuple, shares)),
-            lessons=course.shares,
+            examples=distillation.shares,
         )
-        views = [view for lesson in course.lessons for view in (lesson.student, lesson.teacher)]
+        views = [view for example in distillation.examples for view in (example.student, example.teacher)]
         everything = [*trajectories, *views]
         self._tell(order, lambda: encode(everything))
         return self._step(order, everything, before_update)
@@ -175,12 +175,12 @@ class Crew:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
 
     def _step(self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]) -> StepStats:
-        """``everything`` is the batch and, behind it, the two views of each lesson."""
+        """``everything`` is the batch and, behind it, the two views of each example."""
         share = 0 if self._grid is None else self._grid.share
         pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
         views = everything[order.totals.trajectories :]
-        lessons = [Lesson(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
-        taught = [tuple(lessons[index] for index in piece) for piece in order.lessons[share]] if lessons else []
+        examples = [DistillationExample(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
+        taught = [tuple(examples[index] for index in piece) for piece in order.examples[share]] if examples else []
         stats = self._policy.step(order.step, pieces, order.totals, before_update, taught)
         return stats if self._grid is None else summed(stats, self._grid)
 
@@ -193,7 +193,7 @@ class Crew:
 
     def _hear(self) -> Order:
         fields = json.loads(self._said())
-        for name in ("shares", "lessons"):
+        for name in ("shares", "examples"):
             fields[name] = tuple(tuple(tuple(piece) for piece in share) for share in fields[name])
         return Order(**fields | {"act": Act(fields["act"]), "totals": Totals(**fields["totals"])})
 
@@ -222,12 +222,12 @@ def summed(stats: StepStats, grid: Grid) -> StepStats:
     )
 
 
-def muster(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Crew:
-    """The crew that trains the policy. Raises as :func:`policy_model` does."""
+def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> TrainerGroup:
+    """The ranks that trains the policy. Raises as :func:`policy_model` does."""
     context = None if grid is None else grid.context
     model = policy_model(folder, config, grid, log)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
-    return Crew(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
+    return TrainerGroup(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
 
 
 def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:

@@ -2,7 +2,7 @@
 
     L = L_RL + (γ/Z) Σ_t v_t · KL( π_θ(·|c, y_<t) ‖ sg π_h(·|y_<t) )     π_h(·|y_<t) = π_θ(·|c ⊕ h, y_<t)
 
-    lesson ──┬─▶ context, reply ──▶ student, with gradient  ──┐
+    example ──┬─▶ context, reply ──▶ student, with gradient  ──┐
              └─▶ context ⊕ hint, reply ──▶ teacher, without ──┴──▶ divergence at every token of the reply
 
 After Composer 2.5's targeted textual feedback (https://cursor.com/blog/composer-2-5): reverse KL on what the student
@@ -16,10 +16,10 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
   come to it, too. Behind words that it would never have said, its own are those of a context that it does not know, and
   the student would learn to babble. With ``all``, v_t = 1. Either way every term is at least 0, and 0 without a hint.
 - **Z** is what L_RL would divide a sum over tokens by, had every group of the batch a signal
-  (:func:`etude.trainer.losses.lesson_normaliser`): by default, its sampled tokens. In such a batch a nat on one token
-  weighs as much as γ of advantage on one token, whatever the kind of loss; beside fewer such groups, whose tokens weigh
-  more by themselves, less. How many happen to have a signal changes no lesson, and a habit that dies out takes its term
-  along. Per hinted token instead, the last slip would be worth as much as all of the first ones.
+  (:func:`etude.trainer.losses.distillation_normaliser`): by default, its sampled tokens. In such a batch a nat on one
+  token weighs as much as γ of advantage on one token, whatever the kind of loss; beside fewer such groups, whose tokens
+  weigh more by themselves, less. How many happen to have a signal changes no example, and a habit that dies out takes
+  its term along. Per hinted token instead, the last slip would be worth as much as all of the first ones.
 - **Staleness.** Replies were sampled by versions before. In ``full`` that only decides at which contexts the two are
   compared: every term is at least 0, and 0 where they agree, for whatever contexts; so nothing is weighted. In
   ``sampled`` y_t is drawn from the wrong distribution, too; w_t = min(π_θ(y_t)/μ(y_t), cap) mends that, as in RL.
@@ -31,7 +31,7 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
 The logits of ``full`` are made of a few tokens at a time and once more in the backward pass, so memory is bounded by
 :data:`CHUNK_LOGITS`, however long the turns are.
 
-Owns the lessons of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.shaping.hints`) nor where it
+Owns the examples of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.shaping.hints`) nor where it
 stands (:mod:`etude.tokens.reminders`).
 
 Shape legend: N hinted tokens of a piece, n those of a chunk, H hidden, V vocabulary.
@@ -58,7 +58,7 @@ alive at once, in the backward pass: logits and logarithms of both, the terms, a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class DistillationExample:
     """One hinted turn: the same reply in two contexts."""
 
     student: Trajectory
@@ -70,7 +70,7 @@ class Lesson:
         replies = [view.token_ids[view.loss_mask] for view in (self.student, self.teacher)]
         if not len(replies[0]) or replies[0].tolist() != replies[1].tolist():
             raise ValueError(
-                f"a lesson of {self.student.rollout_id} has replies of {len(replies[0])} and {len(replies[1])} tokens: "
+                f"a example of {self.student.rollout_id} has replies of {len(replies[0])} and {len(replies[1])} tokens: "
                 f"student and teacher must read the same one, of at least one token"
             )
 
@@ -81,20 +81,20 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """The lessons of a step, and who gives which."""
+class DistillationBatch:
+    """The examples of a step, and who gives which."""
 
-    lessons: tuple[Lesson, ...] = ()
+    examples: tuple[DistillationExample, ...] = ()
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """For each share of the batch its pieces: lessons, by their index, that go through the model together."""
+    """For each share of the batch its pieces: examples, by their index, that go through the model together."""
 
 
-NO_COURSE = Course()
+NO_DISTILLATION = DistillationBatch()
 """That of a step without hints."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
+class DistillationLoss:
     """What a piece adds to the step."""
 
     loss: Tensor
@@ -107,7 +107,7 @@ class Taught:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Student and teacher of a piece's lessons, token by token."""
+    """Student and teacher of a piece's examples, token by token."""
 
     terms_N: Tensor
     """What is summed up; its gradient is the one that is meant."""
@@ -115,13 +115,13 @@ class Compared:
     """Divergences, or estimates of them."""
     gaps_N: Tensor
     """log π_h − log π_θ of what was sampled."""
-    lessons_N: Tensor
-    """int64, ascending: which lesson of the piece."""
+    examples_N: Tensor
+    """int64, ascending: which example of the piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """How lessons become a loss."""
+    """How examples become a loss."""
 
     config: HintsConfig
     replay: ReplayMode
@@ -130,17 +130,17 @@ class Distillation:
     context: ContextParallel | None = None
     chunk_logits: int = CHUNK_LOGITS
 
-    def teach(self, model: Decoder, lessons: Sequence[Lesson], normaliser: float) -> Taught:
+    def teach(self, model: Decoder, examples: Sequence[DistillationExample], normaliser: float) -> DistillationLoss:
         """The loss of a piece, ``normaliser`` being Z.
 
-        Without lessons it is 0, with a gradient of 0: the pass only keeps other ranks company.
+        Without examples it is 0, with a gradient of 0: the pass only keeps other ranks company.
         """
-        students, teachers = [lesson.student for lesson in lessons], [lesson.teacher for lesson in lessons]
+        students, teachers = [example.student for example in examples], [example.teacher for example in examples]
         compare = self._everything if self.config.estimator == "full" else self._sampled
         found = compare(model, students, teachers)
         weights_N = prefix_weights(found) if self.config.contexts == "shared" else torch.ones_like(found.nats_N)
         loss = (weights_N * found.terms_N).sum() * (self.config.weight / max(1, normaliser))
-        return Taught(loss, tokens=len(found.nats_N), nats=float((weights_N * found.nats_N).sum()))
+        return DistillationLoss(loss, tokens=len(found.nats_N), nats=float((weights_N * found.nats_N).sum()))
 
     def _everything(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:
         with torch.no_grad():
@@ -206,9 +206,9 @@ def prefix_weights(found: Compared) -> Tensor:
     """[N] min(1, π_h(y_<t) / π_θ(y_<t)): how far the teacher would have come to a token, too; 1 at the first one."""
     sums_N = found.gaps_N.double().cumsum(0)
     before_N = sums_N - found.gaps_N
-    lengths_S = torch.bincount(found.lessons_N)
+    lengths_S = torch.bincount(found.examples_N)
     firsts_S = lengths_S.cumsum(0) - lengths_S
-    return (before_N - before_N[firsts_S][found.lessons_N]).clamp(max=0.0).exp().to(found.terms_N.dtype)
+    return (before_N - before_N[firsts_S][found.examples_N]).clamp(max=0.0).exp().to(found.terms_N.dtype)
 
 
 def _chunk(model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:

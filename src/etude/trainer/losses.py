@@ -162,8 +162,8 @@ def divergence_terms(tokens: LossTokens, config: LossConfig) -> Tensor:
             return torch.expm1(-gaps_N) + gaps_N
 
 
-def lesson_normaliser(config: LossConfig, totals: Totals) -> float:
-    """What lessons (:mod:`etude.trainer.distillation`) are divided by: what a sum over tokens would be divided by in
+def distillation_normaliser(config: LossConfig, totals: Totals) -> float:
+    """What examples (:mod:`etude.trainer.distillation`) are divided by: what a sum over tokens would be divided by in
     the loss of ``config``, had every group of the batch a signal.
 
     In an average over trajectories of |o| tokens a token counts 1/(S·|o|), which is 1/T on average.

@@ -74,7 +74,7 @@ class MismatchReport:
     """By the first position of a range of ``POSITIONS``, ascending; without flips, which forward passes count."""
 
 
-class Rung(StrEnum):
+class MismatchLevel(StrEnum):
     """What a mismatch calls for."""
 
     CLEAR = "clear"
@@ -82,13 +82,13 @@ class Rung(StrEnum):
     STOP = "stop"
 
 
-def rung(mismatch: Mismatch, config: NumericsConfig, before: Rung) -> Rung:
+def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchLevel) -> MismatchLevel:
     """Where a mismatch stands on the ladder; too few tokens leave it where it was ``before``. NaN stops, too."""
     if mismatch.tokens < config.decide_tokens:
         return before
     if not mismatch.k3 <= config.stop_k3:
-        return Rung.STOP
-    return Rung.WARN if mismatch.k3 > config.warn_k3 else Rung.CLEAR
+        return MismatchLevel.STOP
+    return MismatchLevel.WARN if mismatch.k3 > config.warn_k3 else MismatchLevel.CLEAR
 
 
 def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Mismatch:

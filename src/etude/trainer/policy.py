@@ -1,7 +1,7 @@
 """Reinforcement learning: one batch in, one changed policy out.
 
     micro-batch ──▶ tokens ──▶ model ──▶ log-probabilities ──▶ its share of the loss ─┬─▶ gradients add up ──▶ one step
-    lessons ──────▶ student and teacher ──▶ divergences ─────▶ their share of it ─────┘
+    examples ──────▶ student and teacher ──▶ divergences ─────▶ their share of it ─────┘
 
 Owns how a micro-batch becomes a loss, and what is counted on the way. The step itself is
 :mod:`etude.trainer.optimisation`'s, the loss :mod:`etude.trainer.losses`'s, that of hinted turns
@@ -22,8 +22,8 @@ from etude.config.training import LossConfig
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.corrections import proximal_logprobs
-from etude.trainer.distillation import Distillation, Lesson
-from etude.trainer.losses import LossTokens, Totals, lesson_normaliser, policy_loss
+from etude.trainer.distillation import Distillation, DistillationExample
+from etude.trainer.losses import LossTokens, Totals, distillation_normaliser, policy_loss
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.replay import routing_of
@@ -118,15 +118,15 @@ class PolicyTrainer:
         microbatches: Sequence[MicroBatch],
         totals: Totals,
         before_update: Callable[[], None] = lambda: None,
-        lessons: Sequence[Sequence[Lesson]] = (),
+        examples: Sequence[Sequence[DistillationExample]] = (),
     ) -> StepStats:
-        """Update the weights once from all micro-batches and lessons; a batch without either leaves them as they are.
+        """Update the weights once from all micro-batches and examples; a batch without either leaves them as they are.
 
-        ``totals`` are the whole batch's, over all ranks; ``microbatches`` and pieces of ``lessons`` are this rank's, as
-        many as every other's. ``before_update`` is called when the gradients are there and the weights are about to
+        ``totals`` are the whole batch's, over all ranks; ``microbatches`` and pieces of ``examples`` are this rank's,
+        as many as every other's. ``before_update`` is called when the gradients are there and the weights are about to
         change. Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
         """
-        if not totals.tokens and not lessons:
+        if not totals.tokens and not examples:
             return NOTHING_LEARNT
         pieces: list[_Piece] = []
 
@@ -135,15 +135,15 @@ class PolicyTrainer:
                 loss, piece = self._loss(step, microbatch, totals)
                 pieces.append(piece)
                 yield loss
-            for together in lessons:
-                loss, piece = self._taught(together, totals)
+            for together in examples:
+                loss, piece = self._distillation_loss(together, totals)
                 pieces.append(piece)
                 yield loss
 
         norm = self.optimisation.step(step, losses(), before_update)
         read = [t for microbatch in microbatches for t in microbatch]
-        read += [lesson.student for together in lessons for lesson in together]
-        loss_tokens = max(1, totals.tokens)  # none of them: lessons alone
+        read += [example.student for together in examples for example in together]
+        loss_tokens = max(1, totals.tokens)  # none of them: examples alone
         return StepStats(
             trained_tokens=sum(len(t.token_ids) for t in read),
             grad_norm=norm,
@@ -184,9 +184,9 @@ class PolicyTrainer:
         piece = _Piece(entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing)
         return found.loss, piece
 
-    def _taught(self, lessons: Sequence[Lesson], totals: Totals) -> tuple[Tensor, _Piece]:
-        """What a piece of the lessons adds to the step's loss."""
-        found = self._distillation.teach(self.model, lessons, lesson_normaliser(self._config, totals))
+    def _distillation_loss(self, examples: Sequence[DistillationExample], totals: Totals) -> tuple[Tensor, _Piece]:
+        """What a piece of the examples adds to the step's loss."""
+        found = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
         return found.loss, _Piece(hinted=found.tokens, hint_nats=found.nats)
 
 

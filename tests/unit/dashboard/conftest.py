@@ -10,7 +10,7 @@ from etude.config.recipe import EvalConfig, RunConfig
 from etude.config.rollouts import RolloutConfig
 from etude.config.training import TrainerConfig
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.telemetry.events import (
     EngineStats,
     Event,
@@ -50,21 +50,21 @@ def events() -> list[Logged]:
 
 
 @pytest.fixture
-def story(events: list[Logged]) -> RunStory:
-    return tell(events)
+def run(events: list[Logged]) -> RunMetrics:
+    return fold(events)
 
 
 @pytest.fixture
-def report(story: RunStory, config: RunConfig) -> dict[str, Json]:
+def report(run: RunMetrics, config: RunConfig) -> dict[str, Json]:
     machine: dict[str, Json] = {"cpu": "AMD EPYC 7B13", "cores": 2, "python": "3.11.9", "torch": "2.11.0"}
-    return build_report(story, config, machine=machine, date="2026-01-02T03:04:05+00:00", commit="a1948e9")
+    return build_report(run, config, machine=machine, date="2026-01-02T03:04:05+00:00", commit="a1948e9")
 
 
-def tell(events: list[Logged]) -> RunStory:
-    story = RunStory()
+def fold(events: list[Logged]) -> RunMetrics:
+    run = RunMetrics()
     for event in events:
-        story.add(event)
-    return story
+        run.add(event)
+    return run
 
 
 def _run(chance: random.Random) -> Iterator[Logged]:

@@ -7,7 +7,7 @@ import pytest
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import figure
 from etude.dashboard.report import build_report, nothing_learnt, warning
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import render_line
 from etude.telemetry.events import PhaseStarted, StepDone, WeightsPublished
 from etude.telemetry.log import Logged
@@ -22,18 +22,18 @@ VAIN = StepDone(
 LEARNT = replace(VAIN, degenerate_groups=3, reward_high=1.0, loss_tokens=9, entropy=0.5, grad_norm=0.25)
 
 
-def story_of(*steps: StepDone, digests: str = "") -> RunStory:
+def run_of(*steps: StepDone, digests: str = "") -> RunMetrics:
     """Steps numbered from 1, and versions from 0 with these digests, a letter each."""
-    story = RunStory()
-    story.add(Logged(at_s=0.0, process="run", event=PhaseStarted(phase="rl")))
+    run = RunMetrics()
+    run.add(Logged(at_s=0.0, process="run", event=PhaseStarted(phase="rl")))
     for number, step in enumerate(steps, 1):
-        story.add(Logged(at_s=float(number), process="trainer", event=replace(step, step=number)))
+        run.add(Logged(at_s=float(number), process="trainer", event=replace(step, step=number)))
     for version, digest in enumerate(digests):
         published = WeightsPublished(
             version=version, kind="delta", size_bytes=0, state_bytes=9, seconds=0.1, blocked_s=0.0, digest=digest
         )
-        story.add(Logged(at_s=100.0 + version, process="trainer", event=published))
-    return story
+        run.add(Logged(at_s=100.0 + version, process="trainer", event=published))
+    return run
 
 
 @pytest.mark.parametrize(
@@ -61,23 +61,23 @@ def test_three_steps_without_a_signal_are_said_with_the_likely_cause(changes: di
 def test_hints_teach_without_a_signal() -> None:
     taught = replace(VAIN, hinted_tokens=5)
     assert warning([taught] * 5) is None
-    assert nothing_learnt(story_of(taught)) is None
+    assert nothing_learnt(run_of(taught)) is None
 
 
 def test_a_run_has_learnt_nothing_without_a_signal_or_without_a_change_of_its_weights() -> None:
-    assert nothing_learnt(story_of()) is None
-    assert nothing_learnt(story_of(VAIN, LEARNT, digests="abc")) is None
-    assert "none of 8 groups had a signal; every reward is 0" in (nothing_learnt(story_of(VAIN, VAIN)) or "")
-    assert "no step changed the published weights" in (nothing_learnt(story_of(LEARNT, LEARNT, digests="aaa")) or "")
-    assert nothing_learnt(story_of(LEARNT, LEARNT, digests="aab")) is None
+    assert nothing_learnt(run_of()) is None
+    assert nothing_learnt(run_of(VAIN, LEARNT, digests="abc")) is None
+    assert "none of 8 groups had a signal; every reward is 0" in (nothing_learnt(run_of(VAIN, VAIN)) or "")
+    assert "no step changed the published weights" in (nothing_learnt(run_of(LEARNT, LEARNT, digests="aaa")) or "")
+    assert nothing_learnt(run_of(LEARNT, LEARNT, digests="aab")) is None
     older = replace(VAIN, groups=0, degenerate_groups=4)  # of a log that does not say how many groups there were
-    assert nothing_learnt(story_of(older)) is None
+    assert nothing_learnt(run_of(older)) is None
 
 
 def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
     cut = replace(VAIN, ended={"length": 12, "turns": 4})
-    story = story_of(LEARNT, cut, digests="abb")
-    report = build_report(story, config, machine={}, date="today", commit="")
+    run = run_of(LEARNT, cut, digests="abb")
+    report = build_report(run, config, machine={}, date="today", commit="")
     assert report["learning"] == {
         "groups": 8,
         "groups_without_signal": 7,
@@ -96,5 +96,5 @@ def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
 
 
 def test_a_line_has_no_entropy_of_nothing(config: RunConfig) -> None:
-    assert "signal in 0 of 4 groups, entropy –," in render_line(story_of(VAIN), config, 2.0)
-    assert "signal in 1 of 4 groups, entropy 0.500," in render_line(story_of(LEARNT), config, 2.0)
+    assert "signal in 0 of 4 groups, entropy –," in render_line(run_of(VAIN), config, 2.0)
+    assert "signal in 1 of 4 groups, entropy 0.500," in render_line(run_of(LEARNT), config, 2.0)

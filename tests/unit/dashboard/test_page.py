@@ -12,7 +12,7 @@ from etude.config.training import ModelConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.plots import Line, line_plot, smooth
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
 from etude.telemetry.log import Logged
 from etude.types import Json
@@ -21,7 +21,7 @@ from evaluations import evaluation
 
 @pytest.fixture
 def empty(config: RunConfig) -> dict[str, Json]:
-    return build_report(RunStory(), config, machine={}, date="today", commit="")
+    return build_report(RunMetrics(), config, machine={}, date="today", commit="")
 
 
 def test_the_page_needs_nothing_from_elsewhere(report: dict[str, Json]) -> None:
@@ -44,14 +44,14 @@ def test_the_headline_is_the_held_out_result(report: dict[str, Json]) -> None:
 
 
 def test_a_grader_that_pays_fractions_has_its_mean_reward_as_headline(config: RunConfig) -> None:
-    story = RunStory()
+    run = RunMetrics()
     for number, (label, full) in enumerate((("before", 1), ("after", 2))):
         paid = evaluation(label, 0, 6, 6, tasks=6, paid=0.5 + 0.25 * number)
         passed = [index < full for index in range(6)]
         done = replace(paid, sampled_passed=[*passed], greedy_passed=[*passed])
-        story.add(Logged(at_s=float(number), process="rollouts", event=done))
+        run.add(Logged(at_s=float(number), process="rollouts", event=done))
     begun = config.model_copy(update={"model": ModelConfig(checkpoint="models/ll")})
-    report = build_report(story, begun, machine={}, date="today", commit="")
+    report = build_report(run, begun, machine={}, date="today", commit="")
     page = render_page(report | {"finished": True})
     assert "Mean reward 0.500 → 0.750 on 6 held\u2011out tasks (full marks: 1 → 2)" in page
     assert "solved" not in page

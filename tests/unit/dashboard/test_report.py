@@ -11,7 +11,7 @@ from etude.config.recipe import EvalConfig, RunConfig
 from etude.dashboard.formatting import figure, percent
 from etude.dashboard.heldout import comparison, full_marks
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
 from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded, StepDone
 from etude.telemetry.log import Logged
@@ -199,10 +199,10 @@ def test_the_breakdown_of_all_steps_is_one_table(report: dict[str, Json]) -> Non
 
 
 def test_a_step_done_again_counts_its_mismatch_once(events: list[Logged], config: RunConfig) -> None:
-    story = RunStory()
+    run = RunMetrics()
     for logged in [*events, *(one for one in events if type(one.event).__name__ == "MismatchMeasured")]:
-        story.add(logged)
-    section = build_report(story, config, machine={}, date="", commit="")["mismatch"]
+        run.add(logged)
+    section = build_report(run, config, machine={}, date="", commit="")["mismatch"]
     assert isinstance(section, dict)
     rows = section["by_position"]
     assert isinstance(rows, list)
@@ -221,7 +221,7 @@ def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:
 
 
 def test_nothing_known_is_null_not_zero(config: RunConfig) -> None:
-    report = build_report(RunStory(), config, machine={}, date="today", commit="")
+    report = build_report(RunMetrics(), config, machine={}, date="today", commit="")
     for section in ("heldout", "seconds", "tokens", "busy", "mismatch", "weights", "rollouts"):
         values = report[section]
         assert isinstance(values, dict)
@@ -231,10 +231,10 @@ def test_nothing_known_is_null_not_zero(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.3, 0.5, 0.9])
 def test_a_run_cut_short_anywhere_still_reports(share: float, events: list[Logged], config: RunConfig) -> None:
-    story = RunStory()
+    run = RunMetrics()
     for event in events[: 1 + int(share * len(events))]:
-        story.add(event)
-    report = build_report(story, config, machine={}, date="today", commit="")
+        run.add(event)
+    report = build_report(run, config, machine={}, date="today", commit="")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["finished"] is False
     assert figure(report, "heldout.stderr") is None
@@ -251,7 +251,7 @@ def test_the_curve_has_every_step_at_its_time_in_rl(report: dict[str, Json]) -> 
 
 
 def _report_of(events: Sequence[Event], config: RunConfig) -> dict[str, Json]:
-    story = RunStory()
+    run = RunMetrics()
     for at_s, event in enumerate(events):
-        story.add(Logged(at_s=float(at_s), process="trainer", event=event))
-    return build_report(story, config, machine={}, date="today", commit="")
+        run.add(Logged(at_s=float(at_s), process="trainer", event=event))
+    return build_report(run, config, machine={}, date="today", commit="")

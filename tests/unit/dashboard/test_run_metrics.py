@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.dashboard.run_metrics import PHASES, RunStory
+from etude.dashboard.run_metrics import PHASES, RunMetrics
 from etude.telemetry.events import (
     Event,
     ImitationProgress,
@@ -18,70 +18,70 @@ from etude.types import RolloutStatus
 
 
 def test_an_empty_story_knows_nothing() -> None:
-    story = RunStory()
-    assert (story.phase, story.steps, story.phase_s("rl"), story.total_s()) == (None, [], None, 0)
+    run = RunMetrics()
+    assert (run.phase, run.steps, run.phase_s("rl"), run.total_s()) == (None, [], None, 0)
 
 
 def test_phases_share_out_the_time() -> None:
-    story = _told((0, RunStarted(resumed=False)), (2, _phase("midtrain")), (12, _phase("rl")), (42, _phase("done")))
-    assert (story.phase_s("midtrain"), story.phase_s("rl"), story.total_s()) == (10, 30, 42)
-    assert story.phase_s("eval-before") is None
+    run = _told((0, RunStarted(resumed=False)), (2, _phase("midtrain")), (12, _phase("rl")), (42, _phase("done")))
+    assert (run.phase_s("midtrain"), run.phase_s("rl"), run.total_s()) == (10, 30, 42)
+    assert run.phase_s("eval-before") is None
 
 
 def test_time_while_the_run_was_stopped_does_not_count() -> None:
-    story = _told(
+    run = _told(
         (0, RunStarted(resumed=False)), (0, _phase("rl")), (10, _process("trainer")),
         (500, RunStarted(resumed=True)), (501, _phase("rl")), (507, _process("trainer")),
     )  # fmt: skip
-    assert (story.phase_s("rl"), story.total_s(), len(story.segments)) == (17, 17, 2)
-    assert story.total_s(until_s=510) == 20
-    assert story.total_s(until_s=5) == 5
+    assert (run.phase_s("rl"), run.total_s(), len(run.segments)) == (17, 17, 2)
+    assert run.total_s(until_s=510) == 20
+    assert run.total_s(until_s=5) == 5
 
 
 def test_time_after_the_end_does_not_count() -> None:
-    story = _told((0, RunStarted(resumed=False)), (0, _phase("rl")), (9, _phase("done")), (30, _process("gateway")))
-    assert story.total_s() == 9
+    run = _told((0, RunStarted(resumed=False)), (0, _phase("rl")), (9, _phase("done")), (30, _process("gateway")))
+    assert run.total_s() == 9
 
 
 def test_a_phase_without_an_end_lasts_until_now() -> None:
-    story = _told((100, RunStarted(resumed=False)), (100, _phase("midtrain")))
-    assert story.phase_s("midtrain", until_s=130) == 30
+    run = _told((100, RunStarted(resumed=False)), (100, _phase("midtrain")))
+    assert run.phase_s("midtrain", until_s=130) == 30
 
 
 def test_only_deaths_are_restarts() -> None:
-    story = _told((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
-    assert (story.restarts, story.processes["engine"].restarts) == (1, 1)
+    run = _told((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
+    assert (run.restarts, run.processes["engine"].restarts) == (1, 1)
 
 
 def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:
     """Regression: of a process that ended while something was away, that it is back was never said."""
-    story = _told((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
-    assert [outage.at_s for outage in story.outages.values()] == [30]
-    story.add(Logged(at_s=95, process="supervisor", event=_process("trainer", 1)))
-    assert story.outages
-    story.add(Logged(at_s=99, process="supervisor", event=_process("run", 1)))
-    assert not story.outages
+    run = _told((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
+    assert [outage.at_s for outage in run.outages.values()] == [30]
+    run.add(Logged(at_s=95, process="supervisor", event=_process("trainer", 1)))
+    assert run.outages
+    run.add(Logged(at_s=99, process="supervisor", event=_process("run", 1)))
+    assert not run.outages
 
 
 def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
-    story = _told(
+    run = _told(
         (0, _rollout("train", RolloutStatus.GRADED, "finished")),
         (1, _rollout("train", RolloutStatus.FAILED_INFRA, "engine gone")),
         (2, _rollout("before-greedy", RolloutStatus.GRADED, "finished")),
     )
-    train = story.rollouts["train"]
+    train = run.rollouts["train"]
     assert (train.closed, train.statuses["graded"], train.reasons["failed_infra", "engine gone"]) == (2, 1, 1)
-    assert (train.sampled_tokens, story.rollouts["before-greedy"].closed) == (20, 1)
+    assert (train.sampled_tokens, run.rollouts["before-greedy"].closed) == (20, 1)
 
 
 def test_progress_made_again_replaces_what_was_lost() -> None:
-    story = _told((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
-    assert [timed.event.step for timed in story.imitation["midtrain"]] == [100, 150]
+    run = _told((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
+    assert [timed.event.step for timed in run.imitation["midtrain"]] == [100, 150]
 
 
-def test_the_made_up_run_is_told_whole(story: RunStory) -> None:
-    assert (story.phase, len(story.steps), len(story.published), len(story.swapped)) == ("done", 40, 41, 40)
-    assert story.total_s() == sum(story.phase_s(phase) or 0 for phase in PHASES)
+def test_the_made_up_run_is_told_whole(run: RunMetrics) -> None:
+    assert (run.phase, len(run.steps), len(run.published), len(run.swapped)) == ("done", 40, 41, 40)
+    assert run.total_s() == sum(run.phase_s(phase) or 0 for phase in PHASES)
 
 
 @given(st.permutations(range(5)))
@@ -90,15 +90,15 @@ def test_the_order_of_arrival_within_a_segment_does_not_matter(order: list[int])
         (1, _phase("midtrain")), (3, _process("trainer")), (7, _phase("rl")), (8, _process("engine")),
         (20, _process("gateway")),
     ]  # fmt: skip
-    story = _told((0, RunStarted(resumed=False)), *(rest[index] for index in order))
-    assert (story.phase, story.phase_s("midtrain"), story.phase_s("rl"), story.total_s()) == ("rl", 6, 13, 20)
+    run = _told((0, RunStarted(resumed=False)), *(rest[index] for index in order))
+    assert (run.phase, run.phase_s("midtrain"), run.phase_s("rl"), run.total_s()) == ("rl", 6, 13, 20)
 
 
-def _told(*events: tuple[float, Event]) -> RunStory:
-    story = RunStory()
+def _told(*events: tuple[float, Event]) -> RunMetrics:
+    run = RunMetrics()
     for at_s, event in events:
-        story.add(Logged(at_s=at_s, process="run", event=event))
-    return story
+        run.add(Logged(at_s=at_s, process="run", event=event))
+    return run
 
 
 def _phase(name: str) -> PhaseStarted:

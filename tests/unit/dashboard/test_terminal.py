@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from etude.config.recipe import EvalConfig, RunConfig
 from etude.dashboard.report import build_report
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import final_table, render, sparkline
 from etude.dashboard.text import render_line
 from etude.telemetry.log import Logged
@@ -19,17 +19,17 @@ from etude.types import Json
 @pytest.mark.parametrize("width", [80, 100, 160])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.02, 0.1, 0.5, 0.99, 1.0])
 def test_the_panel_fits_at_every_moment(width: int, share: float, events: list[Logged], config: RunConfig) -> None:
-    story = _story(events, share)
-    lines = _text(render(story, config, story.segments[-1].end_s + 5), width).splitlines()
+    run = _run(events, share)
+    lines = _text(render(run, config, run.segments[-1].end_s + 5), width).splitlines()
     assert len(lines) <= 30
     assert max(map(len, lines)) <= width
     assert "…" not in "".join(lines)
 
 
 def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig) -> None:
-    story = _story(events, 0.6)
-    text = _text(render(story, config, story.segments[-1].end_s), 100)
-    step = story.steps[-1].event
+    run = _run(events, 0.6)
+    text = _text(render(run, config, run.segments[-1].end_s), 100)
+    step = run.steps[-1].event
     for words in (
         "bugfix-tiny · seed 3", "● RL", "✓ midtrain 3:00", f"step {step.step} of 40", f"mean {step.reward_mean:.3f}",
         "max 2 of 2 allowed", "sampled 31.2% ± 2.4", "run resumed 1×", " left",
@@ -49,8 +49,8 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
 def test_the_mismatch_says_what_matters_most(
     events: list[Logged], config: RunConfig, changes: dict[str, Any], words: str
 ) -> None:
-    story = _story(events, 0.6)
-    last = story.steps[-1]
+    run = _run(events, 0.6)
+    last = run.steps[-1]
     figures: dict[str, Any] = {
         "mismatch_tokens": 100,
         "mismatch_max": 0.01,
@@ -58,44 +58,44 @@ def test_the_mismatch_says_what_matters_most(
         "mismatch_flips": 3,
         **changes,
     }
-    story.steps[-1] = replace(last, event=replace(last.event, **figures))
-    assert words in _text(render(story, config, story.segments[-1].end_s), 100)
+    run.steps[-1] = replace(last, event=replace(last.event, **figures))
+    assert words in _text(render(run, config, run.segments[-1].end_s), 100)
 
 
 def test_a_mismatch_above_its_bound_is_in_the_line(events: list[Logged], config: RunConfig) -> None:
-    story = _story(events, 0.6)
-    last = story.steps[-1]
-    assert "above" not in render_line(story, config, last.at_s)
-    story.steps[-1] = replace(last, event=replace(last.event, mismatch_k3=2e-3))
-    assert render_line(story, config, last.at_s).endswith("k3 2.0e-03 above 0.001!")
+    run = _run(events, 0.6)
+    last = run.steps[-1]
+    assert "above" not in render_line(run, config, last.at_s)
+    run.steps[-1] = replace(last, event=replace(last.event, mismatch_k3=2e-3))
+    assert render_line(run, config, last.at_s).endswith("k3 2.0e-03 above 0.001!")
 
 
 def test_an_evaluation_shows_how_far_it_is(events: list[Logged], config: RunConfig) -> None:
     during = [logged for logged in events if logged.at_s < events[0].at_s + 189.9]
-    assert "20 sampled · 20 greedy, of 64 each" in _text(render(_story(during, 1.0), config, during[-1].at_s), 100)
+    assert "20 sampled · 20 greedy, of 64 each" in _text(render(_run(during, 1.0), config, during[-1].at_s), 100)
 
 
 def test_a_run_without_evaluation_does_not_speak_of_it(events: list[Logged], config: RunConfig) -> None:
     bare = config.model_copy(update={"eval": EvalConfig(enabled=False)})
     unmeasured = [logged for logged in events if getattr(logged.event, "phase", "") != "eval-before"]
-    story = _story(unmeasured, 0.6)
-    text = _text(render(story, bare, story.segments[-1].end_s), 100)
+    run = _run(unmeasured, 0.6)
+    text = _text(render(run, bare, run.segments[-1].end_s), 100)
     assert "eval" not in text
     assert "before RL" not in text
     assert " left" in text
 
 
 def test_silence_is_said(events: list[Logged], config: RunConfig) -> None:
-    story = _story(events, 0.6)
-    assert "no event for 1:30" in _text(render(story, config, story.segments[-1].end_s + 90), 100)
-    assert "no event" not in _text(render(story, config, story.segments[-1].end_s + 5), 100)
+    run = _run(events, 0.6)
+    assert "no event for 1:30" in _text(render(run, config, run.segments[-1].end_s + 90), 100)
+    assert "no event" not in _text(render(run, config, run.segments[-1].end_s + 5), 100)
 
 
 def test_the_rest_of_the_run_is_foreseen(events: list[Logged], config: RunConfig) -> None:
     """10 steps of 12.5 s and an evaluation of 41 s are left at the end of step 30."""
     end_of_step = [logged for logged in events if type(logged.event).__name__ == "StepDone"][29].at_s
-    story = _story([logged for logged in events if logged.at_s <= end_of_step], 1.0)
-    assert "about 2:46 left" in _text(render(story, config, end_of_step), 100)
+    run = _run([logged for logged in events if logged.at_s <= end_of_step], 1.0)
+    assert "about 2:46 left" in _text(render(run, config, end_of_step), 100)
 
 
 def test_the_final_table_gives_the_gain_and_its_error(report: dict[str, Json]) -> None:
@@ -108,7 +108,7 @@ def test_the_final_table_gives_the_gain_and_its_error(report: dict[str, Json]) -
 
 
 def test_the_final_table_of_an_unfinished_run_has_dashes(config: RunConfig) -> None:
-    report = build_report(RunStory(), config, machine={}, date="today", commit="")
+    report = build_report(RunMetrics(), config, machine={}, date="today", commit="")
     assert "trainer –, engine –" in _text(final_table(report), 80)
 
 
@@ -119,11 +119,11 @@ def test_a_sparkline_rises_from_lowest_to_highest() -> None:
     assert sparkline([], 8) == ""
 
 
-def _story(events: list[Logged], share: float) -> RunStory:
-    story = RunStory()
+def _run(events: list[Logged], share: float) -> RunMetrics:
+    run = RunMetrics()
     for event in events[: max(1, int(share * len(events)))]:
-        story.add(event)
-    return story
+        run.add(event)
+    return run
 
 
 def _text(renderable: RenderableType, width: int) -> str:

@@ -1,4 +1,4 @@
-"""Hints of rollouts become lessons: the reply as it was sampled, in two contexts."""
+"""Hints of rollouts become examples: the reply as it was sampled, in two contexts."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.models.spec import TINY
-from etude.run.distillation import CoursePlan, lesson_of
+from etude.run.distillation import DistillationBatcher, distillation_example
 from etude.run.hints import reminders_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat
@@ -79,74 +79,74 @@ def make_config(*overrides: str) -> RunConfig:
     return default_recipe(["hints.weight=1.0", *overrides])
 
 
-def plan(*overrides: str) -> CoursePlan:
-    return CoursePlan(make_config(*overrides), TINY, REMINDERS)
+def plan(*overrides: str) -> DistillationBatcher:
+    return DistillationBatcher(make_config(*overrides), TINY, REMINDERS)
 
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_a_lesson_is_the_turn_and_the_turn_with_the_hint_in_its_context(turn: int) -> None:
-    lesson = lesson_of(make_rollout("r", turn), turn, HINT, REMINDERS)
+    example = distillation_example(make_rollout("r", turn), turn, HINT, REMINDERS)
     sampled = TURNS[turn]
-    for view in (lesson.student, lesson.teacher):
+    for view in (example.student, example.teacher):
         assert view.token_ids[view.loss_mask].tolist() == sampled.completion_ids.tolist()
         assert view.logprobs[view.loss_mask].tolist() == sampled.logprobs.tolist()
         assert set(view.temperatures[view.loss_mask].tolist()) == {np.float32(0.7)}
         assert not view.advantages.any()
     reply = len(sampled.completion_ids)
-    assert lesson.student.token_ids[:-reply].tolist() == sampled.prompt_ids.tolist()
-    assert lesson.teacher.token_ids[:-reply].tolist() == REMINDERS.insert(sampled.prompt_ids, HINT).tolist()
+    assert example.student.token_ids[:-reply].tolist() == sampled.prompt_ids.tolist()
+    assert example.teacher.token_ids[:-reply].tolist() == REMINDERS.insert(sampled.prompt_ids, HINT).tolist()
 
 
 def test_routes_of_the_context_before_the_hint_are_kept_and_no_others() -> None:
     read = len(TURNS[0].prompt_ids) + len(TURNS[0].completion_ids) - 1
     routes = np.tile(np.array([[0, 1]], np.uint16), (read, 2, 1))
     rollout = replace(make_rollout("r", 0), turns=(replace(TURNS[0], routes=routes), TURNS[1]))
-    lesson = lesson_of(rollout, 0, HINT, REMINDERS)
-    assert lesson.student.routes is not None
-    assert lesson.teacher.routes is not None
+    example = distillation_example(rollout, 0, HINT, REMINDERS)
+    assert example.student.routes is not None
+    assert example.teacher.routes is not None
     place = REMINDERS.place(TURNS[0].prompt_ids)
-    assert (lesson.student.routes[:read] != NO_ROUTE).all()
-    assert (lesson.teacher.routes[:place] != NO_ROUTE).all()
-    assert (lesson.teacher.routes[place:] == NO_ROUTE).all()
+    assert (example.student.routes[:read] != NO_ROUTE).all()
+    assert (example.teacher.routes[:place] != NO_ROUTE).all()
+    assert (example.teacher.routes[place:] == NO_ROUTE).all()
 
 
 def test_every_hint_of_trusted_rollouts_is_one_lesson() -> None:
     group = make_group(make_rollout("a", 0, 1), make_rollout("b"), make_rollout("c", 0, verdict=SUSPECT))
-    course = plan().course([group, make_group(make_rollout("d", 1))], shares=1)
-    assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "a", "d"]
-    assert sorted(index for piece in course.shares[0] for index in piece) == [0, 1, 2]
+    distillation = plan().distillation([group, make_group(make_rollout("d", 1))], shares=1)
+    assert [example.student.rollout_id for example in distillation.examples] == ["a", "a", "d"]
+    assert sorted(index for piece in distillation.shares[0] for index in piece) == [0, 1, 2]
 
 
 def test_a_turn_that_rollouts_share_is_taught_once() -> None:
     trunk = make_rollout("a", 0)
     forked = make_rollout("b", 0, 1, branch=Branch(rollout_id="a", turns=1))
-    course = plan().course([make_group(trunk, forked)], shares=1)
-    assert [lesson.student.rollout_id for lesson in course.lessons] == ["a", "b"]
-    assert len(course.lessons[1].student.token_ids) > len(course.lessons[0].student.token_ids)
+    distillation = plan().distillation([make_group(trunk, forked)], shares=1)
+    assert [example.student.rollout_id for example in distillation.examples] == ["a", "b"]
+    assert len(distillation.examples[1].student.token_ids) > len(distillation.examples[0].student.token_ids)
 
 
 def test_summaries_that_are_not_trained_are_not_taught() -> None:
     summary = (TURNS[0], replace(TURNS[1], kind=TurnKind.SUMMARY))
     group = make_group(replace(make_rollout("a", 0, 1), turns=summary))
     summaries = ("harness.context=summary", "harness.summary_at_tokens=100", "engine.max_length=400")
-    for choice, lessons in (("train", 2), ("mask", 1)):
+    for choice, examples in (("train", 2), ("mask", 1)):
         chosen = plan(*summaries, f"credit.summaries={choice}")
-        assert len(chosen.course([group], shares=1).lessons) == lessons
+        assert len(chosen.distillation([group], shares=1).examples) == examples
 
 
 def test_lessons_are_dealt_out_evenly_in_pieces_that_fit() -> None:
     group = make_group(*(make_rollout(f"r{n}", 0, 1) for n in range(5)))
-    course = plan("trainer.microbatch_tokens=64").course([group], shares=2)
-    lengths = [len(lesson.teacher.token_ids) for lesson in course.lessons]
-    assert len({len(share) for share in course.shares}) == 1
-    assert len(course.shares) == 2
-    assert all(sum(lengths[index] for index in piece) <= 64 for share in course.shares for piece in share)
-    assert sorted(i for share in course.shares for piece in share for i in piece) == list(range(10))
+    distillation = plan("trainer.microbatch_tokens=64").distillation([group], shares=2)
+    lengths = [len(example.teacher.token_ids) for example in distillation.examples]
+    assert len({len(share) for share in distillation.shares}) == 1
+    assert len(distillation.shares) == 2
+    assert all(sum(lengths[index] for index in piece) <= 64 for share in distillation.shares for piece in share)
+    assert sorted(i for share in distillation.shares for piece in share for i in piece) == list(range(10))
 
 
 def test_a_batch_without_hints_has_no_course() -> None:
-    course = plan().course([make_group(make_rollout("a"))], shares=4)
-    assert (course.lessons, course.shares) == ((), ())
+    distillation = plan().distillation([make_group(make_rollout("a"))], shares=4)
+    assert (distillation.examples, distillation.shares) == ((), ())
 
 
 def test_a_template_that_takes_no_hint_is_refused_by_name() -> None:

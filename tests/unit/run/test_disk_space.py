@@ -6,7 +6,7 @@ import pytest
 
 from etude.config.loading import default_recipe
 from etude.errors import UserError
-from etude.run.disk_space import DiskNeed, check_room
+from etude.run.disk_space import DiskNeed, check_disk_space
 from smalldisk import small_disk
 
 BILLION = 1_000_000_000
@@ -35,4 +35,4 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_hardly_does_is_warned_of(
 def test_the_disk_that_is_asked_is_that_of_the_run(tmp_path: Path) -> None:
     config = default_recipe([])
     with small_disk(tmp_path / "disk") as disk, pytest.raises(UserError, match=r"has 1\.05 MB free"):
-        check_room(config, disk / "runs" / "new")
+        check_disk_space(config, disk / "runs" / "new")

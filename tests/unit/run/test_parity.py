@@ -23,7 +23,7 @@ from etude.run.parity import (
     show_parity,
     verdict,
 )
-from etude.trainer.mismatch import Mismatch, Rung
+from etude.trainer.mismatch import Mismatch, MismatchLevel
 
 torch.set_num_threads(1)
 INVARIANT, FAST = NumericsConfig(arithmetic="invariant"), NumericsConfig(arithmetic="fast")
@@ -50,7 +50,7 @@ def test_fast_arithmetic_passes_by_the_ladder_and_replays_routes() -> None:
     parity = check_parity(TINY, make_state(TINY, FAST), FAST, "cpu")
     assert parity.passed
     assert not parity.exact
-    assert parity.rung is Rung.CLEAR
+    assert parity.mismatch_level is MismatchLevel.CLEAR
     assert 0 < parity.sampled.max < 1e-3
     assert parity.sampled.pairs == parity.sampled.tokens * 4
     strict = FAST.model_copy(update={"warn_k3": 1e-30, "stop_k3": 1e-30})
@@ -72,7 +72,7 @@ def test_the_first_part_that_differs_is_named(tampered: str, first: str) -> None
     load_published(server, {**state, tampered: -state[tampered]}, INVARIANT)
     sequences = [trajectory.token_ids for trajectory in sample(server, record_routes=False)]
     layers = compare_layers(trainer, server, sequences)
-    parity = Parity(invariant=True, rung=Rung.CLEAR, sampled=NOTHING, layers=layers)
+    parity = Parity(invariant=True, mismatch_level=MismatchLevel.CLEAR, sampled=NOTHING, layers=layers)
     assert parity.first is not None
     assert parity.first.name == first
     assert not parity.passed
@@ -98,20 +98,24 @@ def test_a_model_with_too_few_positions_is_refused() -> None:
         check_parity(replace(TINY, max_positions=64), {}, INVARIANT, "cpu")
 
 
-def _parity(*, invariant: bool, rung: Rung, equal: float) -> Parity:
+def _parity(*, invariant: bool, mismatch_level: MismatchLevel, equal: float) -> Parity:
     layer = LayerDifference(name="layer 0 attention", way="chunks", max_abs=1 - equal, equal=equal, flips=3)
     sampled = Mismatch(tokens=200, k1=0.0, k3=2e-3, p99=0.1, max=0.2, equal=200 if equal == 1 else 10)
-    return Parity(invariant=invariant, rung=rung, sampled=sampled, layers=(layer,))
+    return Parity(invariant=invariant, mismatch_level=mismatch_level, sampled=sampled, layers=(layer,))
 
 
 @pytest.mark.parametrize(
     ("parity", "passed", "words"),
     [
-        (_parity(invariant=True, rung=Rung.CLEAR, equal=1.0), True, "agree to the last bit"),
-        (_parity(invariant=True, rung=Rung.CLEAR, equal=0.5), False, "differ although the arithmetic is invariant"),
-        (_parity(invariant=False, rung=Rung.CLEAR, equal=0.5), True, "trainer agree;"),
-        (_parity(invariant=False, rung=Rung.WARN, equal=0.5), True, "agree badly"),
-        (_parity(invariant=False, rung=Rung.STOP, equal=0.5), False, "disagree"),
+        (_parity(invariant=True, mismatch_level=MismatchLevel.CLEAR, equal=1.0), True, "agree to the last bit"),
+        (
+            _parity(invariant=True, mismatch_level=MismatchLevel.CLEAR, equal=0.5),
+            False,
+            "differ although the arithmetic is invariant",
+        ),
+        (_parity(invariant=False, mismatch_level=MismatchLevel.CLEAR, equal=0.5), True, "trainer agree;"),
+        (_parity(invariant=False, mismatch_level=MismatchLevel.WARN, equal=0.5), True, "agree badly"),
+        (_parity(invariant=False, mismatch_level=MismatchLevel.STOP, equal=0.5), False, "disagree"),
     ],
 )
 def test_the_verdict_is_told_and_decides(parity: Parity, passed: bool, words: str) -> None:
@@ -127,6 +131,8 @@ def test_the_verdict_is_told_and_decides(parity: Parity, passed: bool, words: st
 def test_nearly_equal_is_never_shown_as_equal() -> None:
     console = Console(width=200, file=StringIO(), color_system=None)
     with console.capture() as captured:
-        show_parity(_parity(invariant=False, rung=Rung.CLEAR, equal=math.nextafter(1.0, 0.0)), console)
+        show_parity(
+            _parity(invariant=False, mismatch_level=MismatchLevel.CLEAR, equal=math.nextafter(1.0, 0.0)), console
+        )
     assert "99.9%" in captured.get()
     assert "100" not in captured.get()

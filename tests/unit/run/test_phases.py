@@ -12,7 +12,7 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder
-from etude.run.phase_folders import Lineage
+from etude.run.phase_folders import PhaseFolders
 from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
 from etude.run.weight_log import open_log
 from etude.tasks.corpora.conversations import Conversations
@@ -64,7 +64,7 @@ def events_of(folder: RunFolder) -> list[object]:
 
 
 def test_the_phases_follow_each_other_to_version_0(done: RunFolder) -> None:
-    lineage = Lineage(done)
+    lineage = PhaseFolders(done)
     midtrain, sft = lineage.record("midtrain"), lineage.record("sft")
     assert midtrain is not None
     assert sft is not None
@@ -78,9 +78,9 @@ def test_the_phases_follow_each_other_to_version_0(done: RunFolder) -> None:
 
 
 def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:
-    sft = Lineage(done).record("sft")
+    sft = PhaseFolders(done).record("sft")
     assert sft is not None
-    checkpoint = max(Lineage(done).checkpoints("sft").glob("step-*"))
+    checkpoint = max(PhaseFolders(done).checkpoints("sft").glob("step-*"))
     tensors = load_file(next(checkpoint.glob("*.safetensors")))
     [(documents, tokens)] = [tensor.tolist() for name, tensor in tensors.items() if name.startswith("cursor/")]
     chat = ChatTemplate.load(done.model)
@@ -113,7 +113,7 @@ def test_adding_sft_does_not_disturb_a_finished_mid_training(done: RunFolder, tm
     run_phases(folder)
     steps = [event.phase for event in events_of(folder) if isinstance(event, ImitationProgress)]
     assert set(steps) == {"sft"}
-    assert Lineage(folder).record("sft") == Lineage(done).record("sft")
+    assert PhaseFolders(folder).record("sft") == PhaseFolders(done).record("sft")
 
 
 def test_a_phase_after_version_0_is_refused(done: RunFolder, tmp_path: Path, chats: Path) -> None:
@@ -133,14 +133,14 @@ def test_a_copied_start_needs_no_phases(done: RunFolder, tmp_path: Path, chats: 
 
 def test_a_run_may_start_from_a_phase_of_another(done: RunFolder, tmp_path: Path, chats: Path) -> None:
     config = config_of(chats, tokens=0)
-    start = str(Lineage(done).model("midtrain"))
+    start = str(PhaseFolders(done).model("midtrain"))
     config = parse_config({**config.model_dump(), "model": {"checkpoint": start}}, source="test")
     folder = RunFolder.create(tmp_path / "run", config)
     run_phases(folder)
-    midtrain, sft = Lineage(folder).record("midtrain"), Lineage(folder).record("sft")
+    midtrain, sft = PhaseFolders(folder).record("midtrain"), PhaseFolders(folder).record("sft")
     assert midtrain is not None
     assert (midtrain.steps, midtrain.digest) == (0, midtrain.parent)
-    assert sft == Lineage(done).record("sft")
+    assert sft == PhaseFolders(done).record("sft")
 
 
 def test_sft_waits_for_mid_training(tmp_path: Path, chats: Path) -> None:

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from etude.config.loading import default_recipe
-from etude.dashboard.run_metrics import RunStory
+from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import outage_lines
 from etude.engines.native.engine import NativeEngine
 from etude.errors import InfrastructureError, UserError
@@ -46,10 +46,10 @@ def make_model(seed: int) -> Decoder:
 
 def told(folder: RunFolder) -> list[str]:
     """What people are told of outages by now."""
-    story = RunStory()
+    run = RunMetrics()
     for logged in EventReader(folder.events).new():
-        story.add(logged)
-    return outage_lines(story, 0.0)
+        run.add(logged)
+    return outage_lines(run, 0.0)
 
 
 def publish(folder: RunFolder, model: Decoder, version: int) -> None:

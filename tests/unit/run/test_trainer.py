@@ -20,7 +20,7 @@ from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.trainer import MOST_IN_VAIN, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
+from etude.run.trainer import MAX_EMPTY_STEPS, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog, EventReader
@@ -97,7 +97,7 @@ def test_routes_that_do_not_fit_the_model_are_refused_once_more(tmp_path: Path) 
 def run(tmp_path: Path) -> RunFolder:
     """A run of batches of one group, two rollouts each, that has published version 0."""
     batches = ("rollouts.groups_per_step=1", "rollouts.group_size=2", "rollouts.concurrency=4")
-    trainer = ("trainer.device=cpu", "trainer.mismatch_share=0", f"trainer.steps={MOST_IN_VAIN + 2}")
+    trainer = ("trainer.device=cpu", "trainer.mismatch_share=0", f"trainer.steps={MAX_EMPTY_STEPS + 2}")
     config = default_recipe([*batches, *trainer, "engine.device=cpu", "numerics.replay=off"])
     folder = RunFolder.create(tmp_path / "run", config)
     model = Decoder(TINY)
@@ -128,19 +128,19 @@ def test_steps_without_a_rollout_to_trust_are_done_and_then_training_stops_and_c
     masked = Verdict(
         disposition=Disposition.QUARANTINE, reward=0.0, reason="no judge.style", flags=(), hacked=False, graded=0.0
     )
-    for number in range(MOST_IN_VAIN):
+    for number in range(MAX_EMPTY_STEPS):
         admit(run, number, masked)
-    with pytest.raises(UserError, match=f"step {MOST_IN_VAIN}: every rollout was masked or quarantined"):
+    with pytest.raises(UserError, match=f"step {MAX_EMPTY_STEPS}: every rollout was masked or quarantined"):
         run_trainer(run)
-    for number in range(MOST_IN_VAIN, MOST_IN_VAIN + 2):
+    for number in range(MAX_EMPTY_STEPS, MAX_EMPTY_STEPS + 2):
         admit(run, number)
     run_trainer(run)
     with Ledger.open(run.ledger) as ledger:
-        assert ledger.progress().steps_done == MOST_IN_VAIN + 2
+        assert ledger.progress().steps_done == MAX_EMPTY_STEPS + 2
     done = [logged.event for logged in EventReader(run.events).new() if isinstance(logged.event, StepDone)]
-    assert [event.step for event in done] == list(range(1, MOST_IN_VAIN + 3))
-    assert [event.loss_tokens for event in done] == [0] * MOST_IN_VAIN + [4, 4]
-    assert [event.reward_mean for event in done] == [0.0] * MOST_IN_VAIN + [0.5, 0.5]
+    assert [event.step for event in done] == list(range(1, MAX_EMPTY_STEPS + 3))
+    assert [event.loss_tokens for event in done] == [0] * MAX_EMPTY_STEPS + [4, 4]
+    assert [event.reward_mean for event in done] == [0.0] * MAX_EMPTY_STEPS + [0.5, 0.5]
 
 
 def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
@@ -224,9 +224,9 @@ def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: Run
 
 
 def test_a_newest_version_that_nobody_will_publish_again_ends_the_run(run: RunFolder) -> None:
-    for number in range(MOST_IN_VAIN + 2):
+    for number in range(MAX_EMPTY_STEPS + 2):
         admit(run, number)
     run_trainer(run)
-    open_log(run).store.delete(commit_key(MOST_IN_VAIN + 2))
-    with pytest.raises(UserError, match=f"weight version {MOST_IN_VAIN + 2} is not published"):
+    open_log(run).store.delete(commit_key(MAX_EMPTY_STEPS + 2))
+    with pytest.raises(UserError, match=f"weight version {MAX_EMPTY_STEPS + 2} is not published"):
         run_trainer(run)

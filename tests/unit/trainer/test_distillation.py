@@ -12,7 +12,7 @@ from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
-from etude.trainer.distillation import Compared, Distillation, Lesson, divergences, prefix_weights
+from etude.trainer.distillation import Compared, Distillation, DistillationExample, divergences, prefix_weights
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer
@@ -55,24 +55,24 @@ def make_view(prompt: list[int], reply: list[int], *, temperature: float = 1.0, 
     )
 
 
-def make_lesson(prompt: list[int], reply: list[int], *, temperature: float = 1.0) -> Lesson:
+def make_example(prompt: list[int], reply: list[int], *, temperature: float = 1.0) -> DistillationExample:
     """The hint is two tokens, before the last one of the context."""
     hinted = [*prompt[:-1], 30, 31, prompt[-1]]
-    return Lesson(
+    return DistillationExample(
         student=make_view(prompt, reply, temperature=temperature),
         teacher=make_view(hinted, reply, temperature=temperature),
     )
 
 
-LESSONS = (make_lesson([1, 2, 3, 4], [5, 6, 7]), make_lesson([9, 8], [7]), make_lesson([3, 3, 3, 3, 3], [4, 1]))
+EXAMPLES = (make_example([1, 2, 3, 4], [5, 6, 7]), make_example([9, 8], [7]), make_example([3, 3, 3, 3, 3], [4, 1]))
 
 
 def teach(
-    model: Decoder, *lessons: Lesson, hints: HintsConfig = HINTS, sampled: int = 10, chunk: int = 1 << 20
+    model: Decoder, *examples: DistillationExample, hints: HintsConfig = HINTS, sampled: int = 10, chunk: int = 1 << 20
 ) -> tuple[Tensor, list[Tensor], float]:
     """The loss of a piece, its gradient, and the nats."""
     model.zero_grad()
-    taught = Distillation(config=hints, replay="off", floor=0.0, chunk_logits=chunk).teach(model, lessons, sampled)
+    taught = Distillation(config=hints, replay="off", floor=0.0, chunk_logits=chunk).teach(model, examples, sampled)
     taught.loss.backward()
     return taught.loss.detach(), [gradient_of(parameter) for parameter in model.parameters()], taught.nats
 
@@ -89,11 +89,11 @@ def log_softmaxes(model: Decoder, view: Trajectory, temperature: float = 1.0) ->
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_the_loss_is_the_divergence_of_the_two_contexts(temperature: float) -> None:
-    model, lesson = make_model(), make_lesson([1, 2, 3, 4], [5, 6, 7], temperature=temperature)
-    loss, _, nats = teach(model, lesson)
+    model, example = make_model(), make_example([1, 2, 3, 4], [5, 6, 7], temperature=temperature)
+    loss, _, nats = teach(model, example)
     compared_at = temperature or 1.0  # a greedy turn is taught what it would say at 1
     with torch.no_grad():
-        student, teacher = (log_softmaxes(model, view, compared_at) for view in (lesson.student, lesson.teacher))
+        student, teacher = (log_softmaxes(model, view, compared_at) for view in (example.student, example.teacher))
         expected = float((student.exp() * (student - teacher)).sum())
     assert nats == pytest.approx(expected, rel=1e-5)
     assert expected > 0.01
@@ -103,13 +103,13 @@ def test_the_loss_is_the_divergence_of_the_two_contexts(temperature: float) -> N
 def test_its_gradient_is_that_of_finite_differences_with_the_teacher_held() -> None:
     """In float64, of one number of every parameter; the teacher's weights are the same and do not move."""
     model = make_model(TINY_DENSE).double()
-    lesson = LESSONS[0]
-    _, gradients, _ = teach(model, lesson)
+    example = EXAMPLES[0]
+    _, gradients, _ = teach(model, example)
     with torch.no_grad():
-        teacher = log_softmaxes(model, lesson.teacher)
+        teacher = log_softmaxes(model, example.teacher)
 
         def value() -> float:
-            student = log_softmaxes(model, lesson.student)
+            student = log_softmaxes(model, example.student)
             return float((student.exp() * (student - teacher)).sum()) * 2.0 / 10
 
         step = 1e-6
@@ -129,7 +129,7 @@ def test_its_gradient_is_that_of_finite_differences_with_the_teacher_held() -> N
 def test_the_teacher_has_no_gradient(hints: HintsConfig) -> None:
     """It alone reads the hint, so the rows of the embedding that only the hint looks up stay as they are."""
     model = make_model(replace(TINY, tied=False))
-    teach(model, LESSONS[0], hints=hints)
+    teach(model, EXAMPLES[0], hints=hints)
     assert model.embedding.grad is not None
     rows = model.embedding.grad.abs().sum(-1)
     assert rows[[30, 31]].tolist() == [0.0, 0.0]
@@ -139,7 +139,7 @@ def test_the_teacher_has_no_gradient(hints: HintsConfig) -> None:
 @BOTH
 def test_without_a_hint_there_is_nothing_to_learn(hints: HintsConfig) -> None:
     view = make_view([1, 2, 3, 4], [5, 6, 7])
-    _, gradients, nats = teach(make_model(), Lesson(student=view, teacher=view), hints=hints)
+    _, gradients, nats = teach(make_model(), DistillationExample(student=view, teacher=view), hints=hints)
     assert nats == 0.0
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-7
 
@@ -147,8 +147,8 @@ def test_without_a_hint_there_is_nothing_to_learn(hints: HintsConfig) -> None:
 @BOTH
 def test_how_lessons_are_packed_and_chunked_changes_nothing(hints: HintsConfig) -> None:
     model = make_model()
-    together, summed, nats = teach(model, *LESSONS, hints=hints)
-    alone = [teach(model, lesson, hints=hints, chunk=1) for lesson in LESSONS]
+    together, summed, nats = teach(model, *EXAMPLES, hints=hints)
+    alone = [teach(model, example, hints=hints, chunk=1) for example in EXAMPLES]
     assert float(together) == pytest.approx(sum(float(loss) for loss, _, _ in alone), rel=1e-4)
     assert nats == pytest.approx(sum(found for _, _, found in alone), rel=1e-4)
     for index, gradient in enumerate(summed):
@@ -158,17 +158,17 @@ def test_how_lessons_are_packed_and_chunked_changes_nothing(hints: HintsConfig) 
 @BOTH
 def test_other_turns_of_a_context_are_not_taught(hints: HintsConfig) -> None:
     """A reply in the context is context: with its tokens scored, too, the loss is another."""
-    model, lesson = make_model(), LESSONS[0]
-    whole = np.arange(len(lesson.student.token_ids)) > 0
-    wide = replace(lesson.student, loss_mask=whole, versions=np.zeros_like(lesson.student.versions))
+    model, example = make_model(), EXAMPLES[0]
+    whole = np.arange(len(example.student.token_ids)) > 0
+    wide = replace(example.student, loss_mask=whole, versions=np.zeros_like(example.student.versions))
     hinted = replace(
-        lesson.teacher,
+        example.teacher,
         loss_mask=np.isin(np.arange(9), [1, 2, 5, 6, 7, 8]),
-        versions=np.zeros_like(lesson.teacher.versions),
+        versions=np.zeros_like(example.teacher.versions),
     )
     narrow, wider = (
-        teach(model, lesson, hints=hints)[2],
-        teach(model, Lesson(student=wide, teacher=hinted), hints=hints)[2],
+        teach(model, example, hints=hints)[2],
+        teach(model, DistillationExample(student=wide, teacher=hinted), hints=hints)[2],
     )
     assert narrow != pytest.approx(wider, rel=1e-3)
 
@@ -182,7 +182,7 @@ def test_a_piece_without_lessons_keeps_others_company() -> None:
 
 @BOTH
 def test_greedy_turns_say_something_in_full_only(hints: HintsConfig) -> None:
-    _, gradients, _ = teach(make_model(), make_lesson([1, 2, 3], [4, 5], temperature=0.0), hints=hints)
+    _, gradients, _ = teach(make_model(), make_example([1, 2, 3], [4, 5], temperature=0.0), hints=hints)
     moved = max(float(gradient.abs().max()) for gradient in gradients) > 1e-6
     assert moved == (hints is HINTS)
 
@@ -190,7 +190,7 @@ def test_greedy_turns_say_something_in_full_only(hints: HintsConfig) -> None:
 def test_steps_on_lessons_alone_bring_the_student_nearer() -> None:
     trainer = make_trainer()
     totals = Totals(tokens=0, trajectories=0, sampled=6)
-    found = [trainer.step(step, [], totals, lessons=[LESSONS]) for step in range(1, 21)]
+    found = [trainer.step(step, [], totals, examples=[EXAMPLES]) for step in range(1, 21)]
     assert found[0].hinted_tokens == 6
     assert found[-1].hint_nats < 0.3 * found[0].hint_nats
     assert found[0].trained_tokens == 17
@@ -198,14 +198,14 @@ def test_steps_on_lessons_alone_bring_the_student_nearer() -> None:
 
 
 def test_a_step_without_lessons_is_what_it_was_bit_for_bit() -> None:
-    """With a weight, without one, and with lessons that weigh nothing."""
+    """With a weight, without one, and with examples that weigh nothing."""
     good = replace(make_view([1, 2, 3], [4, 5]), advantages=np.array([0, 0, 0, 1, 1], np.float32))
     totals = Totals(tokens=2, trajectories=1, sampled=2)
     trainers = [make_trainer(), make_trainer(HintsConfig())]
     found = [trainer.step(1, [(good,)], totals) for trainer in trainers]
     assert found[0] == found[1]
     weightless = make_trainer(HintsConfig())
-    weightless.step(1, [(good,)], totals, lessons=[LESSONS])
+    weightless.step(1, [(good,)], totals, examples=[EXAMPLES])
     for one, other, third in zip(*(t.model.parameters() for t in (*trainers, weightless)), strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, third)
@@ -215,7 +215,7 @@ def test_lessons_add_to_what_rewards_say() -> None:
     good = replace(make_view([1, 2, 3], [4, 5]), advantages=np.array([0, 0, 0, 1, 1], np.float32))
     totals = Totals(tokens=2, trajectories=1, sampled=2)
     alone, taught = make_trainer(), make_trainer()
-    one, two = alone.step(1, [(good,)], totals), taught.step(1, [(good,)], totals, lessons=[LESSONS])
+    one, two = alone.step(1, [(good,)], totals), taught.step(1, [(good,)], totals, examples=[EXAMPLES])
     assert two.grad_norm != one.grad_norm
     assert two.entropy == one.entropy
     assert (one.hinted_tokens, two.hinted_tokens) == (0, 6)
@@ -230,7 +230,7 @@ def test_lessons_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(l
     totals = Totals(tokens=0, trajectories=0, sampled=60, sampled_trajectories=3)
     by_one = Totals(tokens=0, trajectories=0, sampled=1)
     found, whole = (
-        make_trainer(loss=kind).step(1, [], each, lessons=[LESSONS]).grad_norm
+        make_trainer(loss=kind).step(1, [], each, examples=[EXAMPLES]).grad_norm
         for kind, each in ((loss, totals), (DEFAULT, by_one))
     )
     assert found == pytest.approx(whole / divisor, rel=1e-4)
@@ -248,15 +248,17 @@ def make_routes(length: int, seed: int) -> Routes:
 
 def test_the_teacher_goes_its_own_way_behind_the_hint() -> None:
     """Full replay: what both read before the hint is routed alike; behind it nothing is replayed of what is unknown."""
-    lesson = LESSONS[0]
+    example = EXAMPLES[0]
     routes = make_routes(7, 0)
     unknown = np.full((9, *routes.shape[1:]), NO_ROUTE, np.uint16)
     unknown[:3] = routes[:3]
-    routed = Lesson(student=replace(lesson.student, routes=routes), teacher=replace(lesson.teacher, routes=unknown))
+    routed = DistillationExample(
+        student=replace(example.student, routes=routes), teacher=replace(example.teacher, routes=unknown)
+    )
     model = make_model()
     nats = {}
     for mode in ("off", "completion", "full"):
-        for name, chosen in (("plain", lesson), ("routed", routed)):
+        for name, chosen in (("plain", example), ("routed", routed)):
             taught = Distillation(config=HINTS, replay=mode, floor=0.0).teach(model, [chosen], 10)
             nats[mode, name] = taught.nats
     assert nats["off", "plain"] == nats["off", "routed"] == nats["full", "plain"]
@@ -265,9 +267,9 @@ def test_the_teacher_goes_its_own_way_behind_the_hint() -> None:
 
 def test_a_lesson_is_one_reply_in_two_contexts() -> None:
     with pytest.raises(ValueError, match="must read the same one"):
-        Lesson(student=make_view([1], [2, 3]), teacher=make_view([1, 9], [2, 4]))
+        DistillationExample(student=make_view([1], [2, 3]), teacher=make_view([1, 9], [2, 4]))
     with pytest.raises(ValueError, match="must read the same one"):
-        Lesson(student=make_view([1, 2], []), teacher=make_view([1, 9, 2], []))
+        DistillationExample(student=make_view([1, 2], []), teacher=make_view([1, 9, 2], []))
 
 
 def test_divergences_of_a_distribution_from_itself_are_nothing() -> None:
@@ -276,13 +278,13 @@ def test_divergences_of_a_distribution_from_itself_are_nothing() -> None:
     assert divergences(logits, logits.flip(-1), torch.ones(4), ids)[:, 0].min() > 0
 
 
-def make_compared(gaps: list[float], lessons: list[int]) -> Compared:
+def make_compared(gaps: list[float], examples: list[int]) -> Compared:
     found_N = torch.tensor(gaps)
-    return Compared(found_N, found_N, found_N, torch.tensor(lessons, dtype=torch.int64))
+    return Compared(found_N, found_N, found_N, torch.tensor(examples, dtype=torch.int64))
 
 
 def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
-    """Exp of what its prefix is less likely to the teacher, never above 1, and every lesson begins anew."""
+    """Exp of what its prefix is less likely to the teacher, never above 1, and every example begins anew."""
     found = make_compared([-1.0, 2.0, -3.0, 0.5, -2.0, 1.0], [0, 0, 0, 1, 1, 1])
     expected = [0.0, -1.0, 0.0, 0.0, 0.0, -1.5]  # sums before each: 0, −1, 1 and 0, 0.5, −1.5
     assert prefix_weights(found).log().tolist() == pytest.approx(expected)
@@ -291,10 +293,10 @@ def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
 
 @pytest.mark.parametrize("estimator", ["full", "sampled"])
 def test_shared_contexts_take_the_weight_off_what_the_teacher_would_not_have_said(estimator: str) -> None:
-    """The first token counts in full, so a lesson of one token is the same; of longer ones less is left."""
+    """The first token counts in full, so a example of one token is the same; of longer ones less is left."""
     shared = HintsConfig.model_validate({"weight": 2.0, "estimator": estimator})
     alike = HintsConfig.model_validate({"weight": 2.0, "estimator": estimator, "contexts": "all"})
-    model, (long, short, _) = make_model(), LESSONS
+    model, (long, short, _) = make_model(), EXAMPLES
     assert float(teach(model, short, hints=shared)[0]) == float(teach(model, short, hints=alike)[0])
     whole, part = (teach(model, long, hints=hints) for hints in (alike, shared))
     assert float(part[0]) != float(whole[0])

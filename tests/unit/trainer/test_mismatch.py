@@ -16,7 +16,16 @@ from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
-from etude.trainer.mismatch import POSITIONS, Mismatch, MismatchProbe, Rung, comparable, positions, rung, summarise
+from etude.trainer.mismatch import (
+    POSITIONS,
+    Mismatch,
+    MismatchLevel,
+    MismatchProbe,
+    comparable,
+    mismatch_level,
+    positions,
+    summarise,
+)
 from etude.types import NO_ROUTE, UNSAMPLED, Trajectory
 
 OFF, REPLAY = NumericsConfig(replay="off"), NumericsConfig(replay="completion", replay_floor=0.0)
@@ -196,18 +205,18 @@ def test_how_many_are_compared_at_a_time_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("k3", "tokens", "before", "after"),
     [
-        (9e-4, 100, Rung.WARN, Rung.CLEAR),
-        (1.1e-3, 100, Rung.CLEAR, Rung.WARN),
-        (1.1e-3, 99, Rung.CLEAR, Rung.CLEAR),
-        (9e-4, 99, Rung.WARN, Rung.WARN),
-        (1.1e-2, 100, Rung.CLEAR, Rung.STOP),
-        (math.nan, 100, Rung.CLEAR, Rung.STOP),
-        (math.nan, 99, Rung.CLEAR, Rung.CLEAR),
+        (9e-4, 100, MismatchLevel.WARN, MismatchLevel.CLEAR),
+        (1.1e-3, 100, MismatchLevel.CLEAR, MismatchLevel.WARN),
+        (1.1e-3, 99, MismatchLevel.CLEAR, MismatchLevel.CLEAR),
+        (9e-4, 99, MismatchLevel.WARN, MismatchLevel.WARN),
+        (1.1e-2, 100, MismatchLevel.CLEAR, MismatchLevel.STOP),
+        (math.nan, 100, MismatchLevel.CLEAR, MismatchLevel.STOP),
+        (math.nan, 99, MismatchLevel.CLEAR, MismatchLevel.CLEAR),
     ],
 )
-def test_the_ladder(k3: float, tokens: int, before: Rung, after: Rung) -> None:
+def test_the_ladder(k3: float, tokens: int, before: MismatchLevel, after: MismatchLevel) -> None:
     mismatch = Mismatch(tokens=tokens, k1=0.0, k3=k3, p99=0.0, max=0.0, equal=0)
-    assert rung(mismatch, NumericsConfig(), before) is after
+    assert mismatch_level(mismatch, NumericsConfig(), before) is after
 
 
 @pytest.mark.parametrize("max_tokens", [1, 100])
