@@ -15,7 +15,7 @@ from pathlib import Path
 
 import aiohttp
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.clock import SystemClock, date_utc
 from etude.config.judge import RULES, JudgeConfig
 from etude.config.recipe import RunConfig
@@ -253,7 +253,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: 
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
         judging = [judge.judge(rubric, judged, judge.budget, fresh=True) for judged in inputs]
-        judgements += await together(judging)
+        judgements += await gather_or_cancel(judging)
     return judgements
 
 

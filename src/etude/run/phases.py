@@ -399,7 +399,7 @@ def _open(
     if phase == "midtrain" and not config.midtrain.tokens:
         return {}
     seed = config.seed if split is Split.TRAIN else HELDOUT_SEED
-    text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.document_one_in)
+    text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.heldout_every)
     weight = settings_of(config, phase).context_weight
     opened: dict[str, Source] = {}
     if any(name in PRACTICE_SOURCES for name in names):

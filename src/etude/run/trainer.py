@@ -97,7 +97,7 @@ class TrainerProcess:
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
-        self._mismatch_level = MismatchLevel.CLEAR
+        self._level = MismatchLevel.CLEAR
         self._distillation_batcher = DistillationBatcher.open(self.config, folder)
         self._payloads = Payloads(folder.payloads)
         self._space = route_space(spec, self._numerics)
@@ -146,8 +146,8 @@ class TrainerProcess:
         if self._empty_steps >= MAX_EMPTY_STEPS:
             self._commit_published()
             raise UserError(
-                f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a judge that "
-                f"is down, held or out of budget masks what it should judge), then go on with --resume"
+                f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a "
+                f"judge that is down, held or out of budget masks what it should judge), then go on with --resume"
             )
 
     def _recover(self) -> None:
@@ -261,17 +261,17 @@ class TrainerProcess:
 
     def _check_mismatch(self, step: int, mismatch: Mismatch) -> None:
         """Warn when the mismatch gets above the lower bound. Raises above the upper one, before anything is trained."""
-        before, self._mismatch_level = (
-            self._mismatch_level,
-            mismatch_level(mismatch, self._numerics, self._mismatch_level),
+        before, self._level = (
+            self._level,
+            mismatch_level(mismatch, self._numerics, self._level),
         )
-        if self._mismatch_level is MismatchLevel.STOP:
+        if self._level is MismatchLevel.STOP:
             raise MismatchError(
                 f"step {step}: trainer and engine disagree on the same tokens and weights: k3 = {mismatch.k3:.2g} over "
                 f"{mismatch.tokens} tokens, above numerics.stop_k3 = {self._numerics.stop_k3:g}; "
                 f"`etude doctor --parity --run {self._folder.path}` names the first layer that differs"
             )
-        if self._mismatch_level is MismatchLevel.WARN and before is MismatchLevel.CLEAR:
+        if self._level is MismatchLevel.WARN and before is MismatchLevel.CLEAR:
             bound = self._numerics.warn_k3
             self._events.write(MismatchWarned(step=step, k3=mismatch.k3, bound=bound))
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)

@@ -70,8 +70,8 @@ class DistillationExample:
         replies = [view.token_ids[view.loss_mask] for view in (self.student, self.teacher)]
         if not len(replies[0]) or replies[0].tolist() != replies[1].tolist():
             raise ValueError(
-                f"a example of {self.student.rollout_id} has replies of {len(replies[0])} and {len(replies[1])} tokens: "
-                f"student and teacher must read the same one, of at least one token"
+                f"an example of {self.student.rollout_id} has replies of {len(replies[0])} and {len(replies[1])} "
+                f"tokens: student and teacher must read the same one, of at least one token"
             )
 
     @property

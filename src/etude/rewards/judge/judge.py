@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from etude.aio import together
+from etude.aio import gather_or_cancel
 from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.protocols import Clock
 from etude.rewards.judge.budget import Budget, Spend
@@ -172,7 +172,7 @@ class Judge:
     async def _ask_all(self, questions: Sequence[_Question], budget: Budget) -> Sequence[Vote | Fault]:
         """All of these votes; where the budget has not enough for all, those that it had enough for are cached."""
         with self._admitted():
-            votes = together(self._vote(question, budget) for question in questions)
+            votes = gather_or_cancel(self._vote(question, budget) for question in questions)
             replies = await self._in_time(votes, questions[0].rubric.aspect)
             for reply in replies:
                 if isinstance(reply, JudgeLost):
