@@ -38,11 +38,10 @@ from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.appraisal import hold_reward, open_appraiser
 from etude.run.cheat_monitor import BaitingMonitor, policy_of
 from etude.run.detokenize import decoder
-from etude.run.task_families import open_family
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
-from etude.run.folder import holder
 from etude.run.serving import run_until_signal
+from etude.run.task_families import open_family
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,
     PlainTaskSandboxes,
