@@ -31,17 +31,17 @@ from etude.config.training import ModelConfig
 from etude.engines.http.client import http_engines
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.server import engine_app
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Key, Scope, digest_of
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Scope, digest_of
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, Session, TokenChunk
 from etude.rollouts.sessions import GatewaySessions
-from etude.run.gateway_parts import Plan, running
+from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import Message, Tool, ToolCall
@@ -207,7 +207,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
             stack.callback(steps.cancel)
             engine_port = await stack.enter_async_context(listening(engine_app(overheard), 0))
             connect = await stack.enter_async_context(http_engines(0.0))
-            plan = Plan(
+            plan = GatewaySpec(
                 chat=chat,
                 max_length=MAX_LENGTH,
                 recorder=Recorder(Payloads(folder / "payloads")),
@@ -215,8 +215,8 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
                 keys=(Key(key_id="test", digest=digest_of(ADMIN), scope=Scope.ADMIN, created=""),),
             )
             config = GatewayConfig()
-            parts = await stack.enter_async_context(running(plan, config, SystemClock(), connect))
-            server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+            parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
+            server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
             port = await stack.enter_async_context(listening(server, 0))
             stages.append(Stage(port=port, overheard=overheard))
             ready.set()

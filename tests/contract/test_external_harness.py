@@ -13,16 +13,16 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import HarnessConfig
 from etude.engines.fake import FakeEngine
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Key, Scope, digest_of
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Scope, digest_of
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.bounds import Limits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
-from etude.run.gateway_parts import Plan, running
+from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.run.task_sandboxes import EnvironmentTaskSandboxes
 from etude.sandbox_spec import WORKDIR, SandboxSpec
@@ -51,7 +51,7 @@ REPAIR = "sed -i s/-/+/ util.py"
 @asynccontextmanager
 async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
     """A gateway in front of ``engine``; its admin key is ``admin``."""
-    plan = Plan(
+    plan = GatewaySpec(
         chat=chat,
         max_length=4096,
         recorder=Recorder(None),
@@ -60,8 +60,8 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
     )
     config = GatewayConfig()
     async with (
-        running(plan, config, SystemClock(), lambda url: engine) as parts,
-        listening(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        open_gateway(plan, config, SystemClock(), lambda url: engine) as parts,
+        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
     ):
         yield f"http://127.0.0.1:{port}"
 

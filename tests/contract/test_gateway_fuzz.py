@@ -16,7 +16,7 @@ from schemathesis.generation import GenerationMode
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.openapi import document
 from etude.tokens.chat import ChatTemplate
 from gateways import gateway_in_a_thread

@@ -18,10 +18,10 @@ from etude.config.training import ModelConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Scope
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Scope
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
@@ -34,7 +34,7 @@ from etude.rewards.judge.rules import rules_app
 from etude.rewards.judge.summary_rules import SUMMARY_RULES
 from etude.rewards.judge.verdicts import Fault
 from etude.rewards.judge.votes import Judgement
-from etude.run.gateway_parts import Plan, running
+from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, TokenIds
@@ -70,7 +70,7 @@ class JudgingEngine(FakeEngine):
 @asynccontextmanager
 async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
     """Our own gateway before an engine, as a product's key sees it."""
-    plan = Plan(
+    plan = GatewaySpec(
         chat=chat(),
         max_length=MAX_LENGTH,
         recorder=Recorder(None),
@@ -78,8 +78,8 @@ async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
         keys=(key_of("judge", KEY, Scope.PRODUCTION),),
     )
     config = GatewayConfig()
-    async with running(plan, config, SystemClock(), lambda _url: engine) as parts:
-        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+    async with open_gateway(plan, config, SystemClock(), lambda _url: engine) as parts:
+        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
         async with listening(server, 0) as port:
             while not parts.pool.versions():
                 await asyncio.sleep(0.005)

@@ -15,11 +15,15 @@ from etude.config.inference import EngineConfig
 from etude.engines.http.client import http_engines
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.server import engine_app
-from etude.gateway.routing.admission import PRIORITIES, Admission, AdmissionLimits, TrafficClass
-from etude.gateway.routing.admission_queue import Line
-from etude.gateway.routing.engine_health import EngineEntry, EngineState, HealthLimits
+from etude.gateway.routing.admission import (
+    PRIORITIES,
+    AdmissionController,
+    AdmissionLimits,
+    AdmissionQueue,
+    TrafficClass,
+)
 from etude.gateway.routing.pool import EnginePool
-from etude.gateway.routing.router import Router
+from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Router
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
@@ -187,21 +191,21 @@ def test_people_are_served_first_while_rollouts_saturate_the_engine_and_no_rollo
     async def run() -> None:
         async with pool_of(1) as (pool, (host,)):
             clock = SystemClock()
-            line = Line(Admission(AdmissionLimits(start=8)), clock)
+            admission_queue = AdmissionQueue(AdmissionController(AdmissionLimits(start=8)), clock)
             expected = await asyncio.gather(
                 *(host.engine.generate(PROMPT, rollout(seed), session="s") for seed in range(16))
             )
             host.engine.take_counters()
 
             async def call(traffic: TrafficClass, params: SamplingParams, session: str) -> Completion:
-                async with line.place(traffic, clock.now() + 60.0, ""):
+                async with admission_queue.permit(traffic, clock.now() + 60.0, ""):
                     asked = replace(params, priority=PRIORITIES[traffic])
                     return await pool.generate(PROMPT, asked, session=session)
 
             rollouts = [asyncio.create_task(call(TrafficClass.ROLLOUT, rollout(seed), str(seed))) for seed in range(16)]
             while (await host.engine.health()).running < CONFIG.max_running:
                 await asyncio.sleep(0.001)
-            assert line.admission.waiting(TrafficClass.ROLLOUT) == 8
+            assert admission_queue.controller.waiting(TrafficClass.ROLLOUT) == 8
             before = sum(task.done() for task in rollouts)
             answer = await call(TrafficClass.PRODUCTION, SamplingParams(max_tokens=8, seed=99), "person")
             assert len(answer.token_ids) == 8

@@ -31,12 +31,12 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.http.client import http_engines
 from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Key, Scope, digest_of, new_secret
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Scope, digest_of, new_secret
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.ledger.turns import decode_turns
-from etude.run.gateway_parts import Plan, Running, running
+from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.tokens.chat import ChatTemplate
 from etude.types import Turn
 from patience import until
@@ -196,10 +196,12 @@ def engine(seed: int, vocab_size: int) -> Iterator[tuple[subprocess.Popen[bytes]
 
 
 @asynccontextmanager
-async def gateway(template: ChatTemplate, engines: Sequence[str], secret: str) -> AsyncIterator[tuple[Running, str]]:
+async def gateway(
+    template: ChatTemplate, engines: Sequence[str], secret: str
+) -> AsyncIterator[tuple[RunningGateway, str]]:
     """A gateway in this event loop, and its URL."""
     key = Key(key_id="test", digest=digest_of(secret), scope=Scope.PRODUCTION)
-    plan = Plan(
+    plan = GatewaySpec(
         chat=template,
         max_length=MAX_LENGTH,
         recorder=Recorder(None),
@@ -209,8 +211,8 @@ async def gateway(template: ChatTemplate, engines: Sequence[str], secret: str) -
     config = GatewayConfig()
     async with AsyncExitStack() as stack:
         connect = await stack.enter_async_context(http_engines(0.0))
-        parts = await stack.enter_async_context(running(plan, config, SystemClock(), connect))
-        runner = web.ServerRunner(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
+        parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
+        runner = web.ServerRunner(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=AGENTS)

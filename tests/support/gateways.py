@@ -17,15 +17,15 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http.client import http_engines
-from etude.gateway.capture.recorder import Recorder
 from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.keys import Key, Limits, Scope, digest_of
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Limits, Scope, digest_of
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
 from etude.ledger.turns import decode_turns
 from etude.protocols import Engine
-from etude.run.gateway_parts import Plan, Running, running
+from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
@@ -98,7 +98,7 @@ class Caller:
 
     http: ClientSession
     url: str
-    parts: Running
+    parts: RunningGateway
 
     async def send(self, method: str, path: str, key: str = "", body: object = None, **headers: str) -> Answer:
         data = BytesIO(body if isinstance(body, bytes) else orjson.dumps(body))
@@ -154,7 +154,7 @@ def key_of(key_id: str, secret: str, scope: Scope, limits: Limits | None = None)
 
 @asynccontextmanager
 async def gateway(setting: Setting) -> AsyncIterator[Caller]:
-    plan = Plan(
+    plan = GatewaySpec(
         chat=template(),
         max_length=setting.max_length,
         recorder=Recorder(Payloads(Path("/nowhere")), setting.space),
@@ -168,8 +168,8 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
         access_log=setting.access_log,
     )
     config = setting.config
-    async with running(plan, config, SystemClock(), lambda _url: setting.engine) as parts:
-        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+    async with open_gateway(plan, config, SystemClock(), lambda _url: setting.engine) as parts:
+        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
         async with listening(server, 0) as port, ClientSession() as http:
             await until(lambda: bool(parts.pool.versions()))
             yield Caller(http, f"http://127.0.0.1:{port}", parts)
@@ -186,7 +186,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
 
     async def serve() -> None:
         async with AsyncExitStack() as stack:
-            plan = Plan(
+            plan = GatewaySpec(
                 chat=chat,
                 max_length=max_length,
                 recorder=Recorder(None),
@@ -194,13 +194,13 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
                 keys=keys,
             )
             connect = await stack.enter_async_context(http_engines(0.0))
-            opened = running(
+            opened = open_gateway(
                 plan, GatewayConfig(), SystemClock(), lambda url: engine if url == FAKE_URL else connect(url)
             )
             parts = await stack.enter_async_context(opened)
-            server = door(parts.gateway.handle, max_body_bytes=2**20)
+            server = http_server(parts.gateway.handle, max_body_bytes=2**20)
             port = await stack.enter_async_context(listening(server, 0))
-            lives = await stack.enter_async_context(background_task(parts.hold()))
+            lives = await stack.enter_async_context(background_task(parts.wait()))
             found.append(f"http://127.0.0.1:{port}")
             await until(lambda: bool(parts.pool.versions()))
             ready.set()

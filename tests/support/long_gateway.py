@@ -16,12 +16,12 @@ import numpy as np
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Key, Scope, digest_of
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Scope, digest_of
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
-from etude.run.gateway_parts import Plan, running
+from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate
 from etude.types import Finish, TokenIds
@@ -73,7 +73,7 @@ class ScriptedEngine:
 
 async def serve() -> None:
     """Serve until nobody writes to this process any more."""
-    plan = Plan(
+    plan = GatewaySpec(
         chat=template(),
         max_length=WINDOW,
         recorder=Recorder(None),
@@ -82,8 +82,8 @@ async def serve() -> None:
     )
     config = GatewayConfig()
     async with (
-        running(plan, config, SystemClock(), lambda _url: ScriptedEngine()) as parts,
-        listening(door(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        open_gateway(plan, config, SystemClock(), lambda _url: ScriptedEngine()) as parts,
+        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
     ):
         while not parts.pool.versions():
             await asyncio.sleep(0.005)

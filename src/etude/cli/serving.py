@@ -76,14 +76,14 @@ def _gateway(options: argparse.Namespace) -> int:
         return run_process(argparse.Namespace(process="gateway", run=options.run, seat=0))
     if not options.engine:
         raise ConfigError("which engines? give --engine http://HOST:PORT, as often as there are any")
-    from etude.run.gateway import Alone, run_alone
+    from etude.run.gateway import StandaloneOptions, run_standalone
 
     told = {name: getattr(options, name) for name in ("port", "keys", "tls_cert", "tls_key")}
     settings = [f"gateway.{name}={json.dumps(str(value))}" for name, value in told.items() if value is not None]
     if options.port is not None:
         settings[0] = f"gateway.port={options.port}"
-    run_alone(
-        Alone(
+    run_standalone(
+        StandaloneOptions(
             model=options.model,
             engines=tuple(options.engine),
             payloads=options.payloads,

@@ -1,136 +1,212 @@
-"""One model call from question to answer, in any dialect, whole or as a stream.
+"""One model call, from a parsed request to its recorded answer, in any API protocol, whole or as a stream.
 
-    known answer? ─▶ prompt ─▶ room in the context ─▶ replies ─▶ conversation ─▶ Answer
+    answered before? ─▶ prompt ─▶ room in the context ─▶ ReplySampler ─▶ Recorder ─▶ conversation ─▶ Answer
+                                                         permit, engine   Turn
 
-Owns the order of these. Owns no decision: conversations, admission, routing and what ends a reply are objects of their
-own. Knows no HTTP, no key and no dialect.
+Owns the order of these, and how a completion becomes a reply and a turn. Conversations, admission and routing are
+objects of their own. Knows no HTTP, no key and no API protocol.
+
+A reply that nothing but the model can end is fetched whole, which costs least. One that a stop string or its first
+tool call may end, or whose caller reads along, comes in chunks; the tokens behind its end are thrown away.
+
+A turn is checked before it is recorded, and its bulky parts (routes, sampling mask) lie in a file before it exists. A
+record of an engine that is missing or does not fit is the engine's fault, not the model's: the rollout fails as
+infrastructure and is tried again, never grouped.
 
 A caller that hangs up cancels the call: up to the moment at which the turn is recorded, nothing of it remains.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
+import numpy as np
+
+from etude.aio import gather_or_cancel
 from etude.clock import unix_s
-from etude.gateway.api.calls import Answer, Call, Events, Refusal, Reply
-from etude.gateway.capture.conversations import Conversation, Prompt
-from etude.gateway.capture.generation_request import Caller, Job
-from etude.gateway.capture.replies import Parts, Replies
-from etude.gateway.capture.token_buffer import SessionFull
-from etude.gateway.http.request_ids import Serials
-from etude.gateway.http.request_log import Visit
-from etude.gateway.routing.admission import PRIORITIES
-from etude.protocols import SamplingParams, TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, UnreadKwargs
+from etude.errors import CaptureError, EngineUnavailable, VersionPending
+from etude.gateway.api.calls import Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
+from etude.gateway.capture.conversations import Conversation, Prompt, SessionFull
+from etude.gateway.request_log import RequestRecord
+from etude.gateway.routing.admission import PRIORITIES, AdmissionQueue, TrafficClass
+from etude.gateway.routing.pool import CallOptions, EnginePool
+from etude.ledger.payloads import Payloads
+from etude.protocols import Clock, Completion, SamplingParams, TokenChunk, turn_of
+from etude.tokens.messages import (
+    CallDelta,
+    ChatFormat,
+    Delta,
+    Message,
+    ReplyReader,
+    TextDelta,
+    ThinkingDelta,
+    UnreadKwargs,
+)
+from etude.types import Finish, RouteSpace, SamplingMask, TokenIds, Turn, TurnKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The caller of a model call, and its conditions."""
+
+    conversation: Conversation
+    traffic: TrafficClass
+    deadline: float
+    """Time by which the call must be over, on the gateway's clock."""
+    account: str = ""
+    """The key whose share of the engines it takes."""
+    request_id: str = ""
+    """Id by which a retry of this call is known; empty for none."""
+    retried: bool = False
+    """True if the caller says that this is a retry, without saying of what."""
+    min_version: int | None = None
+    """Oldest weight version that may answer."""
+    kind: TurnKind = TurnKind.ACT
+    """The kind of the recorded turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A call that is ready for engines."""
+
+    call: Call
+    caller: Caller
+    prompt: Prompt
+    params: SamplingParams
+    record: RequestRecord
+    """Counts the tokens of the call as they come: a caller that hangs up has used up as much."""
+
+    @property
+    def session(self) -> str:
+        """The session's id: all its calls go to one engine, which has read what they begin with."""
+        return self.caller.conversation.session_id
+
+    @property
+    def ends_early(self) -> bool:
+        """True if something but the model may end the reply."""
+        return bool(self.call.sampling.stops) or self.call.single_call
+
+    @property
+    def bulky(self) -> bool:
+        """True if the engine's record has more than tokens. It comes with the last token, which then is waited for."""
+        return self.params.want_routes or self.params.truncates
+
+    def params_of(self, index: int) -> SamplingParams:
+        """The parameters of one reply: with the caller's seed each has another one, or all would be the same."""
+        seed = self.params.seed
+        return self.params if seed is None or index == 0 else replace(self.params, seed=seed + index)
 
 
 @final
 class Service:
-    """Answers calls. ``max_length`` is the engines' bound on prompt and completion together, in tokens."""
+    """Answers calls. ``max_length`` is the engines' bound on prompt and completion gather_or_cancel, in tokens."""
 
-    def __init__(self, parts: Parts, *, max_length: int) -> None:
-        self._stop_ids = parts.chat.stop_ids
-        self._recorder = parts.recorder
-        self._replies = Replies(parts)
+    def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:
+        self._sampler = sampler
         self._max_length = max_length
-        self._serials = Serials()
 
     def count(self, call: Call, conversation: Conversation) -> int:
-        """How many tokens the prompt of a call has. Raises :class:`~etude.gateway.api.calls.Refusal`."""
+        """The number of tokens of a call's prompt. Raises :class:`~etude.gateway.api.calls.ApiError`."""
         return len(_prompt(conversation, call).token_ids)
 
-    async def answer(self, call: Call, caller: Caller, visit: Visit) -> Answer:
-        """The recorded answer; what it took is noted in ``visit``.
+    async def answer(self, call: Call, caller: Caller, record: RequestRecord) -> Answer:
+        """The recorded answer; its tokens are counted in ``record``.
 
-        Raises :class:`~etude.gateway.api.calls.Refusal` and what conversation, line, pool and recorder raise.
+        Raises :class:`~etude.gateway.api.calls.ApiError` and the errors of conversation, admission, pool and recorder.
         """
-        answer = _known(call, caller)
+        answer = _earlier_answer(call, caller)
         if answer is None:
-            job = self._job(call, caller, visit)
-            replies = await self._replies.whole(job)
-            answer = self._record(job, replies, self._serials.draw(), int(unix_s()))
-        _note(answer, visit)
+            request = self._request(call, caller, record)
+            replies = await self._sampler.sample(request)
+            answer = self._record(request, replies, new_id(), int(unix_s()))
+        _note(answer, record)
         return answer
 
-    async def stream(self, call: Call, events: Events, caller: Caller, visit: Visit) -> AsyncGenerator[bytes, None]:
-        """The answer as encoded events: the first ones with the first tokens, so that a refusal comes before any.
+    async def stream(
+        self, call: Call, events: EventEncoder, caller: Caller, record: RequestRecord
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer as encoded events: the first ones with the first tokens, so that an error comes before any.
 
         The closing comes once the answer is recorded. Raises like :meth:`answer`; closing the iterator ends the call.
         """
-        known = _known(call, caller)
-        if known is not None:
-            _note(known, visit)
-            yield _replayed(known, events)
+        earlier = _earlier_answer(call, caller)
+        if earlier is not None:
+            _note(earlier, record)
+            yield _replayed(earlier, events)
             return
-        job, answer_id, created = self._job(call, caller, visit), self._serials.draw(), int(unix_s())
+        request, answer_id, created = self._request(call, caller, record), new_id(), int(unix_s())
         replies: dict[int, Reply] = {}
         opening = events.opening(answer_id, created)
-        async with aclosing(self._replies.spoken(job)) as parts:
+        async with aclosing(self._sampler.stream(request)) as parts:
             async for index, part in parts:
                 if isinstance(part, Reply):
                     replies[index] = part
                     continue
-                if not visit.versions and len(part.piece.versions):
-                    visit.versions = (int(part.piece.versions[0]),)
-                data, opening = opening + events.delta(index, part.deltas, part.piece), b""
+                if not record.versions and len(part.chunk.versions):
+                    record.versions = (int(part.chunk.versions[0]),)
+                data, opening = opening + events.delta(index, part.deltas, part.chunk), b""
                 if data:
                     yield data
         ordered = [replies[index] for index in sorted(replies)]
-        answer = self._record(job, ordered, answer_id, created)
-        _note(answer, visit)
+        answer = self._record(request, ordered, answer_id, created)
+        _note(answer, record)
         if answer.answer_id != answer_id:
-            raise Refusal(409, "answered_meanwhile", "another attempt of this request was answered: ask for it again")
+            raise ApiError(409, "answered_meanwhile", "another attempt of this request was answered: ask for it again")
         yield events.closing(answer)
 
-    def _job(self, call: Call, caller: Caller, visit: Visit) -> Job:
+    def _request(self, call: Call, caller: Caller, record: RequestRecord) -> GenerationRequest:
         prompt = _prompt(caller.conversation, call)
         sampling, read = call.sampling, len(prompt.token_ids)
         room = self._max_length - read
-        wanted = max(room, 1) if sampling.max_tokens is None else sampling.max_tokens
-        if wanted > room:
-            raise Refusal(
+        max_tokens = max(room, 1) if sampling.max_tokens is None else sampling.max_tokens
+        if max_tokens > room:
+            raise ApiError(
                 400,
                 "context_length_exceeded",
                 # OpenAI's words: some clients know a full context by them, not by the code.
-                f"This model's maximum context length is {self._max_length} tokens: {read} prompt tokens and {wanted} "
-                f"to sample exceed it",
+                f"This model's maximum context length is {self._max_length} tokens: {read} prompt tokens and "
+                f"{max_tokens} to sample exceed it",
                 param=_param(call),
             )
         params = SamplingParams(
-            max_tokens=wanted,
+            max_tokens=max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop_ids=self._stop_ids,
+            stop_ids=self._sampler.chat.stop_ids,
             seed=sampling.seed,
             priority=PRIORITIES[caller.traffic],
         )
-        return Job(call=call, caller=caller, prompt=prompt, params=self._recorder.params(params), visit=visit)
+        return GenerationRequest(
+            call=call, caller=caller, prompt=prompt, params=self._sampler.recorder.params(params), record=record
+        )
 
-    def _record(self, job: Job, replies: Sequence[Reply], answer_id: str, created: int) -> Answer:
+    def _record(self, request: GenerationRequest, replies: Sequence[Reply], answer_id: str, created: int) -> Answer:
         answer = Answer(
             answer_id=answer_id,
             created=created,
-            model=job.call.model,
+            model=request.call.model,
             replies=tuple(replies),
-            reused_tokens=job.prompt.reused,
+            reused_tokens=request.prompt.reused,
         )
-        return job.caller.conversation.record(job.call, answer, job.caller.request_id)
+        return request.caller.conversation.record(request.call, answer, request.caller.request_id)
 
 
-def _known(call: Call, caller: Caller) -> Answer | None:
+def _earlier_answer(call: Call, caller: Caller) -> Answer | None:
     """The answer that this request had before; ``None`` for a new one.
 
     It is the same request by its id, by the order of calls in a forked session, or by its caller's word. Raises
-    :class:`~etude.gateway.api.calls.Refusal` where the caller of a forked session asks something else.
+    :class:`~etude.gateway.api.calls.ApiError` where a forked session's next call is another one.
     """
-    if caller.request_id and (known := caller.conversation.answered(caller.request_id, call)) is not None:
-        return known
+    if caller.request_id and (answer := caller.conversation.answered(caller.request_id, call)) is not None:
+        return answer
     try:
         replayed = caller.conversation.replayed(call, caller.request_id)
     except ValueError as error:
-        raise Refusal(409, "another_call", str(error)) from error
+        raise ApiError(409, "another_call", str(error)) from error
     if replayed is not None or caller.request_id:
         return replayed
     return caller.conversation.last_answer(call) if caller.retried else None
@@ -140,32 +216,32 @@ def _prompt(conversation: Conversation, call: Call) -> Prompt:
     try:
         return conversation.prompt(call)
     except SessionFull as error:
-        raise Refusal(400, "session_full", str(error)) from error
+        raise ApiError(400, "session_full", str(error)) from error
     except UnreadKwargs as error:
-        raise Refusal(400, "invalid_request", str(error), param="chat_template_kwargs") from error
+        raise ApiError(400, "invalid_request", str(error), param="chat_template_kwargs") from error
     except ValueError as error:
-        raise Refusal(400, "invalid_request", str(error), param=_param(call)) from error
+        raise ApiError(400, "invalid_request", str(error), param=_param(call)) from error
 
 
 def _param(call: Call) -> str:
     return "messages" if call.prompt is None else "prompt"
 
 
-def _note(answer: Answer, visit: Visit) -> None:
-    visit.prompt_tokens = answer.prompt_tokens
-    visit.completion_tokens = answer.completion_tokens
-    visit.reused_tokens = answer.reused_tokens
+def _note(answer: Answer, record: RequestRecord) -> None:
+    record.prompt_tokens = answer.prompt_tokens
+    record.completion_tokens = answer.completion_tokens
+    record.reused_tokens = answer.reused_tokens
     ends = (reply.turn.versions[edge] for reply in answer.replies for edge in (0, -1) if len(reply.turn.versions))
-    visit.versions = tuple(sorted({int(version) for version in ends}))
+    record.versions = tuple(sorted({int(version) for version in ends}))
 
 
-def _replayed(answer: Answer, events: Events) -> bytes:
+def _replayed(answer: Answer, events: EventEncoder) -> bytes:
     """The events of an answer that is there already."""
     parts = [events.opening(answer.answer_id, answer.created)]
     for index, reply in enumerate(answer.replies):
         turn = reply.turn
-        piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
-        parts.append(events.delta(index, _deltas(reply.message), piece))
+        chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+        parts.append(events.delta(index, _deltas(reply.message), chunk))
     return b"".join([*parts, events.closing(answer)])
 
 
@@ -179,3 +255,308 @@ def _deltas(message: Message) -> list[Delta]:
         deltas.append(CallDelta(index, call_id=call.call_id, name=call.name))
         deltas.append(CallDelta(index, arguments=call.arguments))
     return deltas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyDelta:
+    """Some tokens of a reply, and their text and calls."""
+
+    deltas: Sequence[Delta]
+    chunk: TokenChunk
+
+
+NOTHING = TokenChunk(token_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), versions=np.empty(0, np.int32))
+"""The chunk of text that was held back: its tokens went before it."""
+
+
+@final
+class ReplySampler:
+    """Samples the replies of generation requests."""
+
+    def __init__(
+        self, chat: ChatFormat, pool: EnginePool, admission: AdmissionQueue, recorder: "Recorder", clock: Clock
+    ) -> None:
+        self.chat = chat
+        self.recorder = recorder
+        self._pool = pool
+        self._admission = admission
+        self._clock = clock
+
+    async def sample(self, request: GenerationRequest) -> list[Reply]:
+        """All replies that the call asks for, in order, whole."""
+        if request.call.sampling.count == 1:
+            return [await self._reply(request, 0)]
+        return await gather_or_cancel(self._reply(request, index) for index in range(request.call.sampling.count))
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[tuple[int, ReplyDelta | Reply], None]:
+        """The parts of all replies with their numbers, as they come; the last part of each is the reply itself."""
+        if request.call.sampling.count == 1:
+            async with aclosing(self._parts(request, 0)) as parts:
+                async for part in parts:
+                    yield 0, part
+            return
+        streams = [self._parts(request, index) for index in range(request.call.sampling.count)]
+        awaited = {asyncio.create_task(_next(stream)): index for index, stream in enumerate(streams)}
+        try:
+            while awaited:
+                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    part, index = task.result(), awaited.pop(task)
+                    yield index, part
+                    if not isinstance(part, Reply):
+                        awaited[asyncio.create_task(_next(streams[index]))] = index
+        finally:
+            for task in awaited:
+                task.cancel()
+            await asyncio.gather(*awaited, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+
+    async def _reply(self, request: GenerationRequest, index: int) -> Reply:
+        """One reply as a whole."""
+        if request.ends_early:
+            async with aclosing(self._parts(request, index)) as parts:
+                async for part in parts:
+                    if isinstance(part, Reply):
+                        return part
+            raise AssertionError("the last part is the reply")
+        async with self._permit(request):
+            with self._charged(request):
+                completion = await self._pool.generate(
+                    request.prompt.token_ids,
+                    request.params_of(index),
+                    session=request.session,
+                    options=self._options(request),
+                )
+        self._sampled(request, len(completion.token_ids))
+        reader = self._reader(request)
+        reader.feed(completion.token_ids.tolist())
+        reader.finish()
+        return await self._finished(request, index, reader, completion)
+
+    def _permit(self, request: GenerationRequest) -> AbstractAsyncContextManager[None]:
+        return self._admission.permit(request.caller.traffic, request.caller.deadline, request.caller.account)
+
+    async def _parts(self, request: GenerationRequest, index: int) -> AsyncGenerator[ReplyDelta | Reply, None]:
+        """One reply while it is sampled, then as a whole."""
+        reader, chunks, sampled, whole = self._reader(request), list[TokenChunk](), 0, None
+        async with (
+            self._permit(request),
+            aclosing(self._chunks(request, index)) as stream,
+        ):
+            async for chunk in stream:
+                whole = chunk.completion
+                self._sampled(request, len(chunk.token_ids))
+                if reader.stopped_after is None:
+                    deltas = reader.feed(chunk.token_ids.tolist())
+                    chunks.append(_until(chunk, reader.stopped_after, sampled))
+                    sampled += len(chunk.token_ids)
+                    yield ReplyDelta(deltas=deltas, chunk=chunks[-1])
+                if reader.stopped_after is not None and not request.bulky:
+                    break
+        rest = reader.finish()
+        if rest:
+            yield ReplyDelta(deltas=rest, chunk=NOTHING)
+        yield await self._finished(request, index, reader, whole or _joined(chunks))
+
+    async def _chunks(self, request: GenerationRequest, index: int) -> AsyncGenerator[TokenChunk, None]:
+        """The chunks that engines sample."""
+        with self._charged(request):
+            async with aclosing(
+                self._pool.stream(
+                    request.prompt.token_ids,
+                    request.params_of(index),
+                    session=request.session,
+                    options=self._options(request),
+                )
+            ) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _finished(
+        self, request: GenerationRequest, index: int, reader: ReplyReader, completion: Completion
+    ) -> Reply:
+        """The reply, checked and with its payload stowed."""
+        end = reader.stopped_after
+        if end is not None and end < len(completion.token_ids):
+            completion = truncated(completion, end)
+        message = reader.message()
+        turn = await self.recorder.turn(
+            request.prompt.token_ids,
+            request.params_of(index),
+            completion,
+            request.caller.conversation.session_id,
+            reused=request.prompt.reused,
+        )
+        return Reply(
+            message=message,
+            finish_reason=_finish_reason(message, reader, completion.finish),
+            stop_text=reader.stop_text,
+            turn=replace(turn, kind=request.caller.kind),
+        )
+
+    def _options(self, request: GenerationRequest) -> CallOptions:
+        """The routing options of a call that has its permit now."""
+        deadline_s = request.caller.deadline - self._clock.now()
+        return CallOptions(
+            min_version=request.caller.min_version,
+            deadline_s=deadline_s,
+            dispatched=partial(setattr, request.record, "dispatched"),
+        )
+
+    @contextmanager
+    def _charged(self, request: GenerationRequest) -> Iterator[None]:
+        """Count the prompt of a call that has its permit now as read, unless engines turn it away."""
+        request.record.prompt_tokens = len(request.prompt.token_ids)
+        request.record.reused_tokens = request.prompt.reused
+        try:
+            yield
+        except ValueError as error:
+            _turned_away(request)
+            raise ApiError(400, "invalid_request", f"the engine refused: {error}") from error
+        except (EngineUnavailable, VersionPending):
+            if self._clock.now() < request.caller.deadline:
+                _turned_away(request)
+            raise
+
+    def _sampled(self, request: GenerationRequest, tokens: int) -> None:
+        """Some tokens have come."""
+        request.record.first_token = request.record.first_token or self._clock.now()
+        request.record.completion_tokens += tokens
+
+    def _reader(self, request: GenerationRequest) -> ReplyReader:
+        call = request.call
+        return self.chat.reader(
+            call.tools,
+            prompt_ids=request.prompt.token_ids,
+            stops=call.sampling.stops,
+            single_call=call.single_call,
+        )
+
+
+async def _next(parts: AsyncGenerator[ReplyDelta | Reply, None]) -> ReplyDelta | Reply:
+    return await anext(parts)
+
+
+def _finish_reason(message: Message, reader: ReplyReader, finish: Finish) -> FinishReason:
+    if reader.stop_text is not None:
+        return FinishReason.STOP_TEXT
+    if finish is Finish.LENGTH and reader.stopped_after is None:
+        return FinishReason.LENGTH
+    return FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP
+
+
+def _turned_away(request: GenerationRequest) -> None:
+    """Engines did not take the call, unless some of an answer has come: then its prompt was read."""
+    if not request.record.completion_tokens:
+        request.record.prompt_tokens = request.record.reused_tokens = 0
+
+
+def _until(chunk: TokenChunk, end: int | None, before: int) -> TokenChunk:
+    """The part of a chunk that belongs to a reply of ``end`` tokens, of which ``before`` came earlier."""
+    if end is None or before + len(chunk.token_ids) <= end:
+        return chunk
+    tokens = end - before
+    return replace(
+        chunk, token_ids=chunk.token_ids[:tokens], logprobs=chunk.logprobs[:tokens], versions=chunk.versions[:tokens]
+    )
+
+
+def _joined(chunks: Sequence[TokenChunk]) -> Completion:
+    """The completion up to an end that the engine did not know of."""
+    return Completion(
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        versions=np.concatenate([chunk.versions for chunk in chunks]),
+        finish=Finish.LENGTH,
+    )
+
+
+class Recorder:
+    """Makes turns of completions, and writes their payloads.
+
+    ``space`` is the space of the model's routes, where a trainer wants to replay them; ``None`` asks for none. Without
+    ``payloads`` the turns are for no trainer, so sampling masks are not recorded either.
+    """
+
+    def __init__(self, payloads: Payloads | None, space: RouteSpace | None = None) -> None:
+        if payloads is None and space is not None:
+            raise ValueError("routes are asked for but there is no folder for them: give one for payloads")
+        self._payloads = payloads
+        self._space = space
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The same parameters, asking for routes where they are recorded."""
+        return replace(params, want_routes=self._space is not None)
+
+    async def turn(
+        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, reused: int = 0
+    ) -> Turn:
+        """One turn; its routes and sampling mask, if there are any, are on disk.
+
+        ``reused`` tokens of the prompt are an earlier turn of the session, prompt and completion: its routes, which are
+        of all of them but the last, are not written again. Raises :class:`~etude.errors.CaptureError` for a record that
+        does not fit.
+        """
+        recorded = replace(
+            completion,
+            routes=completion.routes if self._space is not None else None,
+            sampling_mask=completion.sampling_mask if self._payloads is not None else None,
+        )
+        if recorded.routes is None and recorded.sampling_mask is None:
+            return self._checked(prompt_ids, params, recorded)
+        # To check megabytes of routes takes longer than a loop that serves others may be kept from them.
+        stored = max(reused - 1, 0)
+        return await asyncio.to_thread(self._stowed, prompt_ids, params, recorded, session_id, stored)
+
+    def _stowed(
+        self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, stored: int
+    ) -> Turn:
+        assert self._payloads is not None, "bulky parts are only recorded where there is a folder for them"
+        return self._payloads.stow(self._checked(prompt_ids, params, completion), session_id, stored)
+
+    def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
+        try:
+            turn = turn_of(prompt_ids, params, completion)
+            self._check(turn, params)
+        except ValueError as error:
+            raise CaptureError(f"the engine's record of a turn does not fit it: {error}") from error
+        return turn
+
+    def _check(self, turn: Turn, params: SamplingParams) -> None:
+        if self._space is not None:
+            if turn.routes is None:
+                raise ValueError("it has no routes although they were asked for; does the engine serve them at all?")
+            self._space.check(turn.routes, turn.length - 1)
+        if params.truncates and turn.sampling_mask is None and self._payloads is not None:
+            raise ValueError(
+                f"it has no sampling mask although top_p={params.top_p:g} and top_k={params.top_k} truncate"
+            )
+
+
+def truncated(completion: Completion, tokens: int) -> Completion:
+    """The first ``tokens`` sampled tokens of a completion, with their records.
+
+    A reply that a caller's stop string ended has no stop token of the model's: its finish is ``LENGTH``. Raises
+    ``ValueError`` unless 0 ≤ ``tokens`` ≤ the number there are.
+    """
+    lost = len(completion.token_ids) - tokens
+    if not 0 <= lost <= len(completion.token_ids):
+        raise ValueError(f"a completion of {len(completion.token_ids)} tokens cannot be truncated to {tokens}")
+    if not lost:
+        return completion
+    routes, sampling_mask = completion.routes, completion.sampling_mask
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:tokens],
+        logprobs=completion.logprobs[:tokens],
+        versions=completion.versions[:tokens],
+        finish=Finish.LENGTH,
+        routes=None if routes is None else routes[: len(routes) - lost],  # a row for each token but the last one
+        sampling_mask=None if sampling_mask is None else _first_sets(sampling_mask, tokens),
+    )
+
+
+def _first_sets(sampling_mask: SamplingMask, tokens: int) -> SamplingMask:
+    offsets = sampling_mask.offsets[: tokens + 1]
+    return SamplingMask(offsets=offsets, token_ids=sampling_mask.token_ids[: offsets[-1]])

@@ -92,22 +92,22 @@ class CommandHarness:
 
     async def _check_service(self, session: Session, reason: str) -> None:
         """Whether engines did their part. Calls of a program that was killed end a moment after it."""
-        waits = await self._waits(session)
+        times = await self._queue_time(session)
         for _ in range(LAST_CALLS):
-            if not waits["calls"]:
+            if not times["calls"]:
                 break
             await asyncio.sleep(LAST_CALL_S)
-            waits = await self._waits(session)
-        if waits["unserved"]:
+            times = await self._queue_time(session)
+        if times["unserved"]:
             raise EngineUnavailable(f"the harness ended ({reason}) after a call for which there was no engine")
-        if reason == TIMEOUT and waits["waited_s"] > WAITED_SHARE * self._config.timeout_s:
+        if reason == TIMEOUT and times["waited_s"] > WAITED_SHARE * self._config.timeout_s:
             raise EngineUnavailable(
                 f"the harness ran out of its {self._config.timeout_s:g} s, of which its calls waited for an engine for "
-                f"{waits['waited_s']:.1f} s"
+                f"{times['waited_s']:.1f} s"
             )
 
-    async def _waits(self, session: Session) -> dict[str, float]:
-        url = f"{session.base_url}/waits"
+    async def _queue_time(self, session: Session) -> dict[str, float]:
+        url = f"{session.base_url}/queue_time"
         headers = {"Authorization": f"Bearer {session.api_key}"}
         try:
             async with self._http.get(url, headers=headers, timeout=PROBE_TIMEOUT) as response:
@@ -118,8 +118,8 @@ class CommandHarness:
             raise SessionLost(f"the harness ended, and {url} knows no such session (any more): HTTP {status}")
         if status != 200:
             raise EngineUnavailable(f"the harness ended, and {url} fails: HTTP {status}")
-        waits: dict[str, float] = orjson.loads(body)
-        return waits
+        times: dict[str, float] = orjson.loads(body)
+        return times
 
 
 def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:

@@ -1,56 +1,70 @@
-"""The gateway process: a door in front of a run's engine, or, alone, in front of any engines.
+"""The gateway process: HTTP servers in front of a run's engine, or, alone, in front of any engines.
+
+    engines ◀── pool ◀── admission queue ◀── service ◀── gateway ◀── HTTP servers ◀── callers
+                  ▲ polls                    │ turns ──▶ recorder ──▶ payloads
+                  └ announcements            keys ◀── file
 
     SIGTERM ─▶ /healthz says draining, new calls are turned away ─▶ calls in flight end, at most drain_s ─▶ exit
-    a second signal cuts what is left
+    a second signal ends the rest
 
-Owns what the parts are made of and how the process ends; what they are is :mod:`etude.run.gateway_parts`'.
+Owns the parts of a gateway, their background tasks and how the process ends.
 """
 
 import asyncio
+import contextlib
 import gc
 import json
+import logging
 import re
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import final
 
-from etude.aio import supervised
-from etude.clock import SystemClock, date_utc
+from etude.aio import Work, supervised
+from etude.clock import SystemClock, date_utc, unix_s
 from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http.client import http_engines
-from etude.errors import ConfigError, DamagedError
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.keys import Key, Scope, digest_of, new_key_id, new_secret
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry, HealthLimits, is_engine_url
+from etude.errors import ConfigError, DamagedError, UserError
+from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
+from etude.gateway.http.admin_api import GatewayState
+from etude.gateway.http.app import Gateway
+from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
+from etude.gateway.http.keyfile import KeyFile
+from etude.gateway.http.server import http_server
+from etude.gateway.request_log import AccessLog
+from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, InflightCalls
+from etude.gateway.routing.pool import EnginePool, PoolLimits
+from etude.gateway.routing.router import DEFAULT_HEALTH, EngineEntry, HealthLimits, Router, is_engine_url
+from etude.gateway.service import Recorder, ReplySampler, Service
 from etude.ledger.payloads import Payloads
+from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
 from etude.run.folder import RunFolder
-from etude.run.gateway_parts import Plan, Running, running
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
+from etude.tokens.messages import ChatFormat
 from etude.types import RouteSpace
 from etude.weights.log import WeightLog
 
 FRESH_S = 0.05
-"""How often a run's gateway asks the engine beside it which weights it serves: rollouts start by that."""
+"""Pause between polls of a run's own engine for the weights that it serves: rollouts start by that."""
 DRAIN_SHARE = 0.5
-"""Of the time that a process of a run has to stop, for calls in flight."""
+"""Share of the time that a process of a run has to stop, for calls in flight."""
 DRAINED_S = 0.5
-"""As :data:`~etude.run.serving.SHUTDOWN_S`, for calls that had all of the drain already."""
+"""Time for calls to end that had all of the drain already, like :data:`~etude.run.serving.SHUTDOWN_S`."""
 ANNOUNCE_S = 0.5
-"""How often the weight log is asked for new versions."""
+"""Pause between two looks for new versions in the weight log."""
 LAG_ROOM = 4
 """Versions that an engine may be behind beyond what the recipe allows rollouts to be."""
 COLLECT_AFTER = (50_000, 50, 100)
@@ -59,12 +73,18 @@ objects and none in a cycle; by default the collector would walk through all con
 pauses that are the slowest calls.
 """
 
+KEYS_S = 1.0
+"""Pause between two looks at the key file: a key that was revoked is dead within this time."""
+EXPIRE_S = 30.0
+"""Pause between two looks for idle sessions."""
 ENGINE_FORM = re.compile(r"(?P<url>https?://[^@]+?)/*(@(?P<region>[A-Za-z0-9._-]+))?")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
-    """What `etude gateway` was told."""
+class StandaloneOptions:
+    """The options of `etude gateway`."""
 
     model: Path
     """A checkpoint folder: tokenizer, chat template, configuration; the weights are not read."""
@@ -81,16 +101,16 @@ def run_gateway(folder: RunFolder) -> None:
     run_until_signal(_serve_run(folder))
 
 
-def run_alone(told: Alone) -> None:
+def run_standalone(options: StandaloneOptions) -> None:
     """Serve any engines until told to stop. Raises :class:`~etude.errors.ConfigError`."""
-    run_until_signal(_serve_alone(told), cleanup_s=None)
+    run_until_signal(_serve_standalone(options), cleanup_s=None)
 
 
 async def _serve_run(folder: RunFolder) -> None:
     config = folder.config()
     secret = folder.admin_key()
     admin = Key(key_id="run", digest=digest_of(secret), scope=Scope.ADMIN, created=date_utc(), label="this run")
-    plan = Plan(
+    spec = GatewaySpec(
         chat=load_format(folder.model, config.gateway.chat_template_kwargs),
         max_length=config.engine.max_length,
         recorder=Recorder(Payloads(folder.payloads), _replayed_routes(folder, config)),
@@ -103,21 +123,20 @@ async def _serve_run(folder: RunFolder) -> None:
         access_log=folder.logs / "access.jsonl" if config.gateway.access_log else None,
     )
     async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(_connected(plan, config.gateway))
-        server = door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
+        parts = await stack.enter_async_context(_connected(spec, config.gateway))
+        server = http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
         port, connections = folder.endpoints.port("gateway"), Connections()
-        inside = listening(server, port, shutdown_s=DRAINED_S, connections=connections)
-        await stack.enter_async_context(inside)
+        await stack.enter_async_context(listening(server, port, shutdown_s=DRAINED_S, connections=connections))
         if config.gateway.public:
-            outside = listening(
-                door(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
+            public = listening(
+                http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
                 folder.endpoints.port(PUBLIC),
                 host=config.gateway.host,
                 tls=tls_context(config.gateway),
                 shutdown_s=DRAINED_S,
                 connections=connections,
             )
-            await stack.enter_async_context(outside)
+            await stack.enter_async_context(public)
         tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
         events = stack.enter_context(EventLog(folder.events, "gateway", lossy=True))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s, events))
@@ -125,31 +144,31 @@ async def _serve_run(folder: RunFolder) -> None:
             supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))
         )
         stack.callback(announcing.cancel)
-        await _until_told(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
+        await _serve_until_signal(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
 
 
-async def _serve_alone(told: Alone) -> None:
-    config, made = _settings(told), None
+async def _serve_standalone(options: StandaloneOptions) -> None:
+    config, made = _settings(options), None
     if not config.keys:
         made = new_secret(Scope.PRODUCTION)
     keys = () if made is None else (_first_key(made),)
-    plan = Plan(
-        chat=load_format(told.model, config.chat_template_kwargs),
-        max_length=longest_context(told.model),
-        recorder=Recorder(None if told.payloads is None else Payloads(told.payloads)),
-        engines=tuple(entry_of(engine) for engine in told.engines),
+    spec = GatewaySpec(
+        chat=load_format(options.model, config.chat_template_kwargs),
+        max_length=longest_context(options.model),
+        recorder=Recorder(None if options.payloads is None else Payloads(options.payloads)),
+        engines=tuple(engine_entry(engine) for engine in options.engines),
         keys=keys,
         sessions=_session_limits(config),
-        access_log=told.access_log,
+        access_log=options.access_log,
     )
-    async with _connected(plan, config) as parts:
-        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+    async with _connected(spec, config) as parts:
+        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
         async with listening(
             server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
         ) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
-            await _until_told(parts, config.drain_s)
+            await _serve_until_signal(parts, config.drain_s)
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
@@ -157,50 +176,51 @@ def _session_limits(config: GatewayConfig) -> SessionLimits:
 
 
 @asynccontextmanager
-async def _connected(plan: Plan, config: GatewayConfig) -> AsyncIterator[Running]:
+async def _connected(spec: "GatewaySpec", config: GatewayConfig) -> "AsyncIterator[RunningGateway]":
     """The parts, with connections to engines."""
     async with (
         # Engines are given up at the first trouble: the pool knows better than to wait for one of them.
         http_engines(0.0) as connect,
-        running(plan, config, SystemClock(), connect) as parts,
+        open_gateway(spec, config, SystemClock(), connect) as parts,
     ):
         yield parts
 
 
-async def _until_told(parts: Running, drain_s: float, *beside: asyncio.Task[None]) -> None:
-    """Serve until a signal comes, or one of the tasks ``beside`` dies; then let the calls in flight end."""
+async def _serve_until_signal(parts: "RunningGateway", drain_s: float, *others: asyncio.Task[None]) -> None:
+    """Serve until a signal comes, or one of the tasks dies; then let the calls in flight end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     try:
-        await parts.hold(*beside)
+        await parts.wait(*others)
     except asyncio.CancelledError:
         await parts.gateway.drain(drain_s)
         raise
 
 
-async def announce(log: WeightLog, notify: Callable[[int, str], None]) -> None:
-    """Tell which digest each version has, for ever; while the store is away, as long as it takes, nothing.
+async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
+    """Announce the digest of each version to ``receive``, for ever; while the store is away, as long as it takes,
+    nothing.
 
     consumes: commit records; produces: announcements; waits for: the next version; woken by: its own polling; on
     shutdown: cancelled between two polls.
     """
-    known = -1
+    announced = -1
     while True:
         try:
-            newest = await asyncio.to_thread(log.latest, None if known < 0 else known)
-            if newest is not None and newest != known:
+            newest = await asyncio.to_thread(log.latest, None if announced < 0 else announced)
+            if newest is not None and newest != announced:
                 record = await asyncio.to_thread(log.read, newest)
                 if record is not None:
-                    notify(newest, record.digest)
-                    known = newest
+                    receive(newest, record.digest)
+                    announced = newest
         except DamagedError:
             pass  # a record that cannot be read announces nothing; `etude weights` tells of it
         await asyncio.sleep(ANNOUNCE_S)
 
 
 def _replayed_routes(folder: RunFolder, config: RunConfig) -> RouteSpace | None:
-    """What routes the trainer will want; ``None`` for none."""
+    """The space of the routes that the trainer replays; ``None`` for none."""
     if config.numerics.replay == "off":
         return None
     from etude.models.checkpoint import load_spec  # torch is most of this process's memory: only where it is needed
@@ -209,17 +229,17 @@ def _replayed_routes(folder: RunFolder, config: RunConfig) -> RouteSpace | None:
     return route_space(load_spec(folder.model), config.numerics)
 
 
-def _settings(told: Alone) -> GatewayConfig:
-    elsewhere = [setting for setting in told.settings if not setting.startswith("gateway.")]
+def _settings(options: StandaloneOptions) -> GatewayConfig:
+    elsewhere = [setting for setting in options.settings if not setting.startswith("gateway.")]
     if elsewhere:
         raise ConfigError(f"--set {elsewhere[0]!r} would have no effect on a gateway: only gateway.* has")
-    config = default_recipe(told.settings).gateway
-    if config.access_log and told.access_log is None:
+    config = default_recipe(options.settings).gateway
+    if config.access_log and options.access_log is None:
         raise ConfigError("gateway.access_log = true has no file to write: give --access-log FILE")
     return config
 
 
-def entry_of(text: str) -> EngineEntry:
+def engine_entry(text: str) -> EngineEntry:
     """An engine as the command line names it: ``URL`` or ``URL@region``. Raises ``ConfigError`` for anything else."""
     form = ENGINE_FORM.fullmatch(text)
     if form is None or not is_engine_url(form["url"]):
@@ -232,8 +252,8 @@ def longest_context(model: Path) -> int:
     """Tokens of the longest context that a checkpoint is made for. Raises ``ConfigError`` if it does not say."""
     file = model / "config.json"
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return int(found.get("max_position_embeddings") or found["text_config"]["max_position_embeddings"])
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return int(config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} does not say how long a context may be (max_position_embeddings): {error}"
@@ -245,7 +265,9 @@ def _first_key(secret: str) -> Key:
 
 
 def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """How to speak TLS; ``None`` for plain HTTP. Raises ``ConfigError`` for a certificate that cannot be used."""
+    """The TLS context of a server; ``None`` for plain HTTP. Raises ``ConfigError`` for a certificate that cannot be
+    used.
+    """
     if not config.tls_cert:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -266,3 +288,110 @@ def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:
         f"  key               {key}\n"
         f"  model             policy (any name will do)\n"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySpec:
+    """The parts of a gateway that its process decides."""
+
+    chat: ChatFormat
+    """The format of the model's conversations."""
+    max_length: int
+    """The engines' bound on prompt and completion together, in tokens."""
+    recorder: Recorder
+    engines: tuple[EngineEntry, ...]
+    """The engines to begin with."""
+    keys: tuple[Key, ...] = ()
+    """Keys besides those of the file."""
+    health: HealthLimits = DEFAULT_HEALTH
+    sessions: SessionLimits = DEFAULT_LIMITS
+    access_log: Path | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningGateway:
+    """A gateway and what belongs to it."""
+
+    gateway: Gateway
+    pool: EnginePool
+    keyring: Keyring
+    sessions: Sessions
+    tasks: tuple[asyncio.Task[None], ...] = field(default=())
+
+    async def wait(self, *others: asyncio.Task[None]) -> None:
+        """Wait for ever, or for one of the tasks or of ``others`` to die, and raise what it died of."""
+        done, _ = await asyncio.wait([*self.tasks, *others], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    spec: GatewaySpec, config: GatewayConfig, clock: Clock, connect: Callable[[str], Engine]
+) -> AsyncIterator[RunningGateway]:
+    """A gateway that works while the context is open; ``connect`` makes the client of an engine's URL.
+
+    Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is none.
+    """
+    controller = AdmissionController(
+        AdmissionLimits(production=config.max_production, rollouts=config.max_rollouts, waiting=config.max_waiting)
+    )
+    pool = EnginePool(
+        connect, Router(spec.health), clock, PoolLimits(outage_s=config.engine_timeout_s), admission=controller
+    )
+    keyring, sessions, admission = Keyring(), Sessions(spec.chat, spec.sessions), AdmissionQueue(controller, clock)
+    key_file = KeyFile(Path(config.keys), clock.now()) if config.keys else None
+    _load_keys(key_file, keyring, spec, clock)
+    for entry in spec.engines:
+        pool.add(entry)
+    sampler = ReplySampler(spec.chat, pool, admission, spec.recorder, clock)
+    state = GatewayState(
+        auth=Authenticator(keyring, sessions), pool=pool, admission=admission, inflight=InflightCalls(), clock=clock
+    )
+    with contextlib.ExitStack() as stack:
+        log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
+        if log is not None:
+            stack.callback(log.close)
+        gateway = Gateway(
+            Service(sampler, max_length=spec.max_length), state, config, key_file=key_file, access_log=log
+        )
+        background: dict[str, Work] = {"engine polls": pool.watch, "session expiry": partial(_expire, gateway)}
+        if key_file is not None:
+            background["key file"] = partial(_follow_keys, key_file, keyring, spec, clock)
+        if log is not None:
+            background["access log"] = log.run
+        tasks = [asyncio.create_task(supervised(name, work), name=name) for name, work in background.items()]
+        try:
+            yield RunningGateway(gateway=gateway, pool=pool, keyring=keyring, sessions=sessions, tasks=tuple(tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _load_keys(key_file: KeyFile | None, keyring: Keyring, spec: GatewaySpec, clock: Clock) -> None:
+    """Take in the file's keys if it changed; those of the spec stay."""
+    now = clock.now()
+    if key_file is not None:
+        key_file.refresh(keyring, now)
+    key_ids = {key.key_id for key in keyring}
+    for key in spec.keys:
+        if key.key_id not in key_ids:
+            keyring.add(key, now)
+
+
+async def _follow_keys(key_file: KeyFile, keyring: Keyring, spec: GatewaySpec, clock: Clock) -> None:
+    """Keep the keys those of the file; a file that cannot be read leaves them as they were."""
+    while True:
+        await asyncio.sleep(KEYS_S)
+        try:
+            _load_keys(key_file, keyring, spec, clock)
+        except (UserError, DamagedError, OSError) as error:
+            logger.warning("%s", error)
+
+
+async def _expire(gateway: Gateway) -> None:
+    while True:
+        await asyncio.sleep(EXPIRE_S)
+        gateway.expire()

@@ -1,4 +1,4 @@
-"""One call from question to answer: stops, several replies, places in the line, replays, failures."""
+"""One call from question to answer: stops, several replies, permits, replays, failures."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -17,19 +17,14 @@ from hypothesis import strategies as st
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.errors import CaptureError, EngineUnavailable, SessionLost, VersionPending
-from etude.gateway.api.calls import Answer, Call, Ending, Refusal, Sampling
+from etude.gateway.api.calls import Answer, ApiError, Call, FinishReason, Sampling
 from etude.gateway.api.chat import parse
 from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.generation_request import Caller
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.capture.replies import Parts
-from etude.gateway.http.request_log import Visit
-from etude.gateway.routing.admission import Admission, AdmissionLimits, TrafficClass
-from etude.gateway.routing.admission_queue import Line
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.request_log import RequestRecord
+from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, TrafficClass
 from etude.gateway.routing.pool import EnginePool, PoolLimits
-from etude.gateway.routing.router import Router
-from etude.gateway.service import Service
+from etude.gateway.routing.router import EngineEntry, Router
+from etude.gateway.service import Caller, Recorder, ReplySampler, Service
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
@@ -51,7 +46,7 @@ class Bench:
     """A service and what is around it."""
 
     service: Service
-    line: Line
+    queue: AdmissionQueue
     conversation: Conversation
 
     def caller(self, **wishes: object) -> Caller:
@@ -59,13 +54,15 @@ class Bench:
         return replace(caller, **wishes)  # type: ignore[arg-type]  # fields of a caller
 
     async def answer(self, call: Call, **wishes: object) -> Answer:
-        return await self.service.answer(call, self.caller(**wishes), Visit(began=0.0))
+        return await self.service.answer(call, self.caller(**wishes), RequestRecord(began=0.0))
 
     async def stream(self, **fields: Json) -> list[dict[str, Json]]:
         body = {"messages": [{"role": "user", "content": "go"}], "stream": True, **fields}
         asked = parse(orjson.dumps(body))
         data = b""
-        async with aclosing(self.service.stream(asked.call, asked.events(), self.caller(), Visit(began=0.0))) as chunks:
+        async with aclosing(
+            self.service.stream(asked.call, asked.events(), self.caller(), RequestRecord(began=0.0))
+        ) as chunks:
             async for chunk in chunks:
                 data += chunk
         lines = [line.removeprefix(b"data: ") for line in data.split(b"\n") if line.startswith(b"data: ")]
@@ -110,15 +107,15 @@ def fake_engine() -> FakeEngine:
 
 @asynccontextmanager
 async def bench(engine: Engine, payloads: Path | None = None, places: int = 8) -> AsyncIterator[Bench]:
-    admission = Admission(AdmissionLimits(rollouts=places, floor=1))
+    admission = AdmissionController(AdmissionLimits(rollouts=places, floor=1))
     pool = EnginePool(lambda _url: engine, Router(), CLOCK, PoolLimits(outage_s=0.1), admission=admission)
     pool.add(EngineEntry(name="one", url="http://fake"))
-    line = Line(admission, CLOCK)
+    queue = AdmissionQueue(admission, CLOCK)
     recorder = Recorder(None if payloads is None else Payloads(payloads))
-    parts = Parts(chat=template(), pool=pool, line=line, recorder=recorder, clock=CLOCK)
+    sampler = ReplySampler(template(), pool, queue, recorder, CLOCK)
     watching = asyncio.create_task(pool.watch())
     try:
-        yield Bench(Service(parts, max_length=MAX_LENGTH), line, Conversation("session", template()))
+        yield Bench(Service(sampler, max_length=MAX_LENGTH), queue, Conversation("session", template()))
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -161,7 +158,7 @@ def test_a_stop_string_ends_the_reply_and_the_turn_after_the_token_that_complete
     async def scene(stage: Bench) -> None:
         answer = await stage.answer(ask(max_tokens=9, stops=("cd",)))
         (reply,) = answer.replies
-        assert (reply.message.content, reply.ending, reply.stop_text) == ("ab", Ending.STOP_TEXT, "cd")
+        assert (reply.message.content, reply.finish_reason, reply.stop_text) == ("ab", FinishReason.STOP_TEXT, "cd")
         assert reply.turn.completion_ids.tolist() == ids_of("abcd")
         assert len(reply.turn.logprobs) == len(reply.turn.versions) == 4
 
@@ -176,7 +173,7 @@ def test_an_engine_is_stopped_at_a_stop_string() -> None:
             assert answer.replies[0].message.content == "abc"
             await asyncio.wait_for(engine.stopped.wait(), 30)
             assert engine.sampled == 4
-            assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
+            assert stage.queue.controller.inflight(TrafficClass.ROLLOUT) == 0
 
     asyncio.run(run())
 
@@ -230,13 +227,13 @@ def test_the_first_failure_of_several_replies_cancels_the_others_and_nothing_is_
             raise AssertionError("it was cancelled")
 
     async def scene(stage: Bench) -> None:
-        with pytest.raises(Refusal, match="the engine refused: no"):
+        with pytest.raises(ApiError, match="the engine refused: no"):
             await stage.answer(ask(max_tokens=8, count=3))
-        with pytest.raises(Refusal, match="the engine refused: no"):
+        with pytest.raises(ApiError, match="the engine refused: no"):
             engine.calls = 0
             await stage.stream(n=3, max_tokens=8)
         assert stage.conversation.turns == []
-        assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
+        assert stage.queue.controller.inflight(TrafficClass.ROLLOUT) == 0
 
     engine = OneBad(CLOCK, vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH)
     play(engine, scene)
@@ -271,20 +268,20 @@ def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> No
             async with asyncio.timeout(30):
                 while not engine.sampled:
                     await asyncio.sleep(0.001)
-            with pytest.raises(Refusal) as refused:
+            with pytest.raises(ApiError) as refused:
                 await stage.answer(ask(max_tokens=4), deadline=CLOCK.now() + 0.05)
             assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
             assert refused.value.retry_after_s
             waiting = asyncio.create_task(stage.answer(ask(max_tokens=4)))
             async with asyncio.timeout(30):
-                while not stage.line.admission.waiting(TrafficClass.ROLLOUT):
+                while not stage.queue.controller.waiting(TrafficClass.ROLLOUT):
                     await asyncio.sleep(0.001)
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-            assert stage.line.admission.waiting(TrafficClass.ROLLOUT) == 0
+            assert stage.queue.controller.waiting(TrafficClass.ROLLOUT) == 0
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)
-            assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
+            assert stage.queue.controller.inflight(TrafficClass.ROLLOUT) == 0
             await asyncio.wait_for(engine.stopped.wait(), 30)
 
     asyncio.run(run())
@@ -293,7 +290,7 @@ def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> No
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     async def scene(stage: Bench) -> None:
         call = Call(prompt=tuple(range(40, 40 + 100)), sampling=Sampling(max_tokens=29))
-        with pytest.raises(Refusal, match="is 128 tokens: 100 prompt tokens and 29 to sample exceed it") as refused:
+        with pytest.raises(ApiError, match="is 128 tokens: 100 prompt tokens and 29 to sample exceed it") as refused:
             await stage.answer(call)
         assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
         assert stage.service.count(call, stage.conversation) == 100
@@ -306,10 +303,10 @@ def test_a_stream_whose_request_was_answered_meanwhile_says_so_and_leaves_no_tur
         body = {"messages": [{"role": "user", "content": "go"}], "stream": True, "max_tokens": 20}
         asked = parse(orjson.dumps(body))
         caller = stage.caller(request_id="a")
-        chunks = stage.service.stream(asked.call, asked.events(), caller, Visit(began=0.0))
+        chunks = stage.service.stream(asked.call, asked.events(), caller, RequestRecord(began=0.0))
         await anext(chunks)
-        await stage.service.answer(asked.call, caller, Visit(began=0.0))
-        with pytest.raises(Refusal) as refused:
+        await stage.service.answer(asked.call, caller, RequestRecord(began=0.0))
+        with pytest.raises(ApiError) as refused:
             async for _ in chunks:
                 pass
         assert refused.value.status == 409
@@ -326,16 +323,16 @@ def test_a_stream_that_is_closed_early_leaves_nothing() -> None:
         async with bench(engine) as stage:
             body = {"messages": [{"role": "user", "content": "go"}], "stream": True}
             asked = parse(orjson.dumps(body))
-            visit = Visit(began=0.0)
-            chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), visit)
+            record = RequestRecord(began=0.0)
+            chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), record)
             async with aclosing(chunks):
                 await anext(chunks)
             await asyncio.wait_for(engine.stopped.wait(), 30)
             assert stage.conversation.turns == []
             prompt = stage.conversation.prompt(asked.call)
-            assert visit.prompt_tokens == len(prompt.token_ids)
-            assert 0 < visit.completion_tokens <= engine.sampled
-            assert stage.line.admission.inflight(TrafficClass.ROLLOUT) == 0
+            assert record.prompt_tokens == len(prompt.token_ids)
+            assert 0 < record.completion_tokens <= engine.sampled
+            assert stage.queue.controller.inflight(TrafficClass.ROLLOUT) == 0
 
     asyncio.run(run())
 
@@ -350,14 +347,14 @@ def test_what_a_call_took_is_known_however_it_ends() -> None:
             raise AssertionError("it was cancelled")
 
     async def scene(stage: Bench) -> None:
-        visit = Visit(began=0.0)
-        call = asyncio.create_task(stage.service.answer(ask(max_tokens=4), stage.caller(), visit))
+        record = RequestRecord(began=0.0)
+        call = asyncio.create_task(stage.service.answer(ask(max_tokens=4), stage.caller(), record))
         await engine.asked.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         read = stage.service.count(ask(max_tokens=4), stage.conversation)
-        assert (visit.prompt_tokens, visit.completion_tokens) == (read, 0)
-        late, pending = Visit(began=0.0), Visit(began=0.0)
+        assert (record.prompt_tokens, record.completion_tokens) == (read, 0)
+        late, pending = RequestRecord(began=0.0), RequestRecord(began=0.0)
         with pytest.raises(EngineUnavailable):
             await stage.service.answer(ask(max_tokens=4), stage.caller(deadline=CLOCK.now() + 0.05), late)
         assert late.prompt_tokens == read
@@ -389,7 +386,7 @@ def test_trouble_comes_out_as_what_it_is() -> None:
 
 def test_a_record_without_the_sets_that_were_cut_from_is_no_turn(tmp_path: Path) -> None:
     async def scene(stage: Bench) -> None:
-        with pytest.raises(CaptureError, match="no kept sets"):
+        with pytest.raises(CaptureError, match="no sampling mask"):
             await stage.answer(ask(max_tokens=4, top_p=0.5))
         assert stage.conversation.turns == []
 
@@ -415,6 +412,6 @@ def test_a_streamed_reply_is_the_whole_one(text: str, stops: list[str]) -> None:
         one, two = stage.conversation.turns
         assert one.completion_ids.tolist() == two.completion_ids.tolist() == tokens[:end]
         assert said(events) == answer.replies[0].message.content
-        assert (answer.replies[0].ending is Ending.STOP_TEXT) is (end is not None)
+        assert (answer.replies[0].finish_reason is FinishReason.STOP_TEXT) is (end is not None)
 
     play(engine, scene)

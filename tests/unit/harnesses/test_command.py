@@ -81,7 +81,7 @@ def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaita
 
     async def main() -> T:
         app = web.Application()
-        app.router.add_get("/s/s1/v1/waits", waits)
+        app.router.add_get("/s/s1/v1/queue_time", waits)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

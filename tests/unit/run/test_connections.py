@@ -13,7 +13,7 @@ from aiohttp import web
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.engines.native.server import engine_app
-from etude.gateway.http.server import Reply, Visitor, door
+from etude.gateway.http.server import HttpRequest, HttpResponse, http_server
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening
 from patience import PATIENCE_S
@@ -27,12 +27,12 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Server = web.Server | web.Application
 
 
-async def yes(visitor: Visitor) -> Reply:
-    return Reply(body=b"yes")
+async def yes(visitor: HttpRequest) -> HttpResponse:
+    return HttpResponse(body=b"yes")
 
 
 def of_gateway() -> web.Server:
-    return door(yes, max_body_bytes=1000)
+    return http_server(yes, max_body_bytes=1000)
 
 
 def of_engine() -> web.Application:
@@ -162,7 +162,7 @@ def test_a_connection_that_was_served_is_not_kept_for_ever_either() -> None:
 
 
 def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
-    async def much(visitor: Visitor) -> None:
+    async def much(visitor: HttpRequest) -> None:
         await visitor.open(())
         try:
             while True:
@@ -173,7 +173,7 @@ def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
     over = asyncio.Event()
 
     async def run() -> None:
-        async with serving(door(much, max_body_bytes=1), Connections(stalled_s=0.2)) as connect:
+        async with serving(http_server(much, max_body_bytes=1), Connections(stalled_s=0.2)) as connect:
             _, writer = await connect()
             writer.transport.pause_reading()  # type: ignore[attr-defined]  # of sockets
             writer.write(WHOLE)
@@ -192,15 +192,15 @@ def files_open() -> int:
 def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(visitor: Visitor) -> Reply:
+    async def handle(visitor: HttpRequest) -> HttpResponse:
         if visitor.method == "POST":
             asked.set()
             await answer.wait()
-        return Reply(body=b"yes")
+        return HttpResponse(body=b"yes")
 
     async def run() -> None:
         connections = Connections(limit=files_open() + 60, idle_s=ENDLESS_S)
-        async with serving(door(handle, max_body_bytes=9), connections) as connect:
+        async with serving(http_server(handle, max_body_bytes=9), connections) as connect:
             busy = await connect()
             busy[1].write(WHOLE.replace(b"GET", b"POST"))
             await asked.wait()
@@ -221,13 +221,13 @@ def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
 def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
     asked, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(visitor: Visitor) -> Reply:
+    async def handle(visitor: HttpRequest) -> HttpResponse:
         asked.set()
         await answer.wait()
-        return Reply(body=b"yes")
+        return HttpResponse(body=b"yes")
 
     async def run() -> None:
-        async with serving(door(handle, max_body_bytes=9), Connections(limit=files_open() + 6)) as connect:
+        async with serving(http_server(handle, max_body_bytes=9), Connections(limit=files_open() + 6)) as connect:
             calls = list[asyncio.Task[bytes]]()
             while not any(call.done() for call in calls):
                 calls.append(asyncio.create_task(ask(await connect())))

@@ -23,13 +23,21 @@ from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.http.keys import Key, Scope, digest_of
-from etude.gateway.http.server import door
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.http.auth import Key, Scope, digest_of
+from etude.gateway.http.server import http_server
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
 from etude.run.folder import RunFolder
-from etude.run.gateway import Alone, announce, entry_of, longest_context, run_alone, tls_context
-from etude.run.gateway_parts import Plan, running
+from etude.run.gateway import (
+    GatewaySpec,
+    StandaloneOptions,
+    announce,
+    engine_entry,
+    longest_context,
+    open_gateway,
+    run_standalone,
+    tls_context,
+)
 from etude.run.serving import listening
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
@@ -72,15 +80,15 @@ async def serving(config: GatewayConfig) -> AsyncIterator[str]:
     """A gateway with a fake engine; gives its host and port."""
     clock = SystemClock()
     engine = FakeEngine(clock, vocab_size=300, max_length=64)
-    plan = Plan(
+    plan = GatewaySpec(
         chat=ChatTemplate.train(["return total\n"] * 4, vocab_size=300),
         max_length=64,
         recorder=Recorder(None),
         engines=(EngineEntry(name="one", url="http://fake"),),
         keys=(Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),),
     )
-    async with running(plan, config, clock, lambda _url: engine) as parts:
-        server = door(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+    async with open_gateway(plan, config, clock, lambda _url: engine) as parts:
+        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
         async with listening(server, 0, tls=tls_context(config)) as port:
             yield f"127.0.0.1:{port}"
 
@@ -151,7 +159,7 @@ def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: p
     ],
 )
 def test_engines_are_told_by_url_and_region(text: str, url: str, region: str) -> None:
-    entry = entry_of(text)
+    entry = engine_entry(text)
     assert (entry.url, entry.region) == (url, region)
     assert "/" not in entry.name
 
@@ -159,7 +167,7 @@ def test_engines_are_told_by_url_and_region(text: str, url: str, region: str) ->
 @pytest.mark.parametrize("text", ["", "localhost:80", "ftp://x", "http://x@", "http://x@a@b", "http://host:port"])
 def test_what_is_no_engine_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
-        entry_of(text)
+        engine_entry(text)
 
 
 def test_the_context_is_as_long_as_the_checkpoint_says(tmp_path: Path) -> None:
@@ -178,7 +186,7 @@ def test_the_context_is_as_long_as_the_checkpoint_says(tmp_path: Path) -> None:
 )
 def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        run_alone(Alone(model=tmp_path, engines=("http://x",), settings=(setting,)))
+        run_standalone(StandaloneOptions(model=tmp_path, engines=("http://x",), settings=(setting,)))
 
 
 def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

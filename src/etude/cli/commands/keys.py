@@ -12,8 +12,8 @@ from etude.clock import SystemClock, date_utc
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import UserError
+from etude.gateway.http.auth import Key, Limits, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.http.keys import Key, Limits, Scope, digest_of, new_key_id, new_secret
 
 
 def add_key(

@@ -1,27 +1,41 @@
-"""One model call as the gateway understands it, whatever dialect it was spoken in.
+"""One model call as the gateway understands it, whatever API protocol it came in.
 
-    body ──dialect.parse──▶ Asked(call) ──service──▶ Answer ──asked.body / asked.events──▶ bytes
+    body ──protocol.parse──▶ ParsedRequest(call) ──service──▶ Answer ──parsed.body / parsed.events──▶ bytes
 
-Owns the nouns that dialects and the service share. What is not expressible here is refused by the dialect, by name:
-nothing that would change the output is ignored.
+Owns the nouns that API protocols and the service share, the errors of the APIs, and the kind of a call. A request that
+is not expressible here is refused by its protocol, by name: nothing that would change the output is ignored. The text
+of an unknown error could quote a prompt, so neither caller nor log ever see more than its type and place.
+
+A harness marks its calls for summaries by a header, or, where it cannot send one, by words that stand in its requests
+for summaries and nowhere else. A turn that is recorded as a summary is sampled like any other.
 """
 
+import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from etude.errors import EtudeError
+from etude.errors import CaptureError, EngineBusy, EngineUnavailable, EtudeError, SessionLost, VersionPending, trace_of
 from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, Message, TemplateKwargs, Tool
-from etude.types import Turn
+from etude.types import Turn, TurnKind
 
 MODEL = "policy"
 """The one model of a gateway: whatever weights its engines serve now. Other names are aliases of it."""
 
+ID_BYTES = 12
+"""Randomness of the ids of requests and answers: unique, not secret."""
 
-class Refusal(EtudeError):
-    """A request that is answered with an error, in the shape of its dialect."""
+
+def new_id() -> str:
+    """A random id of 24 hex digits."""
+    return secrets.token_hex(ID_BYTES)
+
+
+class ApiError(EtudeError):
+    """An error as an answer, which each API protocol gives its own shape."""
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -29,17 +43,17 @@ class Refusal(EtudeError):
         super().__init__(message)
         self.status = status
         self.code = code
-        """E.g. ``invalid_request``; a dialect may have its own name for it."""
+        """E.g. ``invalid_request``; an API may have its own name for it."""
         self.message = message
         self.param = param
         """The field at fault."""
         self.retry_after_s = retry_after_s
-        """When to try again, where that helps: 409, 429, 503."""
+        """Time after which to try again, where that helps: 409, 429, 503."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What a caller asked of the sampler."""
+    """The sampling options of a call."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,12 +65,12 @@ class Sampling:
     """Strings that end a reply."""
     seed: int | None = None
     count: int = 1
-    """Replies wanted (OpenAI's ``n``)."""
+    """Number of replies (OpenAI's ``n``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a caller wants: the answer to a conversation, or the continuation of a raw prompt."""
+    """A request for the answer to a conversation, or for the continuation of a raw prompt."""
 
     messages: tuple[Message, ...] = ()
     """Empty for a raw prompt."""
@@ -68,19 +82,19 @@ class Call:
     previous: str | None = None
     """Id of an earlier answer in the same session, whose conversation comes before ``messages``."""
     instructed: bool = False
-    """Whether the first of ``messages`` are instructions: they come before the conversation of ``previous``, too, in
+    """True if the first of ``messages`` are instructions: they come before the conversation of ``previous``, too, in
     the place of those that it had.
     """
     sampling: Sampling = Sampling()
     stream: bool = False
     single_call: bool = False
-    """Whether the reply ends with its first tool call."""
+    """True if the reply ends with its first tool call."""
     model: str = MODEL
     """The name the caller used; it is given back."""
 
 
-class Ending(StrEnum):
-    """Why a reply ended."""
+class FinishReason(StrEnum):
+    """The reason why a reply ended."""
 
     STOP = "stop"
     """The model ended it."""
@@ -89,15 +103,15 @@ class Ending(StrEnum):
     TOOL_CALLS = "tool_calls"
     """The model waits for what it called."""
     LENGTH = "length"
-    """It was cut at ``max_tokens``."""
+    """It was truncated at ``max_tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One reply: what the caller sees of it, and how it was sampled."""
+    """One reply: its message, and the turn in which it was sampled."""
 
     message: Message
-    ending: Ending
+    finish_reason: FinishReason
     stop_text: str | None
     """The caller's string that ended it, with ``STOP_TEXT``."""
     turn: Turn
@@ -108,7 +122,7 @@ class Answer:
     """The replies to one call."""
 
     answer_id: str
-    """24 hex digits; dialects put their own prefix before it."""
+    """24 hex digits; API protocols put their own prefix before it."""
     created: int
     """Unix time in seconds."""
     model: str
@@ -118,16 +132,16 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the one prompt that all replies have."""
+        """Tokens of the one prompt that all replies have."""
         return len(self.replies[0].turn.prompt_ids)
 
     @property
     def completion_tokens(self) -> int:
-        """Of all replies together."""
+        """Tokens of all replies together."""
         return sum(len(reply.turn.completion_ids) for reply in self.replies)
 
 
-class Events(Protocol):
+class EventEncoder(Protocol):
     """Encodes one answer as server-sent events, in order: ``opening``, ``delta`` …, then ``closing`` or ``failure``.
 
     Each returns whole events as bytes, possibly none.
@@ -137,47 +151,108 @@ class Events(Protocol):
         """Before anything was sampled."""
         ...
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
-        """What the tokens of ``piece`` add to reply ``index``; there may be tokens that add no text."""
+    def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
+        """The events of the tokens of ``chunk``, which add ``deltas`` to reply ``index``; there may be tokens that add
+        no text.
+        """
         ...
 
     def closing(self, answer: Answer) -> bytes:
         """The end, with usage; every reply is complete and recorded."""
         ...
 
-    def failure(self, refusal: Refusal) -> bytes:
+    def failure(self, api_error: ApiError) -> bytes:
         """An error after the opening, when no status can be sent any more."""
         ...
 
 
-class Asked(Protocol):
-    """A parsed request; it knows how its dialect answers."""
+class ParsedRequest(Protocol):
+    """A parsed request; it encodes its answer as its API protocol has it."""
 
     @property
     def call(self) -> Call:
-        """What is wanted."""
+        """The call that it asks for."""
         ...
 
     def body(self, answer: Answer) -> bytes:
         """The answer as one JSON document."""
         ...
 
-    def events(self) -> Events:
+    def events(self) -> EventEncoder:
         """The answer as a stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """One way to ask: a path, how its bodies are read, how its errors look."""
+class ApiProtocol:
+    """One API protocol: a path, the parser of its bodies, the shape of its errors."""
 
     path: str
     """Below the session, e.g. ``/v1/chat/completions``."""
-    parse: Callable[[bytes], Asked]
-    """Raises :class:`Refusal` naming the field at fault."""
-    refuse: Callable[[Refusal], bytes]
+    parse: Callable[[bytes], ParsedRequest]
+    """Raises :class:`ApiError` naming the field at fault."""
+    error_body: Callable[[ApiError], bytes]
     """The body of an error."""
     request_id_header: str
     """Response header under which this API's clients look for the id of an answer."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """Statuses of refusals that this API has another number for."""
+    """Statuses of errors that this API has another number for."""
+
+
+RETRY_AFTER_S = 1.0
+"""Time after which a caller may try again where nothing better is known: about one model call."""
+RETRYABLE = frozenset({409, 429, 503})
+"""Statuses that go with a time to try again."""
+UNSERVED = frozenset({"rate_limit_exceeded", "engine_unavailable", "deadline_exceeded", "draining"})
+"""Codes of calls that were not answered for lack of an engine, and not for what they ask."""
+OVER_BUDGET = "key_budget_exceeded"
+"""Error code of a call that its key's budget refused."""
+GONE = 499
+"""Status, in metrics and logs, of a call whose caller hung up; it is never sent (nginx's number)."""
+
+logger = logging.getLogger(__name__)
+
+
+def api_error_of(error: Exception, route: str) -> ApiError:
+    """The API error for any error; ``route`` is the pattern that an unknown one is logged under."""
+    match error:
+        case ApiError():
+            return error
+        case TimeoutError():
+            return ApiError(504, "deadline_exceeded", "the call was not over before its deadline; nothing was recorded")
+        case VersionPending():
+            return ApiError(409, "version_pending", str(error), retry_after_s=RETRY_AFTER_S)
+        case SessionLost():
+            return ApiError(404, "session_not_found", str(error))
+        case EngineBusy():
+            return ApiError(429, "rate_limit_exceeded", str(error), retry_after_s=RETRY_AFTER_S)
+        case EngineUnavailable():
+            return ApiError(503, "engine_unavailable", str(error), retry_after_s=RETRY_AFTER_S)
+        case CaptureError():
+            # Not 503: asking again would be answered the same, and the rollout's record shall name the reason.
+            logger.error("%s: %s", route, error)
+            return ApiError(500, "capture_failed", str(error))
+    logger.error("%s failed: %s", route, trace_of(error))
+    return ApiError(500, "internal_error", f"the gateway failed: {type(error).__name__}")
+
+
+TURN = "X-Etude-Turn"
+"""Header with the kind of a call; it counts more than the mark."""
+KINDS = tuple(kind.value for kind in TurnKind)
+"""The values of this header."""
+
+
+def turn_kind_of(call: Call, headers: Mapping[str, str], mark: str = "") -> TurnKind:
+    """The kind of a call, by its header, else by a last message that is the user's and contains ``mark``.
+
+    Without a mark, or with a raw prompt, which has no messages, it takes a header to ask for a summary. Raises
+    :class:`~etude.gateway.api.calls.ApiError` on a header that names no kind.
+    """
+    kind = headers.get(TURN)
+    if kind is not None:
+        if kind not in KINDS:
+            raise ApiError(400, "invalid_request", f"{TURN}: expected {' or '.join(KINDS)}", param=TURN)
+        return TurnKind(kind)
+    last = call.messages[-1] if call.messages else None
+    marked = bool(mark) and last is not None and last.role == "user" and mark in last.content
+    return TurnKind.SUMMARY if marked else TurnKind.ACT

@@ -1,25 +1,41 @@
-"""Requests in OpenAI's chat dialect: ``/v1/chat/completions``.
+"""OpenAI's chat completions: ``/v1/chat/completions``, requests, answers and the stream of chunks.
 
-Owns their shape and which options are understood; replies are :mod:`etude.gateway.api.chat_events`'. What would
-change the output and is not understood is refused by name, never ignored. Pure; tokens, sessions and HTTP are others'.
+Owns their shape and which options are understood. An option that would change the output and is not understood is
+refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
 
 Decisions that a reader of OpenAI's reference may miss there:
 
-* A tool's ``strict`` is accepted: SDKs set it by default, and the schema reaches the model either way. Nothing here
-  constrains what is sampled, so arguments may break the schema, as without it, and a harness has to check them.
-  ``tool_choice`` ``required`` or one tool's name would change what a harness does next; they are refused.
-* ``chat_template_kwargs`` are what the model's template reads, as in vLLM; others are refused once that is known.
+* A tool's ``strict`` is accepted: SDKs set it by default, and the schema reaches the model either way. Sampling is not
+  constrained here, so arguments may break the schema, as without it, and a harness has to check them. ``tool_choice``
+  ``required`` or one tool's name would change what a harness does next; they are refused.
+* ``chat_template_kwargs`` are the variables of the model's template, as in vLLM; others are refused once it is
+rendered.
 * ``reasoning_effort`` and ``verbosity`` are accepted as the hints they are; no model here has such settings.
 * ``developer`` is another word for ``system``.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from etude.gateway.api.calls import Call, Dialect
-from etude.gateway.api.chat_events import ChatAsked
-from etude.gateway.api.fields import Fields, read_object
+import orjson
+
+from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, Reply
+from etude.gateway.api.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Fields,
+    any_of,
+    array_schema,
+    enum_schema,
+    integer_schema,
+    object_schema,
+    read_object,
+    short_text,
+)
 from etude.gateway.api.openai import (
+    DONE,
     INFORMATIVE,
     MAX_NAME_CHARACTERS,
     MAX_WHOLE,
@@ -28,20 +44,29 @@ from etude.gateway.api.openai import (
     NULLABLE_OBJECT,
     SAMPLING_SCHEMA,
     UNDERSTOOD,
+    View,
+    error_body,
+    event,
+    failure_event,
+    fingerprint,
+    finish_reason_name,
+    logprob,
     neutral_schema,
     nullable,
     read_model,
     read_sampling,
     read_tools,
     read_view,
-    refuse,
+    token_name,
+    usage,
 )
-from etude.gateway.api.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, whole, word
-from etude.tokens.messages import Message, Role, Tool, ToolCall
-from etude.types import Json
+from etude.protocols import TokenChunk
+from etude.tokens.messages import CallDelta, Delta, Message, Role, TextDelta, ThinkingDelta, Tool, ToolCall
+from etude.types import Floats, Ids, Json
 
 HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options"})
 """Fields of a body that advise models made for them, or could only change the price or the speed of an answer."""
+
 
 CHAT_FIELDS = (
     UNDERSTOOD
@@ -50,6 +75,7 @@ CHAT_FIELDS = (
     | HINTS
 )
 """Fields of a body that are read, or tolerated."""
+
 
 CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
@@ -67,21 +93,24 @@ CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
 )
 """Fields of a body that are accepted with the values that ask for nothing."""
 
+
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 )
 """Role on the wire → role of a message."""
+
 
 IGNORED_IN_REPLIES = frozenset(
     {
         "annotations",  # citations of a web search: marks beside the text
         "provider_specific_fields",  # LiteLLM's: what a provider sent besides
         "thinking_blocks",  # LiteLLM's: reasoning_content once more, in Anthropic's shape
-        "reasoning_details",  # OpenRouter's: reasoning once more, in pieces
+        "reasoning_details",  # OpenRouter's: reasoning once more, in parts
         "name",  # there is one assistant
     }
 )
 """Fields of a reply that clients send back with it and that say nothing the model should see."""
+
 
 MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -97,24 +126,29 @@ MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 in parts, is advice to Anthropic's caches.
 """
 
+
 MESSAGE_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"images": ([],), "tool_calls": ([],)})
 """Fields of a message that some clients always send, and that are empty where they have no place."""
+
 
 PART_FIELDS = frozenset({"type", "text", "cache_control", "annotations"})
 """Fields of a text part."""
 
+
 CALL_FIELDS = frozenset({"id", "type", "function", "index", "provider_specific_fields", "extra_content"})
 """Fields of a tool call that comes back; clients that put it together from events leave ``index`` in."""
 
+
 TOOL_FIELDS = frozenset({"type", "function", "cache_control"})
 """Fields of a tool."""
+
 
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 """Fields of a tool's function."""
 
 
-def parse(body: bytes) -> ChatAsked:
-    """Read a request body. Raises :class:`Refusal` naming the field at fault."""
+def parse(body: bytes) -> "ChatRequest":
+    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
     fields = read_object(body)
     fields.only(CHAT_FIELDS, CHAT_NEUTRAL)
     view = read_view(fields, logprobs=fields.flag("logprobs"))
@@ -127,7 +161,7 @@ def parse(body: bytes) -> ChatAsked:
         single_call=not fields.flag("parallel_tool_calls", default=True),
         model=read_model(fields),
     )
-    return ChatAsked(call=call, view=view)
+    return ChatRequest(call=call, view=view)
 
 
 def _read_max_tokens(fields: Fields) -> int | None:
@@ -183,7 +217,7 @@ def _read_part(part: Fields) -> str:
 
 
 def _read_call(call: Fields) -> ToolCall:
-    """Arguments are taken as they come, JSON or not: a harness may send back what it cut short."""
+    """Arguments are taken as they come, JSON or not: a harness may send back a truncated call."""
     call.only(CALL_FIELDS)
     if call.text("type", "function") != "function":
         raise call.unsupported("type", "only calls of functions are understood")
@@ -208,58 +242,238 @@ def _read_tool(tool: Fields) -> Tool:
     return Tool(name=name, description=function.text("description", ""), parameters=function.document("parameters"))
 
 
-PART_SCHEMA = record("type text", type=word("text"), text=TEXT, cache_control=NULLABLE_OBJECT)
-"""Of a text part."""
-CONTENT_SCHEMA = either(TEXT, listed(PART_SCHEMA))
-"""Of what a message says."""
-CALL_SCHEMA = record(
-    "id function", id=TEXT, type=word("function"), function=record("name arguments", name=TEXT, arguments=TEXT)
+PART_SCHEMA = object_schema("type text", type=enum_schema("text"), text=TEXT, cache_control=NULLABLE_OBJECT)
+"""Schema of a text part."""
+
+
+CONTENT_SCHEMA = any_of(TEXT, array_schema(PART_SCHEMA))
+"""Schema of the content of a message."""
+
+
+CALL_SCHEMA = object_schema(
+    "id function",
+    id=TEXT,
+    type=enum_schema("function"),
+    function=object_schema("name arguments", name=TEXT, arguments=TEXT),
 )
-"""Of a tool call in the history."""
-MESSAGE_SCHEMA = either(
-    record("role content", role=word("system", "developer", "user"), content=CONTENT_SCHEMA),
-    record(
+"""Schema of a tool call in the history."""
+
+
+MESSAGE_SCHEMA = any_of(
+    object_schema("role content", role=enum_schema("system", "developer", "user"), content=CONTENT_SCHEMA),
+    object_schema(
         "role",
-        role=word("assistant"),
+        role=enum_schema("assistant"),
         content=nullable(CONTENT_SCHEMA),
-        tool_calls=nullable(listed(CALL_SCHEMA)),
+        tool_calls=nullable(array_schema(CALL_SCHEMA)),
         reasoning_content=nullable(TEXT),
         reasoning=nullable(TEXT),
-        refusal=NULL,
         audio=NULL,
         function_call=NULL,
+        refusal=NULL,
         **dict.fromkeys(IGNORED_IN_REPLIES, True),
     ),
-    record("role content tool_call_id", role=word("tool"), content=CONTENT_SCHEMA, tool_call_id=TEXT),
+    object_schema("role content tool_call_id", role=enum_schema("tool"), content=CONTENT_SCHEMA, tool_call_id=TEXT),
 )
-"""Of a message."""
-TOOL_SCHEMA = record(
+"""Schema of a message."""
+
+
+TOOL_SCHEMA = object_schema(
     "type function",
-    type=word("function"),
-    function=record(
+    type=enum_schema("function"),
+    function=object_schema(
         "name",
-        name=bounded(MAX_NAME_CHARACTERS),
+        name=short_text(MAX_NAME_CHARACTERS),
         description=nullable(TEXT),
         parameters=nullable(OBJECT),
         strict=nullable(FLAG),
     ),
 )
-"""Of a tool; no two have the same name."""
-SCHEMA = record(
+"""Schema of a tool; no two have the same name."""
+
+
+SCHEMA = object_schema(
     "messages",
     **neutral_schema(CHAT_NEUTRAL),
     **SAMPLING_SCHEMA,
-    messages=listed(MESSAGE_SCHEMA, least=1),
-    tools=nullable(listed(TOOL_SCHEMA)),
-    tool_choice=nullable(word("auto", "none")),
+    messages=array_schema(MESSAGE_SCHEMA, least=1),
+    tools=nullable(array_schema(TOOL_SCHEMA)),
+    tool_choice=nullable(enum_schema("auto", "none")),
     parallel_tool_calls=nullable(FLAG),
     chat_template_kwargs=nullable(OBJECT),
-    max_tokens=nullable(whole(1, MAX_WHOLE)),
-    max_completion_tokens=nullable(whole(1, MAX_WHOLE)),
+    max_tokens=nullable(integer_schema(1, MAX_WHOLE)),
+    max_completion_tokens=nullable(integer_schema(1, MAX_WHOLE)),
     logprobs=nullable(FLAG),
     **dict.fromkeys(HINTS, True),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``, and the two allowances agree."""
 
-DIALECT = Dialect(path="/v1/chat/completions", parse=parse, refuse=refuse, request_id_header="x-request-id")
+
+NOTHING_SHOWN: Mapping[str, object] = MappingProxyType({})
+"""The further fields of a chunk that has only a delta."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A request to ``/v1/chat/completions``."""
+
+    call: Call
+    view: View
+
+    def body(self, answer: Answer) -> bytes:
+        """The answer as a ``chat.completion``."""
+        data: dict[str, object] = {
+            "id": f"chatcmpl-{answer.answer_id}",
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": self.call.model,
+            "system_fingerprint": fingerprint(reply.turn.versions for reply in answer.replies),
+            "choices": [_choice(index, reply, self.view) for index, reply in enumerate(answer.replies)],
+            "usage": usage(answer),
+        }
+        if self.view.token_ids:
+            data["prompt_token_ids"] = answer.replies[0].turn.prompt_ids
+        return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def events(self) -> "ChatEventEncoder":
+        """The answer as a stream of ``chat.completion.chunk``."""
+        return ChatEventEncoder(self.call, self.view)
+
+
+class ChatEventEncoder:
+    """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.EventEncoder`.
+
+    Each chunk names the weight versions of its own tokens as ``system_fingerprint``, the last ones those of the answer.
+    """
+
+    def __init__(self, call: Call, view: View) -> None:
+        self._call = call
+        self._view = view
+        self._head: dict[str, object] = {}
+
+    def opening(self, answer_id: str, created: int) -> bytes:
+        """The role, once for each reply."""
+        self._head = {
+            "id": f"chatcmpl-{answer_id}",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": self._call.model,
+        }
+        if self._view.usage_event:
+            self._head["usage"] = None
+        role: dict[str, object] = {"role": "assistant", "content": "", "refusal": None}
+        return b"".join(self._chunk(index, role) for index in range(self._call.sampling.count))
+
+    def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
+        """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
+        if not deltas and not (self._view.logprobs or self._view.token_ids):
+            return b""
+        shown: dict[str, object] = {}
+        if self._view.logprobs:
+            shown["logprobs"] = _logprobs(chunk.token_ids, chunk.logprobs)
+        if self._view.token_ids:
+            shown["token_ids"] = chunk.token_ids
+        return self._chunk(index, _merged(deltas), fingerprint([chunk.versions]), shown)
+
+    def closing(self, answer: Answer) -> bytes:
+        """The finish reason of each reply, the usage if it was asked for, and the end mark."""
+        whole = fingerprint(reply.turn.versions for reply in answer.replies)
+        if self._view.token_ids:
+            self._head["prompt_token_ids"] = answer.replies[0].turn.prompt_ids
+        events: list[bytes] = []
+        for index, reply in enumerate(answer.replies):
+            events.append(self._chunk(index, {}, whole, _finish(reply)))
+            self._head.pop("prompt_token_ids", None)  # once is enough
+        if self._view.usage_event:
+            events.append(event({**self._head, "system_fingerprint": whole, "choices": [], "usage": usage(answer)}))
+        return b"".join([*events, DONE])
+
+    def failure(self, api_error: ApiError) -> bytes:
+        """An error in the middle."""
+        return failure_event(api_error)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, object],
+        versions: str | None = None,
+        shown: Mapping[str, object] = NOTHING_SHOWN,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **shown}
+        return event({**self._head, "system_fingerprint": versions, "choices": [choice]})
+
+
+def _choice(index: int, reply: Reply, view: View) -> dict[str, object]:
+    turn = reply.turn
+    shown: dict[str, object] = {
+        "index": index,
+        "message": _reply_message(reply.message),
+        "logprobs": _logprobs(turn.completion_ids, turn.logprobs) if view.logprobs else None,
+        **_finish(reply),
+    }
+    if view.token_ids:
+        shown["token_ids"] = turn.completion_ids
+    return shown
+
+
+def _finish(reply: Reply) -> dict[str, object]:
+    """``stop_reason`` is vLLM's: which stop string it was."""
+    return {"finish_reason": finish_reason_name(reply.finish_reason), "stop_reason": reply.stop_text}
+
+
+def _reply_message(message: Message) -> dict[str, object]:
+    """Content is null only where there is nothing but tool calls."""
+    content = message.content or (None if message.tool_calls else "")
+    shown: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+    if message.thinking:
+        shown["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return shown
+
+
+def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
+    content: list[Json] = [
+        {"token": token_name(token_id), "logprob": logprob(value), "bytes": None, "top_logprobs": []}
+        for token_id, value in zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _merged(deltas: Sequence[Delta]) -> dict[str, object]:
+    """Deltas as one: clients add up one entry per tool call and chunk, so no chunk may have two of the same call."""
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    thinking = "".join(delta.text for delta in deltas if isinstance(delta, ThinkingDelta))
+    calls: dict[int, CallDelta] = {}
+    for delta in deltas:
+        if isinstance(delta, CallDelta):
+            begun = calls.get(delta.index)
+            calls[delta.index] = delta if begun is None else _joined(begun, delta)
+    merged: dict[str, object] = {}
+    if text:
+        merged["content"] = text
+    if thinking:
+        merged["reasoning_content"] = thinking
+    if calls:
+        merged["tool_calls"] = [_call_delta(call) for call in calls.values()]
+    return merged
+
+
+def _joined(one: CallDelta, two: CallDelta) -> CallDelta:
+    return CallDelta(one.index, one.call_id, one.name, one.arguments + two.arguments)
+
+
+def _call_delta(call: CallDelta) -> dict[str, object]:
+    if not call.call_id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+
+
+PROTOCOL = ApiProtocol(
+    path="/v1/chat/completions", parse=parse, error_body=error_body, request_id_header="x-request-id"
+)
 """OpenAI's chat completions."""

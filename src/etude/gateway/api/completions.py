@@ -1,8 +1,7 @@
-"""OpenAI's completions: a raw prompt, as text or token ids, and what the model says behind it.
+"""OpenAI's completions: ``/v1/completions``, a raw prompt, as text or token ids, and its continuation.
 
-Owns the shapes of ``/v1/completions`` and which options of it are understood; the rest is refused by name. Pure. No
-chat template touches the prompt, so this is the door for callers that keep tokens themselves: ids in, and with
-``return_token_ids`` ids out.
+Owns their shape and which options are understood; the rest is refused by name. Pure. No chat template touches the
+prompt, so this is the API for callers that keep tokens themselves: ids in, and with ``return_token_ids`` ids out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,8 @@ from types import MappingProxyType
 
 import orjson
 
-from etude.gateway.api.calls import Answer, Call, Dialect, Ending, Refusal, Reply
-from etude.gateway.api.fields import Fields, read_object
+from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Reply
+from etude.gateway.api.fields import Fields, any_of, array_schema, integer_schema, object_schema, read_object
 from etude.gateway.api.openai import (
     DONE,
     INFORMATIVE,
@@ -21,6 +20,7 @@ from etude.gateway.api.openai import (
     SAMPLING_SCHEMA,
     UNDERSTOOD,
     View,
+    error_body,
     event,
     failure_event,
     fingerprint,
@@ -30,11 +30,9 @@ from etude.gateway.api.openai import (
     read_model,
     read_sampling,
     read_view,
-    refuse,
     token_name,
     usage,
 )
-from etude.gateway.api.schemas import either, listed, record, whole
 from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, TextDelta, ThinkingDelta
 from etude.types import Floats, Ids, Json
@@ -52,11 +50,11 @@ MAX_LOGPROBS = 1
 engines report: ``top_logprobs`` is null.
 """
 MAX_TOKEN_ID = 2**31 - 1
-"""What a token id is kept in; which ids there are is known to whoever has the tokenizer."""
+"""The largest token id that is stored; the tokenizer, which is not here, has its own bound."""
 
 
-def parse(body: bytes) -> "CompletionAsked":
-    """Read a request body. Raises :class:`Refusal` naming the field at fault."""
+def parse(body: bytes) -> "CompletionRequest":
+    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
     fields = read_object(body)
     fields.only(COMPLETION_FIELDS, COMPLETION_NEUTRAL)
     max_tokens = fields.integer("max_tokens", low=1, high=MAX_WHOLE)
@@ -67,11 +65,11 @@ def parse(body: bytes) -> "CompletionAsked":
         stream=fields.flag("stream"),
         model=read_model(fields),
     )
-    return CompletionAsked(call=call, view=view)
+    return CompletionRequest(call=call, view=view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionAsked:
+class CompletionRequest:
     """A request to ``/v1/completions``."""
 
     call: Call
@@ -87,21 +85,21 @@ class CompletionAsked:
         }
         return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def events(self) -> "CompletionEvents":
+    def events(self) -> "CompletionEventEncoder":
         """The answer as a stream of ``text_completion``."""
-        return CompletionEvents(self.call, self.view)
+        return CompletionEventEncoder(self.call, self.view)
 
     def _choice(self, index: int, reply: Reply) -> dict[str, object]:
-        said = reply.message.thinking + reply.message.content  # a raw text has no place of its own for thoughts
-        shown: dict[str, object] = {"index": index, "text": said, **_ending(reply)}
+        text = reply.message.thinking + reply.message.content  # a raw text has no place of its own for thoughts
+        shown: dict[str, object] = {"index": index, "text": text, **_finish(reply)}
         shown["logprobs"] = _logprobs(reply.turn.completion_ids, reply.turn.logprobs) if self.view.logprobs else None
         if self.view.token_ids:
             shown |= {"prompt_token_ids": reply.turn.prompt_ids, "token_ids": reply.turn.completion_ids}
         return shown
 
 
-class CompletionEvents:
-    """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.Events`."""
+class CompletionEventEncoder:
+    """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.EventEncoder`."""
 
     def __init__(self, call: Call, view: View) -> None:
         self._call = call
@@ -115,24 +113,24 @@ class CompletionEvents:
             self._head["usage"] = None
         return b""
 
-    def delta(self, index: int, deltas: Sequence[Delta], piece: TokenChunk) -> bytes:
-        """One chunk with all that a piece adds; none where that is nothing the caller wants."""
+    def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
+        """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
         text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
         if not text and not (self._view.logprobs or self._view.token_ids):
             return b""
         shown: dict[str, object] = {"text": text}
         if self._view.logprobs:
-            shown["logprobs"] = _logprobs(piece.token_ids, piece.logprobs)
+            shown["logprobs"] = _logprobs(chunk.token_ids, chunk.logprobs)
         if self._view.token_ids:
-            shown["token_ids"] = piece.token_ids
-        return self._chunk(index, shown, fingerprint([piece.versions]))
+            shown["token_ids"] = chunk.token_ids
+        return self._chunk(index, shown, fingerprint([chunk.versions]))
 
     def closing(self, answer: Answer) -> bytes:
-        """Why each reply ended, the usage if it was asked for, and the end mark."""
+        """The finish reason of each reply, the usage if it was asked for, and the end mark."""
         whole = fingerprint(reply.turn.versions for reply in answer.replies)
         events: list[bytes] = []
         for index, reply in enumerate(answer.replies):
-            shown = {"text": "", **_ending(reply)}
+            shown = {"text": "", **_finish(reply)}
             if self._view.token_ids:
                 shown["prompt_token_ids"] = reply.turn.prompt_ids
             events.append(self._chunk(index, shown, whole))
@@ -140,9 +138,9 @@ class CompletionEvents:
             events.append(event({**self._head, "system_fingerprint": whole, "choices": [], "usage": usage(answer)}))
         return b"".join([*events, DONE])
 
-    def failure(self, refusal: Refusal) -> bytes:
+    def failure(self, api_error: ApiError) -> bytes:
         """An error in the middle."""
-        return failure_event(refusal)
+        return failure_event(api_error)
 
     def _chunk(self, index: int, shown: Mapping[str, object], versions: str | None) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **shown}
@@ -153,14 +151,14 @@ def _head(answer_id: str, created: int, model: str) -> dict[str, object]:
     return {"id": f"cmpl-{answer_id}", "object": "text_completion", "created": created, "model": model}
 
 
-def _ending(reply: Reply) -> dict[str, object]:
+def _finish(reply: Reply) -> dict[str, object]:
     """``stop_reason`` is vLLM's: which stop string it was. Nothing is called from a raw prompt."""
-    reason = "length" if reply.ending is Ending.LENGTH else "stop"
+    reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
     return {"finish_reason": reason, "stop_reason": reply.stop_text}
 
 
 def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
-    """Where each token begins in the text is not said: not every token is a text of its own."""
+    """The offsets of tokens in the text are left out: not every token is a text of its own."""
     return {
         "tokens": [token_name(token_id) for token_id in token_ids.tolist()],
         "token_logprobs": [logprob(value) for value in logprobs.tolist()],
@@ -186,17 +184,19 @@ def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
 
 TEXT_PROMPT: Json = {"type": "string", "minLength": 1}
 """Schema of a prompt that is text."""
-IDS_PROMPT = listed(whole(0, MAX_TOKEN_ID), least=1)
+IDS_PROMPT = array_schema(integer_schema(0, MAX_TOKEN_ID), least=1)
 """Schema of a prompt that is token ids; those beyond the vocabulary are refused, too."""
-SCHEMA = record(
+SCHEMA = object_schema(
     "prompt",
     **neutral_schema(COMPLETION_NEUTRAL),
     **SAMPLING_SCHEMA,
-    prompt=either(TEXT_PROMPT, IDS_PROMPT, listed(TEXT_PROMPT, least=1, most=1), listed(IDS_PROMPT, least=1, most=1)),
-    max_tokens=nullable(whole(1, MAX_WHOLE)),
-    logprobs=nullable(whole(0, MAX_LOGPROBS)),
+    prompt=any_of(
+        TEXT_PROMPT, IDS_PROMPT, array_schema(TEXT_PROMPT, least=1, most=1), array_schema(IDS_PROMPT, least=1, most=1)
+    ),
+    max_tokens=nullable(integer_schema(1, MAX_WHOLE)),
+    logprobs=nullable(integer_schema(0, MAX_LOGPROBS)),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``."""
 
-DIALECT = Dialect(path="/v1/completions", parse=parse, refuse=refuse, request_id_header="x-request-id")
+PROTOCOL = ApiProtocol(path="/v1/completions", parse=parse, error_body=error_body, request_id_header="x-request-id")
 """OpenAI's completions."""

@@ -1,7 +1,7 @@
-"""Checked reading of JSON request bodies: every value is of the type and in the bounds that were asked for, or refused.
+"""Checked reading of JSON request bodies, and the JSON schemas that describe them.
 
-Owns the wording of refusals: the path of the field (``messages[3].content[0].text``), the value, short, and what was
-expected. Knows no dialect: which fields there are, and what they mean, is the caller's.
+Owns the wording of errors: the path of the field (``messages[3].content[0].text``), the value, short, and the
+expectation. Knows no API protocol: its fields and their meaning are the caller's. The parser, not the schema, counts.
 
 A field that is ``null`` is absent, as in the APIs we speak. Of a key that is there twice the last one counts, as
 everywhere. Bodies that are no JSON in the strict sense (NaN, lone surrogates, more than 1024 levels) are refused as a
@@ -13,32 +13,32 @@ from types import MappingProxyType
 
 import orjson
 
-from etude.gateway.api.calls import Refusal
+from etude.gateway.api.calls import ApiError
 from etude.types import MIN_TEMPERATURE, Json
 
 QUOTED_CHARACTERS = 80
 """The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
 MAX_LEVELS = 254
-"""How deep an object may be that is passed on: what orjson writes. Whoever prints a deeper one runs out of stack."""
+"""Levels of an object that is passed on: as many as orjson writes. Printing a deeper one runs out of stack."""
 LISTED_NAMES = 4
-"""How many field names the description of a refused object shows."""
+"""Field names that the description of a refused object shows."""
 NOTHING_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({})
 """For objects without fields of which only some values are accepted."""
 
 
 def read_object(body: bytes) -> "Fields":
-    """The fields of a request body. Raises :class:`Refusal` unless it is a JSON object."""
+    """The fields of a request body. Raises :class:`ApiError` unless it is a JSON object."""
     try:
         value: Json = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refusal(400, "invalid_request", f"the body is not JSON: {error.msg} at {error.pos}") from error
+        raise ApiError(400, "invalid_request", f"the body is not JSON: {error.msg} at {error.pos}") from error
     if not isinstance(value, dict):
-        raise Refusal(400, "invalid_request", f"the body must be a JSON object, not {quote(value)}")
+        raise ApiError(400, "invalid_request", f"the body must be a JSON object, not {quote(value)}")
     return Fields(value)
 
 
 class Fields:
-    """One JSON object. Reading a field checks it; what does not fit raises :class:`Refusal` with its path.
+    """One JSON object. Reading a field checks it; what does not fit raises :class:`ApiError` with its path.
 
     Example: ``read_object(b'{"n": 0}').integer("n", low=1, high=9)`` refuses with ``n=0: expected a whole number from 1
     to 9``.
@@ -49,7 +49,7 @@ class Fields:
     def __init__(self, values: dict[str, Json], path: str = "") -> None:
         self._values = values
         self.path = path
-        """Where the object is in the body; empty for the body itself."""
+        """Path of the object in the body; empty for the body itself."""
 
     def where(self, name: str) -> str:
         """The path of a field."""
@@ -170,18 +170,18 @@ class Fields:
                 spelt = " or ".join(orjson.dumps(other).decode() for other in neutral[name])
                 raise self.unsupported(name, f"leave it out or send {spelt}")
 
-    def invalid(self, name: str, expected: str, value: Json = None) -> Refusal:
-        """The refusal of a value that is not what was ``expected``; ``value`` where the field's own is not meant."""
+    def invalid(self, name: str, expected: str, value: Json = None) -> ApiError:
+        """The error of a value that is not what was ``expected``; ``value`` where the field's own is not meant."""
         where = _cut(self.where(name))
         wrong = self._values.get(name) if value is None else value
-        said = f"{where} is missing or null" if wrong is None else f"{where}={quote(wrong)}"
-        return Refusal(400, "invalid_request", f"{said}: expected {expected}", param=where)
+        problem = f"{where} is missing or null" if wrong is None else f"{where}={quote(wrong)}"
+        return ApiError(400, "invalid_request", f"{problem}: expected {expected}", param=where)
 
-    def unsupported(self, name: str, fix: str) -> Refusal:
-        """The refusal of what would change the output if it were understood; ``fix`` says what to do instead."""
+    def unsupported(self, name: str, fix: str) -> ApiError:
+        """The error of a value that would change the output if it were understood; ``fix`` says what to do instead."""
         where = _cut(self.where(name))
         message = f"{where}={quote(self._values.get(name))} is not supported: {fix}"
-        return Refusal(400, "unsupported_parameter", message, param=where)
+        return ApiError(400, "unsupported_parameter", message, param=where)
 
 
 def quote(value: Json) -> str:
@@ -202,3 +202,55 @@ def _same(value: Json, other: Json) -> bool:
 
 def _cut(text: str) -> str:
     return text if len(text) <= QUOTED_CHARACTERS else text[: QUOTED_CHARACTERS - 1] + "…"
+
+
+TEXT: Json = {"type": "string"}
+"""Any string."""
+FLAG: Json = {"type": "boolean"}
+"""True or false."""
+OBJECT: Json = {"type": "object"}
+"""An object that is passed on as it is."""
+
+
+def object_schema(required: str, **properties: Json) -> dict[str, Json]:
+    """An object with these fields and no others; ``required`` names some of them, separated by spaces.
+
+    The others may be null, which is as good as absent.
+    """
+    needed: list[Json] = [*required.split()]
+    fields: dict[str, Json] = {
+        field: schema if field in needed else any_of(schema, {"type": "null"}) for field, schema in properties.items()
+    }
+    return {"type": "object", "properties": fields, "required": needed, "additionalProperties": False}
+
+
+def short_text(longest: int) -> Json:
+    """A string of 1 to ``longest`` characters."""
+    return {"type": "string", "minLength": 1, "maxLength": longest}
+
+
+def integer_schema(low: int, high: int) -> Json:
+    """A whole number."""
+    return {"type": "integer", "minimum": low, "maximum": high}
+
+
+def temperature_schema(high: float) -> Json:
+    """A temperature: 0, or from what engines take to ``high``."""
+    return {"type": "number", "maximum": high, "anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
+
+
+def array_schema(*items: Json, least: int = 0, most: int | None = None) -> Json:
+    """A list in which each entry is one of ``items``."""
+    entry: Json = items[0] if len(items) == 1 else {"anyOf": [*items]}
+    schema: dict[str, Json] = {"type": "array", "items": entry, "minItems": least}
+    return schema if most is None else {**schema, "maxItems": most}
+
+
+def enum_schema(*words: str) -> Json:
+    """One of some strings."""
+    return {"enum": [*words]}
+
+
+def any_of(*schemas: Json) -> Json:
+    """A value that fits any of some schemas."""
+    return {"anyOf": [*schemas]}

@@ -1,34 +1,49 @@
-"""Requests in Anthropic's dialect: ``/v1/messages`` and ``/v1/messages/count_tokens``.
+"""Anthropic's messages: ``/v1/messages`` and ``/v1/messages/count_tokens``, requests, answers, events and errors.
 
-Owns their shape and which options are understood; replies are :mod:`etude.gateway.api.message_events`'.
-Everything that would change the output and is not understood is refused by name, never ignored. Pure; tokens, sessions
-and HTTP are others'.
+Owns their shape and which options are understood. An option that would change the output and is not understood is
+refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
 
-What differs from Anthropic's own models, because the model here is another one:
+Differences from Anthropic's own models, because the model here is another one:
 
-* Whether it thinks, and how much, is its chat template's business. ``thinking`` and ``output_config.effort`` are hints
-  to models that were trained with them: they are accepted, and what the model thinks is delivered, whatever they say.
+* Thinking is the chat template's business. ``thinking`` and ``output_config.effort`` are hints to models that were
+  trained with them: they are accepted, and the model's thinking is delivered either way.
 * A signature of thinking is a fixed mark, and none is checked: the history is trusted, as it is the caller's.
-* ``cache_control`` is accepted anywhere: a cache cannot change the output, and prefixes are kept here without asking.
+* ``cache_control`` is accepted anywhere: a cache cannot change the output, and prefixes are cached here without asking.
 * A reply that the history breaks off (a prefill) is refused: the model's turns are its own, token for token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import orjson
 
-from etude.gateway.api.calls import Call, Dialect, Sampling
-from etude.gateway.api.fields import Fields, read_object
-from etude.gateway.api.message_events import MessageAsked, refuse
-from etude.gateway.api.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, temperature, whole, word
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Sampling
+from etude.gateway.api.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Fields,
+    any_of,
+    array_schema,
+    enum_schema,
+    integer_schema,
+    object_schema,
+    read_object,
+    short_text,
+    temperature_schema,
+)
+from etude.protocols import TokenChunk
+from etude.tokens.messages import CallDelta, Delta, Message, ThinkingDelta, Tool, ToolCall
 from etude.types import Json
 
 PATH = "/v1/messages"
-"""Where messages are asked for."""
+"""The path of messages."""
+
+
 COUNT_PATH = "/v1/messages/count_tokens"
-"""Where their tokens are counted."""
+"""The path of the count of their tokens."""
+
 
 UNDERSTOOD = frozenset(
     {
@@ -38,10 +53,14 @@ UNDERSTOOD = frozenset(
     }
 )
 """Fields that are read; the last two are hints, see above."""
+
+
 INFORMATIVE = frozenset(
     {"metadata", "service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id"}
 )
 """Fields that could not change the output anywhere."""
+
+
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -50,29 +69,49 @@ NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
 )
 """Fields that are accepted with values that ask for nothing; the longest is what Claude Code sends."""
 
+
 MAX_TEMPERATURE = 1.0
 """Anthropic's own bound."""
+
+
 MAX_TOP_K = 2**31 - 1
 """Above any vocabulary."""
+
+
 MAX_TOKENS = 2**31 - 1
 """Above any context."""
+
+
 MAX_STOPS = 16
-"""Each is looked for behind every token; as many as in the other dialects."""
+"""Each is looked for behind every token; as many as in the other APIs."""
+
+
 MAX_STOP_CHARACTERS = 1000
 """Text of this length at most is held back because it may become a stop string."""
+
+
 MAX_NAME_CHARACTERS = 256
-"""Of a model's or a tool's name: it is given back with every reply."""
+"""Characters of a model's or a tool's name: it is given back with every reply."""
+
 
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
 """Ways to ask for thinking."""
+
+
 THINKING_DISPLAYS = ("summarized", "omitted")
 """Ways to ask for how it is shown."""
+
+
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Ways to ask for more of it."""
+
+
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)}
 )
 """Fields of a tool that are accepted with values that ask for nothing."""
+
+
 TOOL_FIELDS = frozenset(
     {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
 )
@@ -80,12 +119,13 @@ TOOL_FIELDS = frozenset(
 a call that breaks the schema is delivered and graded like any other.
 """
 
+
 ERROR_MARK = "[error] "
-"""What a tool's text begins with when its caller says ``is_error``: a template has no other place for that."""
+"""Prefix of a tool's text when its caller says ``is_error``: a template has no other place for that."""
 
 
-def parse(body: bytes) -> MessageAsked:
-    """Read a request body. Raises :class:`Refusal` naming the field at fault."""
+def parse(body: bytes) -> "MessageRequest":
+    """Read a request body. Raises :class:`ApiError` naming the field at fault."""
     fields = read_object(body)
     call = _call(fields)
     if call.sampling.max_tokens is None:
@@ -93,7 +133,7 @@ def parse(body: bytes) -> MessageAsked:
     if call.messages[-1].role == "assistant":
         last = f"messages[{len(fields.items('messages')) - 1}]"
         raise fields.invalid(last, "a user's message: a reply that was begun (a prefill) is not continued here")
-    return MessageAsked(call=call)
+    return MessageRequest(call=call)
 
 
 def parse_count(body: bytes) -> Call:
@@ -211,7 +251,7 @@ def _messages(fields: Fields) -> Iterator[Message]:
 
 
 def _user(message: Fields) -> Iterator[Message]:
-    """What tools answered and what a person wrote, in the order of the blocks."""
+    """Outputs of tools and the text of a person, in the order of the blocks."""
     if isinstance(message.value("content"), str):
         yield Message(role="user", content=message.text("content"))
         return
@@ -241,7 +281,7 @@ def _tool_result(block: Fields) -> Message:
 
 
 def _assistant(message: Fields) -> Message:
-    """A reply of the model, or of another one. Thinking that was redacted is left out: nobody here can read it."""
+    """A reply of the model, or of another one. Thinking that was redacted is left out: it cannot be read here."""
     if isinstance(message.value("content"), str):
         return Message(role="assistant", content=message.text("content"))
     if message.value("content") is None:
@@ -291,78 +331,279 @@ def _text(block: Fields) -> str:
     return block.text("text")
 
 
-NAME_SCHEMA = bounded(MAX_NAME_CHARACTERS)
-"""Of a name."""
-TEXT_SCHEMA = record("type text", type=word("text"), text=TEXT, cache_control=OBJECT)
-"""Of a text block."""
-TEXTS_SCHEMA = either(TEXT, listed(TEXT_SCHEMA))
-"""Of content that is text."""
-RESULT_SCHEMA = record(
+NAME_SCHEMA = short_text(MAX_NAME_CHARACTERS)
+"""Schema of a name."""
+
+
+TEXT_SCHEMA = object_schema("type text", type=enum_schema("text"), text=TEXT, cache_control=OBJECT)
+"""Schema of a text block."""
+
+
+TEXTS_SCHEMA = any_of(TEXT, array_schema(TEXT_SCHEMA))
+"""Schema of content that is text."""
+
+
+RESULT_SCHEMA = object_schema(
     "type tool_use_id",
-    type=word("tool_result"),
+    type=enum_schema("tool_result"),
     tool_use_id=TEXT,
     content=TEXTS_SCHEMA,
     is_error=FLAG,
     cache_control=OBJECT,
 )
-"""Of what a tool answered."""
-THINKING_SCHEMA = record("type thinking", type=word("thinking"), thinking=TEXT, signature=TEXT)
-"""Of thinking in the history."""
-USE_SCHEMA = record(
-    "type id name input", type=word("tool_use"), id=TEXT, name=NAME_SCHEMA, input=OBJECT, cache_control=OBJECT
+"""Schema of the output of a tool."""
+
+
+THINKING_SCHEMA = object_schema("type thinking", type=enum_schema("thinking"), thinking=TEXT, signature=TEXT)
+"""Schema of thinking in the history."""
+
+
+USE_SCHEMA = object_schema(
+    "type id name input", type=enum_schema("tool_use"), id=TEXT, name=NAME_SCHEMA, input=OBJECT, cache_control=OBJECT
 )
-"""Of a call in the history."""
-TOOL_SCHEMA = record(
+"""Schema of a call in the history."""
+
+
+TOOL_SCHEMA = object_schema(
     "name input_schema",
-    type=word("custom"),
+    type=enum_schema("custom"),
     name=NAME_SCHEMA,
     description=TEXT,
     input_schema=OBJECT,
     cache_control=OBJECT,
     strict=FLAG,
 )
-"""Of a tool; no two have the same name."""
-MESSAGE_SCHEMA = either(
-    record("role content", role=word("user"), content=either(TEXT, listed(TEXT_SCHEMA, RESULT_SCHEMA, least=1))),
-    record(
+"""Schema of a tool; no two have the same name."""
+
+
+MESSAGE_SCHEMA = any_of(
+    object_schema(
         "role content",
-        role=word("assistant"),
-        content=either(TEXT, listed(TEXT_SCHEMA, THINKING_SCHEMA, USE_SCHEMA)),
+        role=enum_schema("user"),
+        content=any_of(TEXT, array_schema(TEXT_SCHEMA, RESULT_SCHEMA, least=1)),
     ),
-    record("role content", role=word("system"), content=TEXTS_SCHEMA),
+    object_schema(
+        "role content",
+        role=enum_schema("assistant"),
+        content=any_of(TEXT, array_schema(TEXT_SCHEMA, THINKING_SCHEMA, USE_SCHEMA)),
+    ),
+    object_schema("role content", role=enum_schema("system"), content=TEXTS_SCHEMA),
 )
-"""Of a message."""
+"""Schema of a message."""
+
+
 FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
     {
         "model": NAME_SCHEMA,
-        "messages": listed(MESSAGE_SCHEMA, least=1),
+        "messages": array_schema(MESSAGE_SCHEMA, least=1),
         "system": TEXTS_SCHEMA,
-        "max_tokens": whole(1, MAX_TOKENS),
+        "max_tokens": integer_schema(1, MAX_TOKENS),
         "stream": FLAG,
-        "tools": listed(TOOL_SCHEMA),
-        "tool_choice": record("type", type=word("auto", "none"), disable_parallel_tool_use=FLAG),
-        "temperature": temperature(MAX_TEMPERATURE),
+        "tools": array_schema(TOOL_SCHEMA),
+        "tool_choice": object_schema("type", type=enum_schema("auto", "none"), disable_parallel_tool_use=FLAG),
+        "temperature": temperature_schema(MAX_TEMPERATURE),
         "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "top_k": whole(0, MAX_TOP_K),
-        "stop_sequences": listed(bounded(MAX_STOP_CHARACTERS), most=MAX_STOPS),
-        "thinking": record(
+        "top_k": integer_schema(0, MAX_TOP_K),
+        "stop_sequences": array_schema(short_text(MAX_STOP_CHARACTERS), most=MAX_STOPS),
+        "thinking": object_schema(
             "type",
-            type=word(*THINKING_TYPES),
-            budget_tokens=whole(0, MAX_TOKENS),
-            display=word(*THINKING_DISPLAYS),
+            type=enum_schema(*THINKING_TYPES),
+            budget_tokens=integer_schema(0, MAX_TOKENS),
+            display=enum_schema(*THINKING_DISPLAYS),
         ),
-        "output_config": record("", effort=word(*EFFORTS)),
+        "output_config": object_schema("", effort=enum_schema(*EFFORTS)),
         **{field: {"enum": [*values]} for field, values in NEUTRAL.items()},
         **dict.fromkeys(sorted(INFORMATIVE), True),
     }
 )
-"""Of each field of a body."""
-SCHEMA = record("model messages max_tokens", **FIELD_SCHEMAS)
+"""Schema of each field of a body."""
+
+
+SCHEMA = object_schema("model messages max_tokens", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages``. Besides, the last message is not an assistant's."""
-COUNT_SCHEMA = record("model messages", **FIELD_SCHEMAS)
+
+
+COUNT_SCHEMA = object_schema("model messages", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages/count_tokens``."""
 
-DIALECT = Dialect(
-    path=PATH, parse=parse, refuse=refuse, request_id_header="request-id", statuses=MappingProxyType({503: 529})
+
+SIGNATURE = "etude"
+"""The signature that clients get and send back as the proof of thinking."""
+
+
+STOP_REASONS: Mapping[FinishReason, str] = MappingProxyType(
+    {
+        FinishReason.STOP: "end_turn",
+        FinishReason.STOP_TEXT: "stop_sequence",
+        FinishReason.TOOL_CALLS: "tool_use",
+        FinishReason.LENGTH: "max_tokens",
+    }
+)
+"""Finish reason → Anthropic's word."""
+
+
+ERROR_TYPES: Mapping[int, str] = MappingProxyType(
+    {
+        401: "authentication_error",
+        402: "billing_error",
+        403: "permission_error",
+        404: "not_found_error",
+        408: "timeout_error",
+        409: "conflict_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+        529: "overloaded_error",
+    }
+)
+"""HTTP status → Anthropic's error type; any other is ``invalid_request_error`` below 500, ``api_error`` from there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageRequest:
+    """A request for one message."""
+
+    call: Call
+
+    def body(self, answer: Answer) -> bytes:
+        """The message as one JSON document."""
+        reply = answer.replies[0]
+        return orjson.dumps(
+            {
+                **_message_head(answer.answer_id, self.call.model),
+                "content": _blocks(reply.message),
+                "stop_reason": STOP_REASONS[reply.finish_reason],
+                "stop_sequence": reply.stop_text,
+                "usage": _usage(answer),
+            }
+        )
+
+    def events(self) -> "MessageEventEncoder":
+        """The message as a stream."""
+        return MessageEventEncoder(self.call.model)
+
+
+class MessageEventEncoder:
+    """Encodes one message as Anthropic's events: a content block for each stretch of thinking, text, or one call.
+
+    A block is open from the first delta of its kind to the first of another.
+    """
+
+    __slots__ = ("_blocks", "_kind", "_model")
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._blocks = 0
+        """Blocks that were opened."""
+        self._kind = ""
+        """Type of the open block; empty: none is."""
+
+    def opening(self, answer_id: str, created: int) -> bytes:
+        """The message without content. What the prompt counts is only known to ``closing``."""
+        message = {**_message_head(answer_id, self._model), "usage": {"input_tokens": 0, "output_tokens": 0}}
+        return _event("message_start", message=message) + _event("ping")
+
+    def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
+        """More of the content; ``index`` is always 0."""
+        return b"".join(self._added(delta) for delta in deltas)
+
+    def closing(self, answer: Answer) -> bytes:
+        """The end of the last block, why the message ended, and its usage."""
+        reply = answer.replies[0]
+        ending: Json = {"stop_reason": STOP_REASONS[reply.finish_reason], "stop_sequence": reply.stop_text}
+        return self._close() + _event("message_delta", delta=ending, usage=_usage(answer)) + _event("message_stop")
+
+    def failure(self, api_error: ApiError) -> bytes:
+        """An error event; blocks stay open, since their content is not whole."""
+        return b"event: error\ndata: " + error_body(api_error) + b"\n\n"
+
+    def _added(self, delta: Delta) -> bytes:
+        if isinstance(delta, CallDelta):
+            begun = self._open(_call_block(delta.call_id, delta.name, {})) if delta.call_id else b""
+            return begun + self._more("input_json_delta", "partial_json", delta.arguments)
+        if isinstance(delta, ThinkingDelta):
+            begun = b"" if self._kind == "thinking" or not delta.text else self._open(_thinking_block("", ""))
+            return begun + self._more("thinking_delta", "thinking", delta.text)
+        begun = b"" if self._kind == "text" or not delta.text else self._open(_text_block(""))
+        return begun + self._more("text_delta", "text", delta.text)
+
+    def _open(self, block: dict[str, object]) -> bytes:
+        closed = self._close()
+        self._kind = str(block["type"])
+        self._blocks += 1
+        return closed + _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _more(self, kind: str, field: str, text: str) -> bytes:
+        if not text:
+            return b""
+        return _event("content_block_delta", index=self._blocks - 1, delta={"type": kind, field: text})
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        signed = self._more("signature_delta", "signature", SIGNATURE) if self._kind == "thinking" else b""
+        self._kind = ""
+        return signed + _event("content_block_stop", index=self._blocks - 1)
+
+
+def error_body(api_error: ApiError) -> bytes:
+    """The body of an error, as Anthropic's clients understand it."""
+    kind = ERROR_TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": api_error.message}})
+
+
+def _message_head(answer_id: str, model: str) -> dict[str, object]:
+    """A message before anything was said."""
+    return {
+        "id": f"msg_{answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+    }
+
+
+def _blocks(message: Message) -> list[dict[str, object]]:
+    """The content. Arguments of calls go in as they were sampled: the reader saw that they are an object."""
+    blocks = [_thinking_block(message.thinking, SIGNATURE)] if message.thinking else []
+    if message.content:
+        blocks.append(_text_block(message.content))
+    return blocks + [
+        _call_block(call.call_id, call.name, orjson.Fragment(call.arguments)) for call in message.tool_calls
+    ]
+
+
+def _text_block(text: str) -> dict[str, object]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _thinking_block(thinking: str, signature: str) -> dict[str, object]:
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
+
+
+def _call_block(call_id: str, name: str, arguments: object) -> dict[str, object]:
+    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
+
+
+def _usage(answer: Answer) -> dict[str, Json]:
+    """Anthropic counts what was read from a cache apart from the rest of the prompt."""
+    return {
+        "input_tokens": answer.prompt_tokens - answer.reused_tokens,
+        "cache_read_input_tokens": answer.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": answer.completion_tokens,
+    }
+
+
+def _event(kind: str, /, **fields: object) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+
+
+PROTOCOL = ApiProtocol(
+    path=PATH, parse=parse, error_body=error_body, request_id_header="request-id", statuses=MappingProxyType({503: 529})
 )
 """``/v1/messages``."""

@@ -1,10 +1,14 @@
-"""What OpenAI's dialects have in common: the choice of tools, sampling options, usage, events, errors.
+"""The common part of OpenAI's APIs: sampling options, choice of tools, usage, events, errors, models.
 
-Owns the options that both bodies have, which values of others ask for nothing, and the shapes that both answers share.
-Which fields a body has besides, and what a choice looks like, is :mod:`.chat`'s and :mod:`.completions`' business.
+Owns the options that several bodies have, which values of others ask for nothing, and the shapes that answers share.
+The other fields of a body are :mod:`.chat`'s, :mod:`.completions`' and :mod:`.responses`'.
 
 Tokens are named ``token_id:123`` wherever a reply lists them, as by vLLM's ``return_tokens_as_token_ids``: a token is
-not always a text, two tokens may have the same one, and who asks for logprobs here wants to know which was sampled.
+not always a text, two tokens may have the same one, and a caller that asks for logprobs needs to know which was
+sampled.
+
+There is one model, the newest weights, in lists for the clients of both APIs: OpenAI's fields and Anthropic's side by
+side. Its date is the epoch, as Anthropic's reference has it for unknown ones.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,9 +17,18 @@ from types import MappingProxyType
 
 import orjson
 
-from etude.gateway.api.calls import MODEL, Answer, Ending, Refusal, Sampling
-from etude.gateway.api.fields import Fields
-from etude.gateway.api.schemas import FLAG, OBJECT, bounded, either, listed, record, temperature, whole
+from etude.gateway.api.calls import MODEL, Answer, ApiError, FinishReason, Sampling
+from etude.gateway.api.fields import (
+    FLAG,
+    OBJECT,
+    Fields,
+    any_of,
+    array_schema,
+    integer_schema,
+    object_schema,
+    short_text,
+    temperature_schema,
+)
 from etude.tokens.messages import Tool
 from etude.types import Ids, Json
 
@@ -54,12 +67,12 @@ NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
 """Fields of both bodies that are accepted with the values that ask for nothing, or for what is done anyway."""
 
 STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
-"""What ``stream_options`` may hold. The padding that OpenAI calls obfuscation is never added."""
+"""Fields of ``stream_options``. The padding that OpenAI calls obfuscation is never added."""
 
 MAX_TEMPERATURE = 2.0
 """OpenAI's own bound."""
 MAX_WHOLE = 2**63 - 1
-"""What every random generator and counter behind an engine takes."""
+"""The largest whole number that every random generator and counter behind an engine takes."""
 MAX_TOP_K = 2**31 - 1
 """Above any vocabulary."""
 MAX_COUNT = 128
@@ -69,9 +82,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 """Text of this length at most is held back because it may become a stop string."""
 MAX_NAME_CHARACTERS = 256
-"""Of a model's or a tool's name."""
+"""Characters of a model's or a tool's name."""
 LEAST_LOGPROB = -9999.0
-"""What OpenAI writes for the logprob of the impossible; JSON has no infinity."""
+"""OpenAI's number for the logprob of the impossible; JSON has no infinity."""
 
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
@@ -90,17 +103,17 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a caller wants to see of an answer besides what was said."""
+    """The parts of an answer that a caller asks for besides its text."""
 
     logprobs: bool = False
     token_ids: bool = False
     """Prompt and sampled ids, by which a user checks what is captured."""
     usage_event: bool = False
-    """Whether a stream ends with the usage."""
+    """True if a stream ends with the usage."""
 
 
 PLAIN = View()
-"""What most callers want to see."""
+"""The view of most callers."""
 
 
 def read_model(fields: Fields) -> str:
@@ -137,7 +150,7 @@ def read_tools(fields: Fields, read_tool: Callable[[Fields], Tool]) -> tuple[Too
 
 
 def read_view(fields: Fields, *, logprobs: bool) -> View:
-    """What to show of the answer; whether with logprobs is spelt differently by the two bodies."""
+    """The view of the answer; logprobs are asked for differently by the two bodies."""
     options = fields.child("stream_options")
     token_ids = fields.flag("return_token_ids")
     if options is None and not logprobs and not token_ids:
@@ -155,7 +168,7 @@ def read_view(fields: Fields, *, logprobs: bool) -> View:
 
 
 def usage(answer: Answer) -> dict[str, Json]:
-    """What an answer cost, in tokens. No model here counts its reasoning apart."""
+    """The tokens of an answer. No model here counts its reasoning apart."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
@@ -174,13 +187,13 @@ def fingerprint(versions: Iterable[Ids]) -> str | None:
     return f"v{low}" if low == high else f"v{low}-v{high}"
 
 
-def finish_reason(ending: Ending) -> str:
-    """Why a reply ended, in OpenAI's words: a stop string is a stop like any other."""
-    return "stop" if ending is Ending.STOP_TEXT else ending.value
+def finish_reason_name(reason: FinishReason) -> str:
+    """The finish reason in OpenAI's words: a stop string is a stop like any other."""
+    return "stop" if reason is FinishReason.STOP_TEXT else reason.value
 
 
 def token_name(token_id: int) -> str:
-    """What a token is called where a reply lists tokens."""
+    """The name of a token where a reply lists tokens."""
     return f"token_id:{token_id}"
 
 
@@ -194,14 +207,14 @@ def event(data: Mapping[str, object]) -> bytes:
     return b"data: %b\n\n" % orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def refuse(refusal: Refusal) -> bytes:
+def error_body(api_error: ApiError) -> bytes:
     """The body of an error."""
-    return orjson.dumps({"error": _error(refusal)})
+    return orjson.dumps({"error": _error(api_error)})
 
 
-def failure_event(refusal: Refusal) -> bytes:
+def failure_event(api_error: ApiError) -> bytes:
     """An error inside a stream. No ``[DONE]`` follows: the answer is not complete."""
-    return event({"error": _error(refusal)})
+    return event({"error": _error(api_error)})
 
 
 NULL: Json = {"type": "null"}
@@ -210,26 +223,28 @@ NULL: Json = {"type": "null"}
 
 def nullable(schema: Json) -> Json:
     """The schema of a field that may be null."""
-    return either(schema, NULL)
+    return any_of(schema, NULL)
 
 
 NULLABLE_OBJECT = nullable(OBJECT)
 """Schema of advice that is passed over."""
 
-STREAM_OPTIONS_SCHEMA = nullable(record("", include_usage=nullable(FLAG), include_obfuscation=nullable(FLAG)))
+STREAM_OPTIONS_SCHEMA = nullable(object_schema("", include_usage=nullable(FLAG), include_obfuscation=nullable(FLAG)))
 """Schema of ``stream_options``."""
 
 SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
     {
-        "model": nullable(bounded(MAX_NAME_CHARACTERS)),
+        "model": nullable(short_text(MAX_NAME_CHARACTERS)),
         "stream": nullable(FLAG),
         "stream_options": STREAM_OPTIONS_SCHEMA,
-        "temperature": nullable(temperature(MAX_TEMPERATURE)),
+        "temperature": nullable(temperature_schema(MAX_TEMPERATURE)),
         "top_p": nullable({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-        "top_k": nullable(whole(-1, MAX_TOP_K)),
-        "seed": nullable(whole(0, MAX_WHOLE)),
-        "n": nullable(whole(1, MAX_COUNT)),
-        "stop": nullable(either(bounded(MAX_STOP_CHARACTERS), listed(bounded(MAX_STOP_CHARACTERS), most=MAX_STOPS))),
+        "top_k": nullable(integer_schema(-1, MAX_TOP_K)),
+        "seed": nullable(integer_schema(0, MAX_WHOLE)),
+        "n": nullable(integer_schema(1, MAX_COUNT)),
+        "stop": nullable(
+            any_of(short_text(MAX_STOP_CHARACTERS), array_schema(short_text(MAX_STOP_CHARACTERS), most=MAX_STOPS))
+        ),
         "return_token_ids": nullable(FLAG),
         **dict.fromkeys(INFORMATIVE, True),
     }
@@ -242,13 +257,13 @@ def neutral_schema(neutral: Mapping[str, Sequence[Json]]) -> dict[str, Json]:
     return {name: {"enum": [*values, None]} for name, values in neutral.items()}
 
 
-def _error(refusal: Refusal) -> dict[str, Json]:
-    other = "invalid_request_error" if refusal.status < 500 else "server_error"
+def _error(api_error: ApiError) -> dict[str, Json]:
+    other = "invalid_request_error" if api_error.status < 500 else "server_error"
     return {
-        "message": refusal.message,
-        "type": ERROR_TYPES.get(refusal.status, other),
-        "param": refusal.param,
-        "code": refusal.code,
+        "message": api_error.message,
+        "type": ERROR_TYPES.get(api_error.status, other),
+        "param": api_error.param,
+        "code": api_error.code,
     }
 
 
@@ -266,3 +281,30 @@ def _read_stops(fields: Fields) -> tuple[str, ...]:
             raise fields.invalid(where, f"a string of 1 to {MAX_STOP_CHARACTERS} characters", stop)
         read.append(stop)
     return tuple(read)
+
+
+EPOCH = "1970-01-01T00:00:00Z"
+"""The date of a model whose date is not known."""
+
+
+def list_body(names: Sequence[str]) -> bytes:
+    """The models there are, on one page."""
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": [_model(name) for name in names],
+            "has_more": False,
+            "first_id": names[0] if names else None,
+            "last_id": names[-1] if names else None,
+        }
+    )
+
+
+def one_body(name: str) -> bytes:
+    """One model."""
+    return orjson.dumps(_model(name))
+
+
+def _model(name: str) -> dict[str, Json]:
+    openai: dict[str, Json] = {"id": name, "object": "model", "created": 0, "owned_by": "etude"}
+    return {**openai, "type": "model", "display_name": name, "created_at": EPOCH, "lifecycle": "active"}

@@ -1,46 +1,66 @@
-"""Requests in OpenAI's responses dialect: ``/v1/responses``.
+"""OpenAI's responses: ``/v1/responses``, requests, answers and events.
 
-Owns their shape and which options are understood; replies are :mod:`etude.gateway.api.response_events`'.
-Everything that would change the output and is not understood is refused by name, never ignored. Pure; tokens, sessions
-and HTTP are others'.
+Owns their shape and which options are understood. An option that would change the output and is not understood is
+refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
 
 Decisions that a reader of OpenAI's reference may miss there:
 
 * ``store`` is accepted either way: an answer can be continued by ``previous_response_id`` for as long as its session
-  lives, within it, and can be fetched by nobody.
+  lives, within it, and cannot be fetched.
 * ``instructions`` come before the whole conversation, and those of the previous response are not carried over.
-* ``reasoning`` and ``text.verbosity`` are hints to models that were trained with them: no model here has such settings.
-  What it thinks is delivered as it is. ``reasoning.encrypted_content`` may be asked for; there is nothing to encrypt.
+* ``reasoning`` and ``text.verbosity`` are hints to models that were trained with them: no model here has such settings,
+  and its thinking is delivered unchanged. ``reasoning.encrypted_content`` may be asked for; there is nothing to
+  encrypt.
 * A tool's ``strict`` is accepted and constrains nothing, as in chat completions.
-* Neighbouring items of the assistant are one reply: what it thought, said and called becomes one message.
+* Neighbouring items of the assistant are one reply: its thinking, text and calls become one message.
+
+A reply is a run of output items: thinking, text, one item per call. The last one is always text or a call, even of an
+empty reply: a client that sends the items back thereby names the reply.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import groupby
 from types import MappingProxyType
 
 import orjson
 
-from etude.gateway.api.calls import Call, Dialect, Sampling
-from etude.gateway.api.fields import Fields, read_object
+from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Sampling
+from etude.gateway.api.fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Fields,
+    any_of,
+    array_schema,
+    enum_schema,
+    integer_schema,
+    object_schema,
+    read_object,
+    short_text,
+    temperature_schema,
+)
 from etude.gateway.api.openai import (
     MAX_NAME_CHARACTERS,
     MAX_TEMPERATURE,
     MAX_WHOLE,
+    error_body,
     neutral_schema,
     read_model,
     read_tools,
-    refuse,
 )
-from etude.gateway.api.response_events import ResponseAsked
-from etude.gateway.api.schemas import FLAG, OBJECT, TEXT, bounded, either, listed, record, temperature, whole, word
-from etude.tokens.messages import Message, Role, Tool, ToolCall
+from etude.protocols import TokenChunk
+from etude.tokens.messages import CallDelta, Delta, Message, Role, ThinkingDelta, Tool, ToolCall
 from etude.types import Json
 
 PATH = "/v1/responses"
-"""Where responses are asked for."""
+"""The path of responses."""
+
+
 ID_PREFIX = "resp_"
-"""What the id of a response begins with; the rest is the answer's."""
+"""Prefix of the id of a response; the rest is the answer's."""
+
 
 UNDERSTOOD = frozenset(
     {
@@ -50,6 +70,8 @@ UNDERSTOOD = frozenset(
     }
 )
 """Fields that are read."""
+
+
 INFORMATIVE = frozenset(
     {
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -59,10 +81,13 @@ INFORMATIVE = frozenset(
     }
 )
 """Fields that could not change the output anywhere."""
+
+
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,), "context_management": ([],)}
 )
 """Fields that are accepted with the value that asks for nothing."""
+
 
 INCLUDABLE = frozenset(
     {
@@ -72,23 +97,38 @@ INCLUDABLE = frozenset(
     }
 )
 """Additions to a response that may be asked for: no reply here has what they would be added to."""
+
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Ways to ask for more reasoning."""
+
+
 SUMMARIES = ("auto", "concise", "detailed")
 """Ways to ask for a summary of it."""
+
+
 CONTEXTS = ("auto", "current_turn", "all_turns")
 """Ways to ask for the reasoning that is shown to the model again."""
+
+
 VERBOSITIES = ("low", "medium", "high")
 """Ways to ask for more words."""
+
 
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 )
 """Role on the wire → role of a message."""
+
+
 PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text")
-"""Parts that are text."""
+"""Types of parts that are text."""
+
+
 PART_FIELDS = frozenset({"type", "text", "annotations", "prompt_cache_breakpoint"})
 """Fields of a part; the last two stand beside its text."""
+
+
 ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "message": frozenset({"type", "id", "status", "phase", "role", "content"}),
@@ -98,25 +138,34 @@ ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Fields by type of item. An ``id``, a ``status`` and a ``phase`` were given by a server and say nothing to a model;
-``encrypted_content`` is another server's reasoning, which nobody here can read.
+``encrypted_content`` is another server's reasoning, which cannot be read here.
 """
+
+
 ITEM_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"caller": ({"type": "direct"},)})
 """Fields of any item that are accepted with the value that asks for nothing."""
+
+
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 )
 """Fields of a tool that are accepted with the value that asks for nothing."""
 
+
 MAX_METADATA = 16
 """Pairs in ``metadata``: OpenAI's own bound, as the next two."""
+
+
 MAX_METADATA_KEY = 64
 """Characters."""
+
+
 MAX_METADATA_VALUE = 512
 """Characters."""
 
 
-def parse(body: bytes) -> ResponseAsked:
-    """Read a request body. Raises :class:`~etude.gateway.api.calls.Refusal` naming the field at fault."""
+def parse(body: bytes) -> "ResponseRequest":
+    """Read a request body. Raises :class:`~etude.gateway.api.calls.ApiError` naming the field at fault."""
     fields = read_object(body)
     fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
     _check_options(fields)
@@ -132,7 +181,7 @@ def parse(body: bytes) -> ResponseAsked:
         single_call=not fields.flag("parallel_tool_calls", default=True),
         model=read_model(fields),
     )
-    return ResponseAsked(call=call, echo=_echo(fields, call))
+    return ResponseRequest(call=call, echo=_echo(fields, call))
 
 
 def _check_options(fields: Fields) -> None:
@@ -257,7 +306,7 @@ def _parts(item: Fields, name: str) -> str:
 
 
 def _echo(fields: Fields, call: Call) -> dict[str, object]:
-    """What a response says of its request."""
+    """The fields of a request that its response gives back."""
     reasoning, text = fields.child("reasoning"), fields.child("text")
     verbosity = text.value("verbosity") if text is not None else None
     return {
@@ -305,40 +354,58 @@ def _tool_echo(tool: Fields) -> dict[str, object]:
     }
 
 
-NAME_SCHEMA = bounded(MAX_NAME_CHARACTERS)
-"""Of a name."""
-PART_SCHEMA = record("type text", type=word("input_text", "output_text"), text=TEXT)
-"""Of a part of a message."""
-TEXTS_SCHEMA = either(TEXT, listed(PART_SCHEMA))
-"""Of content that is text."""
-ITEM_SCHEMA = either(
-    record("role content", type=word("message"), role=word(*ROLES), content=TEXTS_SCHEMA),
-    record("type", type=word("reasoning"), content=listed(record("type text", type=word("reasoning_text"), text=TEXT))),
-    record("type call_id name arguments", type=word("function_call"), call_id=TEXT, name=NAME_SCHEMA, arguments=TEXT),
-    record("type call_id output", type=word("function_call_output"), call_id=TEXT, output=TEXTS_SCHEMA),
+NAME_SCHEMA = short_text(MAX_NAME_CHARACTERS)
+"""Schema of a name."""
+
+
+PART_SCHEMA = object_schema("type text", type=enum_schema("input_text", "output_text"), text=TEXT)
+"""Schema of a part of a message."""
+
+
+TEXTS_SCHEMA = any_of(TEXT, array_schema(PART_SCHEMA))
+"""Schema of content that is text."""
+
+
+ITEM_SCHEMA = any_of(
+    object_schema("role content", type=enum_schema("message"), role=enum_schema(*ROLES), content=TEXTS_SCHEMA),
+    object_schema(
+        "type",
+        type=enum_schema("reasoning"),
+        content=array_schema(object_schema("type text", type=enum_schema("reasoning_text"), text=TEXT)),
+    ),
+    object_schema(
+        "type call_id name arguments", type=enum_schema("function_call"), call_id=TEXT, name=NAME_SCHEMA, arguments=TEXT
+    ),
+    object_schema("type call_id output", type=enum_schema("function_call_output"), call_id=TEXT, output=TEXTS_SCHEMA),
 )
-"""Of an item of the input."""
-TOOL_SCHEMA = record(
-    "type name", type=word("function"), name=NAME_SCHEMA, description=TEXT, parameters=OBJECT, strict=FLAG
+"""Schema of an item of the input."""
+
+
+TOOL_SCHEMA = object_schema(
+    "type name", type=enum_schema("function"), name=NAME_SCHEMA, description=TEXT, parameters=OBJECT, strict=FLAG
 )
-"""Of a tool; no two have the same name."""
-SCHEMA = record(
+"""Schema of a tool; no two have the same name."""
+
+
+SCHEMA = object_schema(
     "input",
     model=NAME_SCHEMA,
-    input=either(TEXT, listed(ITEM_SCHEMA, least=1)),
+    input=any_of(TEXT, array_schema(ITEM_SCHEMA, least=1)),
     instructions=TEXT,
-    previous_response_id=bounded(MAX_NAME_CHARACTERS),
-    tools=listed(TOOL_SCHEMA),
-    tool_choice=word("auto", "none"),
+    previous_response_id=short_text(MAX_NAME_CHARACTERS),
+    tools=array_schema(TOOL_SCHEMA),
+    tool_choice=enum_schema("auto", "none"),
     parallel_tool_calls=FLAG,
-    max_output_tokens=whole(1, MAX_WHOLE),
-    temperature=temperature(MAX_TEMPERATURE),
+    max_output_tokens=integer_schema(1, MAX_WHOLE),
+    temperature=temperature_schema(MAX_TEMPERATURE),
     top_p={"type": "number", "exclusiveMinimum": 0, "maximum": 1},
     stream=FLAG,
     store=FLAG,
-    text=record("", format=record("type", type=word("text")), verbosity=word(*VERBOSITIES)),
-    reasoning=record("", effort=word(*EFFORTS), summary=word(*SUMMARIES), context=word(*CONTEXTS)),
-    include=listed(word(*sorted(INCLUDABLE))),
+    text=object_schema("", format=object_schema("type", type=enum_schema("text")), verbosity=enum_schema(*VERBOSITIES)),
+    reasoning=object_schema(
+        "", effort=enum_schema(*EFFORTS), summary=enum_schema(*SUMMARIES), context=enum_schema(*CONTEXTS)
+    ),
+    include=array_schema(enum_schema(*sorted(INCLUDABLE))),
     metadata={
         "type": "object",
         "maxProperties": MAX_METADATA,
@@ -350,5 +417,239 @@ SCHEMA = record(
 )
 """JSON schema of the body of ``/v1/responses``."""
 
-DIALECT = Dialect(path=PATH, parse=parse, refuse=refuse, request_id_header="x-request-id")
+
+Shape = dict[str, object]
+"""An object that is about to be written as JSON."""
+
+
+class Kind(StrEnum):
+    """Types of output items."""
+
+    REASONING = "reasoning"
+    MESSAGE = "message"
+    CALL = "function_call"
+
+
+PREFIXES: Mapping[Kind, str] = MappingProxyType({Kind.REASONING: "rs", Kind.MESSAGE: "msg", Kind.CALL: "fc"})
+"""Prefix of the id of an item."""
+
+
+TEXT_EVENTS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.REASONING: "response.reasoning_text",
+        Kind.MESSAGE: "response.output_text",
+        Kind.CALL: "response.function_call_arguments",
+    }
+)
+"""Names of the events that carry an item's text, without ``.delta`` and ``.done``."""
+
+
+RATE_LIMITED = 429
+"""The one status that a failed response has a code of its own for; all others are the server's errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One output item, whole or as far as it came."""
+
+    kind: Kind
+    index: int
+    """Its place among the reply's items."""
+    text: str = ""
+    """The thinking or the text, or the arguments of the call."""
+    call_id: str = ""
+    name: str = ""
+    """The name of the function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRequest:
+    """A request for one response."""
+
+    call: Call
+    echo: Mapping[str, object]
+    """Fields of the request that its response gives back."""
+
+    def body(self, answer: Answer) -> bytes:
+        """The response as one JSON document."""
+        status = _status(answer)
+        items = _items(answer.replies[0].message)
+        output = [_output_item(item, answer.answer_id, "completed") for item in items[:-1]]
+        output.append(_output_item(items[-1], answer.answer_id, status))
+        frame = _frame(self, answer.answer_id, answer.created)
+        return orjson.dumps({**frame, **_response_end(answer), "output": output})
+
+    def events(self) -> "ResponseEventEncoder":
+        """The response as a stream."""
+        return ResponseEventEncoder(self)
+
+
+class ResponseEventEncoder:
+    """Encodes one response as events: an item is open from the first delta of its kind to the first of another."""
+
+    __slots__ = ("_frame", "_id", "_item", "_output", "_request", "_sequence", "_texts")
+
+    def __init__(self, request: ResponseRequest) -> None:
+        self._request = request
+        self._id = ""
+        self._frame: Shape = {}
+        """The response without output."""
+        self._sequence = 0
+        """EventEncoder so far."""
+        self._output: list[Shape] = []
+        """Items that are complete."""
+        self._item: Item | None = None
+        """The open item as it began."""
+        self._texts: list[str] = []
+        """The text of the open item so far."""
+
+    def opening(self, answer_id: str, created: int) -> bytes:
+        """The response without output, twice: it exists, and it is worked on."""
+        self._id = answer_id
+        self._frame = _frame(self._request, answer_id, created)
+        response = {**self._frame, "status": "in_progress", "output": []}
+        exists = self._event("response.created", response=response)
+        return exists + self._event("response.in_progress", response=response)
+
+    def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
+        """More of the output; ``index`` is always 0."""
+        return b"".join(self._added(delta) for delta in deltas)
+
+    def closing(self, answer: Answer) -> bytes:
+        """The end of the last item, and the whole response."""
+        begun = b""
+        if self._item is None or self._item.kind is Kind.REASONING:
+            begun = self._open(Kind.MESSAGE)
+        status = _status(answer)
+        ended = begun + self._close(status)
+        response = {**self._frame, **_response_end(answer), "output": self._output}
+        return ended + self._event(f"response.{status}", response=response)
+
+    def failure(self, api_error: ApiError) -> bytes:
+        """The response as a failed one, with the items that were complete."""
+        code = "rate_limit_exceeded" if api_error.status == RATE_LIMITED else "server_error"
+        error = {"code": code, "message": api_error.message}
+        response = {**self._frame, "status": "failed", "error": error, "output": self._output}
+        return self._event("response.failed", response=response)
+
+    def _added(self, delta: Delta) -> bytes:
+        if isinstance(delta, CallDelta):
+            begun = self._open(Kind.CALL, delta.call_id, delta.name) if delta.call_id else b""
+            return begun + self._more(delta.arguments)
+        kind = Kind.REASONING if isinstance(delta, ThinkingDelta) else Kind.MESSAGE
+        if not delta.text:
+            return b""
+        begun = b"" if self._item is not None and self._item.kind is kind else self._open(kind)
+        return begun + self._more(delta.text)
+
+    def _open(self, kind: Kind, call_id: str = "", name: str = "") -> bytes:
+        closed = self._close("completed")
+        item = self._item = Item(kind=kind, index=len(self._output), call_id=call_id, name=name)
+        shape = _output_item(item, self._id, "in_progress")
+        if kind is not Kind.CALL:
+            shape["content"] = []
+        added = self._event("response.output_item.added", output_index=item.index, item=shape)
+        return closed + added + self._part_event("response.content_part.added", item)
+
+    def _more(self, text: str) -> bytes:
+        if self._item is None or not text:
+            return b""
+        self._texts.append(text)
+        return self._text_event("delta", self._item, {"delta": text})
+
+    def _close(self, status: str) -> bytes:
+        if self._item is None:
+            return b""
+        item = replace(self._item, text="".join(self._texts))
+        whole = {"arguments": item.text, "name": item.name} if item.kind is Kind.CALL else {"text": item.text}
+        done = self._text_event("done", item, whole) + self._part_event("response.content_part.done", item)
+        self._item, self._texts = None, []
+        self._output.append(_output_item(item, self._id, status))
+        return done + self._event("response.output_item.done", output_index=item.index, item=self._output[-1])
+
+    def _text_event(self, step: str, item: Item, text: Mapping[str, str]) -> bytes:
+        place: Shape = {"item_id": _item_id(item, self._id), "output_index": item.index}
+        if item.kind is not Kind.CALL:
+            place["content_index"] = 0
+        if item.kind is Kind.MESSAGE:
+            place["logprobs"] = []
+        return self._event(f"{TEXT_EVENTS[item.kind]}.{step}", **place, **text)
+
+    def _part_event(self, name: str, item: Item) -> bytes:
+        if item.kind is Kind.CALL:  # it has no parts
+            return b""
+        place: Shape = {"item_id": _item_id(item, self._id), "output_index": item.index, "content_index": 0}
+        return self._event(name, **place, part=_part(item))
+
+    def _event(self, name: str, /, **fields: object) -> bytes:
+        data = orjson.dumps({"type": name, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def _items(message: Message) -> list[Item]:
+    """At least one; the last is no reasoning."""
+    items = [Item(kind=Kind.REASONING, index=0, text=message.thinking)] if message.thinking else []
+    if message.content or not message.tool_calls:
+        items.append(Item(kind=Kind.MESSAGE, index=len(items), text=message.content))
+    for call in message.tool_calls:
+        called = Item(kind=Kind.CALL, index=len(items), text=call.arguments, call_id=call.call_id, name=call.name)
+        items.append(called)
+    return items
+
+
+def _output_item(item: Item, answer_id: str, status: str) -> Shape:
+    shape: Shape = {"id": _item_id(item, answer_id), "type": item.kind.value, "status": status}
+    if item.kind is Kind.CALL:
+        return {**shape, "call_id": item.call_id, "name": item.name, "arguments": item.text}
+    if item.kind is Kind.MESSAGE:
+        return {**shape, "role": "assistant", "content": [_part(item)]}
+    return {**shape, "summary": [], "content": [_part(item)], "encrypted_content": None}
+
+
+def _item_id(item: Item, answer_id: str) -> str:
+    return f"{PREFIXES[item.kind]}_{answer_id}_{item.index}"
+
+
+def _part(item: Item) -> Shape:
+    if item.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": item.text}
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}
+
+
+def _frame(request: ResponseRequest, answer_id: str, created: int) -> Shape:
+    """A response of which only the request is known."""
+    return {
+        "id": f"resp_{answer_id}",
+        "object": "response",
+        "created_at": created,
+        "model": request.call.model,
+        "error": None,
+        "incomplete_details": None,
+        "usage": None,
+        **request.echo,
+    }
+
+
+def _status(answer: Answer) -> str:
+    return "incomplete" if answer.replies[0].finish_reason is FinishReason.LENGTH else "completed"
+
+
+def _response_end(answer: Answer) -> Shape:
+    """The fields of a response that are known at its end."""
+    status = _status(answer)
+    return {
+        "status": status,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "usage": {
+            "input_tokens": answer.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answer.reused_tokens, "cache_write_tokens": 0},
+            "output_tokens": answer.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},  # no model here counts its reasoning apart
+            "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        },
+    }
+
+
+PROTOCOL = ApiProtocol(path=PATH, parse=parse, error_body=error_body, request_id_header="x-request-id")
 """OpenAI's responses."""

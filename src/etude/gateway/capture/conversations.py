@@ -1,70 +1,103 @@
-"""One session's conversations, token for token: what a model is asked to continue, and what it said.
-
-Owns the rule by which a call becomes token ids, and the answers, so that a retry is given the one that is recorded. The
-turns are kept by :mod:`etude.gateway.capture.token_buffer`. Knows neither HTTP nor engines nor keys; pure.
+"""One session's conversations, token for token: what a model is asked to continue, and what it answered.
 
     call ──▶ prompt = ids of the deepest reply that its messages begin with    sampled, never tokenised again
-                      + the id that ends a reply, if that one was cut
+                      + the id that ends a reply, if that one was truncated
                       + the new messages and the opening of the next reply     the only text that is tokenised
+
+Owns the rule by which a call becomes token ids (:class:`Conversation`), the messages as a tree (:class:`Node`), the
+turns (:class:`TurnStore`), and the answers, so that a retry is given the one that is recorded. Knows neither HTTP nor
+engines nor keys; pure.
 
 Text that the model wrote is not tokenised again because it need not come back as the tokens that were sampled. A
 history that was edited or summarised continues from what is left of it or opens a new branch; the tools and the chat
-template's kwargs are part of the history, for they stand before it. :mod:`etude.gateway.capture.tree` finds the reply.
+template's kwargs are part of the history, for they stand before it.
+
+    system ─ user ──▶ reply A (turn 0) ─ tool output ──▶ reply B (turn 1)
+                │                     └─ edited output ─▶ reply C (turn 2)      an edited history opens a branch
+                └───▶ reply D (turn 3)                                          asked again, or with n > 1
+
+Two messages count as the same although a client changed them on the way back (:func:`alike`). That is sound: whichever
+reply is continued, the next prompt is made of ids that an engine saw and sampled, and it is that prompt which the model
+is conditioned on and which is recorded. Being too strict would cost a prefix, being too lenient would show the model
+its own words where a client changed white space in them; neither makes a record wrong. Messages are compared, not
+hashed: an unchanged history costs little more than comparing its bytes, of several replies that look alike the one that
+was meant can be told, and no text is kept twice.
+
+    buffer  ▒▒▒▒▒▒███▒▒▒▒▒███▒▒▒▒▒▒▒▒▒▒ … room to grow        prompt of turn 0  ▒▒▒▒▒▒
+    turn 0  ──────┤  ├ what it sampled                       prompt of turn 1  ▒▒▒▒▒▒███▒▒▒▒▒
+    turn 1  ──────────────┤  ├                               prompt of turn 2  ▒▒▒▒▒▒███▒▒▒▒▒███▒▒▒▒▒▒▒▒▒▒
+    turn 2  ───────────────────────────┤
+
+Every turn of a conversation reads again what the turns before it read, so whole prompts would take memory with the
+square of its length. All prompts of a branch are prefixes of one :class:`TokenBuffer`: a token that was read takes at
+most 6 bytes however many turns read it, one that was sampled 12 more.
 
 A conversation can be forked. The fork's first calls must be those that were answered before, in their order: a harness
-is gone through once more from its start, gets the recorded answers, and only what it asks behind them is sampled.
+is run once more from its start, gets the recorded answers, and only its calls behind them are sampled.
 
 A call may have a request id. One that comes again, same id and same call, is the retry of a caller that never got the
-answer: it is answered by the turn that is recorded, so no reply that nobody saw is kept as a turn and trained on.
+answer: it is answered by the turn that is recorded, so no reply that its caller never saw is kept as a turn and trained
+on.
+
+Array legend: P prompt tokens of a turn.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias
 
 import numpy as np
 import orjson
 
 from etude.errors import SessionLost
 from etude.gateway.api.calls import Answer, Call
-from etude.gateway.capture.token_buffer import Tapes
-from etude.gateway.capture.tree import Found, Node, dissolve, find, insert, new_root, twins_of
 from etude.tokens.messages import ChatFormat, Message, Tool
 from etude.types import Ids, Turn
+
+MAX_TURNS = 4096
+"""Model calls of one session: days of work, and some 4 KB each beside their tokens."""
+MAX_TOKENS = 2**24
+"""Tokens that one session holds: eighty windows of 200k."""
+FIRST_BLOCK = 256
+"""Ids that are compared at once to begin with: prompts of two branches mostly differ early."""
+NO_IDS: Ids = np.empty(0, np.int32)
+"""The prompt of a turn whose prompt is in a buffer."""
+EXACT, ALIKE = 2, 1
+"""Likeness of a message to a node: the same, or what a client may have made of it. 0: another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What an engine shall continue."""
+    """The token ids that an engine shall continue."""
 
     token_ids: Ids
     """[P]"""
     reused: int
-    """How many of the ids, from the first, are an earlier turn's prompt and what was sampled behind it."""
+    """Number of ids, from the first, that are an earlier turn's prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """An answer, and to what."""
+    """An answer and its call."""
 
     call: Call
     """Without its messages, preamble and prompt, which are in the tree and in the turns."""
-    end: Node | None
+    end: "Node | None"
     """The last message of its conversation; ``None`` for a raw prompt."""
     answer: Answer
     """Its turns without their prompts."""
     first_turn: int
     """Index of the first of its turns."""
 
-    def whole(self, tapes: Tapes) -> Answer:
-        """The answer as it was given."""
+    def whole(self, turns: "TurnStore") -> Answer:
+        """The answer with whole turns."""
         indexed = enumerate(self.answer.replies, self.first_turn)
-        return replace(self.answer, replies=tuple(replace(reply, turn=tapes[i].whole()) for i, reply in indexed))
+        return replace(self.answer, replies=tuple(replace(reply, turn=turns[i].whole()) for i, reply in indexed))
 
 
 _Preamble: TypeAlias = tuple[tuple[Tool, ...], bytes]
-"""All that stands before a conversation: the tools, and the chat template's kwargs as JSON."""
+"""The tools, and the chat template's kwargs as JSON: all that stands before a conversation."""
 
 
 def _preamble(call: Call) -> _Preamble:
@@ -74,52 +107,51 @@ def _preamble(call: Call) -> _Preamble:
 class Conversation:
     """The conversation tree of one session, its turns and answers.
 
-    The turns go onto ``tapes``, which bound how many there can be; ``None``: empty ones with the usual bounds.
+    ``turns`` bounds how many there can be; ``None``: an empty store with the usual bounds.
     """
 
-    def __init__(self, session_id: str, chat_format: ChatFormat, tapes: Tapes | None = None) -> None:
+    def __init__(self, session_id: str, chat_format: ChatFormat, turns: "TurnStore | None" = None) -> None:
         self.session_id = session_id
         self.closed = False
-        """Whether no turn may follow."""
+        """True once no turn may follow."""
         self._format = chat_format
-        self._tapes = Tapes() if tapes is None else tapes
+        self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
         self._answers: dict[str, _Recorded] = {}  # by answer id, oldest first; as many as there are turns at most
         self._requests: dict[str, list[_Recorded]] = {}
-        self._replays: deque[_Recorded] = deque()  # what a fork has to be asked once more, the next one first
+        self._replays: deque[_Recorded] = deque()  # calls that a fork has to be asked once more, the next one first
 
     @property
     def turns(self) -> list[Turn]:
-        """In the order in which they were recorded; prompts of one branch are views of one array."""
-        return self._tapes.whole()
+        """The turns in the order in which they were recorded; prompts of one branch are views of one array."""
+        return self._turns.whole()
 
     def prompt(self, call: Call) -> Prompt:
         """The token ids that a model continues to answer ``call``.
 
         Raises ``ValueError``, with a message for the caller, on what the template or the vocabulary does not take, on
-        an unknown ``previous``, and, as :class:`~etude.gateway.capture.token_buffer.SessionFull`, when no turns or
-        tokens are left.
+        an unknown ``previous``, and, as :class:`SessionFull`, when no turns or tokens are left.
         """
-        self._tapes.check_room(call.sampling.count)
+        self._turns.check_room(call.sampling.count)
         if call.prompt is not None:
             return self._raw_prompt(call.prompt)
         messages = self._messages(call)
         if not messages:
             raise ValueError("there is nothing to answer: give messages or a prompt")
-        continued = self._continued(find(self._tree(call), messages), messages, call)
-        if continued is not None:
-            return continued
+        prompt = self._continued(find(self._tree(call), messages), messages, call)
+        if prompt is not None:
+            return prompt
         return Prompt(
             token_ids=np.array(self._format.open(messages, call.tools, call.template_kwargs), np.int32), reused=0
         )
 
     def answered(self, request_id: str, call: Call) -> Answer | None:
-        """What answered this very request before; ``None`` if nothing did, or if the id is empty."""
+        """The answer that this very request had before; ``None`` if there is none, or if the id is empty."""
         recorded = self._requests.get(request_id) if request_id else None
         return self._same_call(call, recorded) if recorded else None
 
     def replayed(self, call: Call, request_id: str = "") -> Answer | None:
-        """What answered the call before the fork; ``None`` if all of that has been asked once more.
+        """The answer that the call had before the fork; ``None`` if all of those have been asked for once more.
 
         Raises ``ValueError`` for another call than the one whose turn it is.
         """
@@ -129,8 +161,8 @@ class Conversation:
         answer = self._same_call(call, [recorded])
         if answer is None:
             raise ValueError(
-                f"session {self.session_id} was forked and is gone through once more, {len(self._replays)} calls from "
-                "where it was; this call is not the one that came then: a harness must do the same as before"
+                f"session {self.session_id} was forked and is replayed, {len(self._replays)} calls from where it was; "
+                "this call is not the one that came then: a harness must do the same as before"
             )
         self._replays.popleft()
         if request_id:
@@ -138,7 +170,7 @@ class Conversation:
         return answer
 
     def last_answer(self, call: Call) -> Answer | None:
-        """The newest answer to an equal call: what a caller gets that says it tries again, but not what."""
+        """The newest answer to an equal call, for a caller that says that it tries again, but not which request."""
         return self._same_call(call, list(self._answers.values()))
 
     def record(self, call: Call, answer: Answer, request_id: str = "") -> Answer:
@@ -149,16 +181,17 @@ class Conversation:
         """
         if self.closed:
             raise SessionLost(f"session {self.session_id} was closed during the call; its turns were not recorded")
-        if (known := self.answered(request_id, call)) is not None:
-            return known
+        if (earlier := self.answered(request_id, call)) is not None:
+            return earlier
         end, continued = self._place(call, answer)
-        first_turn = len(self._tapes)
-        self._tapes.record([reply.turn for reply in answer.replies], continued)
+        first_turn = len(self._turns)
+        self._turns.record([reply.turn for reply in answer.replies], continued)
         if end is not None:
             for index, reply in enumerate(answer.replies, first_turn):
                 end.add(reply.message, turn=index)
         replies = tuple(
-            replace(reply, turn=self._tapes[index].said) for index, reply in enumerate(answer.replies, first_turn)
+            replace(reply, turn=self._turns[index].without_prompt)
+            for index, reply in enumerate(answer.replies, first_turn)
         )
         recorded = _Recorded(
             call=Call(sampling=call.sampling, single_call=call.single_call, instructed=call.instructed),
@@ -172,7 +205,7 @@ class Conversation:
         return answer
 
     def close(self) -> None:
-        """Let no turn follow, and let go of the text."""
+        """Let no turn follow, and free the text."""
         self.closed = True
         for _, root in self._trees:
             dissolve(root)
@@ -185,13 +218,14 @@ class Conversation:
         """A conversation that goes on from here by itself, once its calls so far were made again: the same turns,
         messages and answers.
         """
-        forked = Conversation(session_id, self._format, self._tapes.copy())
+        forked = Conversation(session_id, self._format, self._turns.copy())
         twins: dict[Node, Node] = {}
         for preamble, root in self._trees:
             twins |= twins_of(root)
             forked._trees.append((preamble, twins[root]))
-        for answer_id, known in self._answers.items():
-            forked._answers[answer_id] = replace(known, end=None if known.end is None else twins[known.end])
+        for answer_id, recorded in self._answers.items():
+            end = None if recorded.end is None else twins[recorded.end]
+            forked._answers[answer_id] = replace(recorded, end=end)
         forked._replays.extend(forked._answers.values())
         return forked
 
@@ -209,23 +243,23 @@ class Conversation:
         own = 1 if call.instructed else 0
         return [*call.messages[:own], *earlier, recorded.answer.replies[0].message, *call.messages[own:]]
 
-    def _tree(self, call: Call) -> Node:
-        """The tree of what was said behind the preamble of a call; an empty tree that nobody keeps, if nothing was."""
+    def _tree(self, call: Call) -> "Node":
+        """The tree behind the preamble of a call; a new one, not yet among the trees, if there is none."""
         preamble = _preamble(call)
-        return next((root for known, root in self._trees if known == preamble), None) or new_root()
+        return next((root for other, root in self._trees if other == preamble), None) or new_root()
 
-    def _continued(self, found: Found, messages: Sequence[Message], call: Call) -> Prompt | None:
-        """The prompt behind the reply that was found; ``None`` without one, or if the template cannot be put there."""
-        if found.reply is None or found.reply.turn is None:
+    def _continued(self, match: "TreeMatch", messages: Sequence[Message], call: Call) -> Prompt | None:
+        """The prompt behind the matched reply; ``None`` without one, or if the template cannot be put there."""
+        if match.reply is None or match.reply.turn is None:
             return None
-        turn = self._tapes[found.reply.turn]
+        turn = self._turns[match.reply.turn]
         # The reply as its caller has it: should it have new ids for the calls, those of the tools' output fit them.
-        reply = messages[found.depth - 1]
+        reply = messages[match.depth - 1]
         try:
-            ids = self._format.extend(reply, messages[found.depth :], call.tools, call.template_kwargs)
+            ids = self._format.extend(reply, messages[match.depth :], call.tools, call.template_kwargs)
         except ValueError:
             return None  # to render all of it afresh is exact, too; if the messages are at fault, that will say so
-        sampled = turn.said.completion_ids
+        sampled = turn.without_prompt.completion_ids
         ended = len(sampled) and int(sampled[-1]) in self._format.stop_ids
         ids = ids if ended else [self._format.stop_ids[0], *ids]
         whole = np.concatenate([turn.prompt_ids, sampled, np.array(ids, np.int32)])
@@ -233,8 +267,8 @@ class Conversation:
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
         ids = self._raw_ids(prompt)
-        turn = self._tapes.longest_beginning(ids)
-        return Prompt(token_ids=ids, reused=0 if turn is None else self._tapes[turn].tokens)
+        turn = self._turns.longest_prefix(ids)
+        return Prompt(token_ids=ids, reused=0 if turn is None else self._turns[turn].tokens)
 
     def _raw_ids(self, prompt: str | tuple[int, ...]) -> Ids:
         ids = self._format.encode(prompt) if isinstance(prompt, str) else prompt
@@ -245,19 +279,19 @@ class Conversation:
             raise ValueError(f"the prompt has token id {wrong}: ids are 0 … {self._format.vocab_size - 1}")
         return np.array(ids, np.int32)
 
-    def _place(self, call: Call, answer: Answer) -> tuple[Node | None, int | None]:
-        """Where a call ends in the tree, what was not known put in; and which turn its prompt continues."""
+    def _place(self, call: Call, answer: Answer) -> "tuple[Node | None, int | None]":
+        """The node at which a call ends, added if it is new, and the turn that its prompt continues."""
         if call.prompt is not None:
-            return None, self._tapes.longest_beginning(answer.replies[0].turn.prompt_ids)
+            return None, self._turns.longest_prefix(answer.replies[0].turn.prompt_ids)
         root = self._tree(call)
         if not root.children:
             self._trees.append((_preamble(call), root))
         messages = self._messages(call)
-        found = find(root, messages)
-        return insert(found, messages), None if found.reply is None else found.reply.turn
+        match = find(root, messages)
+        return insert(match, messages), None if match.reply is None else match.reply.turn
 
     def _same_call(self, call: Call, candidates: Sequence[_Recorded]) -> Answer | None:
-        """The newest of the answers to a call that is equal to ``call`` but for how it wants to be answered."""
+        """The newest of the answers to a call that is equal to ``call``, its way of delivery aside."""
         try:
             ids = None if call.prompt is None else self._raw_ids(call.prompt)
             ends = find(self._tree(call), self._messages(call)).ends if ids is None else ()
@@ -266,8 +300,311 @@ class Conversation:
         for recorded in reversed(candidates):
             same = any(end is recorded.end for end in ends)
             if ids is not None and recorded.end is None:
-                same = np.array_equal(ids, self._tapes[recorded.first_turn].prompt_ids)
+                same = np.array_equal(ids, self._turns[recorded.first_turn].prompt_ids)
             settings = (recorded.call.sampling, recorded.call.single_call)
             if same and settings == (call.sampling, call.single_call):
-                return recorded.whole(self._tapes)
+                return recorded.whole(self._turns)
         return None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One message at its place in a conversation."""
+
+    message: Message
+    """The message as it first came, or as a reply was read."""
+    parent: "Node | None" = None
+    """``None`` for the root, which is no message."""
+    turn: int | None = None
+    """The turn of the session that sampled it; ``None`` where none did."""
+    children: "list[Node]" = field(default_factory=list)
+    echo: Message | None = None
+    """The message as its caller last sent it back: comparing with it spares reading the arguments of calls again."""
+
+    def add(self, message: Message, turn: int | None = None) -> "Node":
+        """A new node below this one."""
+        child = Node(message, self, turn)
+        self.children.append(child)
+        return child
+
+    def path(self) -> list[Message]:
+        """The conversation up to this message."""
+        messages, node = [], self
+        while node.parent is not None:
+            messages.append(node.message)
+            node = node.parent
+        return messages[::-1]
+
+    def likeness(self, message: Message) -> int:
+        """``EXACT``, ``ALIKE`` or 0."""
+        if message == self.message:
+            return EXACT
+        if message == self.echo:
+            return ALIKE
+        if not alike(message, self.message):
+            return 0
+        self.echo = message
+        return ALIKE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMatch:
+    """The part of a conversation that is in a tree."""
+
+    reply: Node | None
+    """The deepest node on its way that a turn sampled; ``None`` if there is none."""
+    depth: int
+    """Number of messages that lead to ``reply``, itself included; 0 if there is none."""
+    last: Node
+    """The deepest node of any kind."""
+    last_depth: int
+    """Number of messages that lead to ``last``."""
+    ends: tuple[Node, ...]
+    """Every node at which the whole conversation ends; none if it is not in the tree to its end."""
+
+
+def new_root() -> Node:
+    """An empty tree."""
+    return Node(Message(role="system"))
+
+
+def find(root: Node, messages: Sequence[Message]) -> TreeMatch:
+    """Follow ``messages`` from the root as far as the tree goes.
+
+    Where several replies look alike, all are followed; of those that are equally deep the one that fits best wins, then
+    the newest: its caller asked again because it never saw the older one.
+    """
+    level = [(root, 0)]
+    reply, depth, last, last_depth = None, 0, root, 0
+    for count, message in enumerate(messages, 1):
+        level = [
+            (child, fit + likeness)
+            for node, fit in level
+            for child in node.children
+            if (likeness := child.likeness(message))
+        ]
+        if not level:
+            break
+        last, last_depth = _best(level), count
+        if replies := [match for match in level if match[0].turn is not None]:
+            reply, depth = _best(replies), count
+    ends = tuple(node for node, _ in level) if last_depth == len(messages) else ()
+    return TreeMatch(reply=reply, depth=depth, last=last, last_depth=last_depth, ends=ends)
+
+
+def insert(match: TreeMatch, messages: Sequence[Message]) -> Node:
+    """The node of the last of ``messages``, which :func:`find` looked for; new ones are added."""
+    node = match.last
+    for message in messages[match.last_depth :]:
+        node = node.add(message)
+    return node
+
+
+def twins_of(root: Node) -> dict[Node, Node]:
+    """A copy of a whole tree: every node of it and its twin. Messages, which never change, are shared."""
+    twins, nodes = {root: Node(root.message)}, [root]
+    while nodes:
+        node = nodes.pop()
+        for child in node.children:
+            twins[child] = twins[node].add(child.message, child.turn)
+            twins[child].echo = child.echo
+        nodes.extend(node.children)
+    return twins
+
+
+def dissolve(root: Node) -> None:
+    """Take a tree apart, so that its memory is free at once and not only at the next garbage collection."""
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        nodes.extend(node.children)
+        node.children.clear()
+
+
+def alike(one: Message, other: Message) -> bool:
+    """True if a client may have made one of the other.
+
+    Of an assistant's message count the content without surrounding white space and the names and arguments of its
+    calls; thinking and the ids of calls are left out, as many clients do not send them back. Of other messages the
+    content counts, and not which call a tool's output answers.
+    """
+    if one.role != other.role:
+        return False
+    if one.role != "assistant":
+        return one.content == other.content
+    return (
+        one.content.strip() == other.content.strip()
+        and len(one.tool_calls) == len(other.tool_calls)
+        and all(
+            mine.name == theirs.name and _same_arguments(mine.arguments, theirs.arguments)
+            for mine, theirs in zip(one.tool_calls, other.tool_calls, strict=True)
+        )
+    )
+
+
+def _best(matches: Sequence[tuple[Node, int]]) -> Node:
+    if len(matches) == 1:
+        return matches[0][0]
+    return max(matches, key=_rank)[0]
+
+
+def _rank(match: tuple[Node, int]) -> tuple[int, int]:
+    node, fit = match
+    return fit, -1 if node.turn is None else node.turn
+
+
+def _same_arguments(one: str, other: str) -> bool:
+    """Equal as JSON, whatever the order of keys and the white space; as text if either is no JSON."""
+    if one == other:
+        return True
+    try:
+        return bool(orjson.loads(one or "{}") == orjson.loads(other or "{}"))
+    except (ValueError, RecursionError):  # the latter from comparing what is nested a thousand levels deep
+        return False
+
+
+class SessionFull(ValueError):
+    """The session has all the turns or tokens that it may have. The message is for its caller."""
+
+
+class TokenBuffer:
+    """The token ids of one branch, as far as its turns have read it.
+
+    Append-only: ids are written behind the last one, and only those of recorded prompts.
+    """
+
+    def __init__(self) -> None:
+        self._ids = NO_IDS
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def prefix(self, tokens: int) -> Ids:
+        """The first ``tokens`` ids, read-only and not copied."""
+        ids = self._ids[:tokens]
+        ids.flags.writeable = False
+        return ids
+
+    def shared_with(self, ids: Ids) -> int:
+        """Number of ids, from the first, that the buffer and ``ids`` share. It takes as long as these are many."""
+        shared, block, most = 0, FIRST_BLOCK, min(self._length, len(ids))
+        while shared < most:
+            end = min(shared + block, most)
+            differs = self._ids[shared:end] != ids[shared:end]
+            if differs.any():
+                return shared + int(differs.argmax())
+            shared, block = end, 2 * block
+        return most
+
+    def fits(self, ids: Ids) -> bool:
+        """True if ``ids`` are a prefix of the buffer, or it is one of them."""
+        return self.shared_with(ids) == min(self._length, len(ids))
+
+    def extend(self, ids: Ids) -> None:
+        """Make ``ids``, which fit the buffer, a prefix of it."""
+        if len(ids) <= self._length:
+            return
+        if len(ids) > len(self._ids):
+            longer = np.empty(len(ids) + len(ids) // 2, np.int32)
+            longer[: self._length] = self._ids[: self._length]
+            self._ids = longer
+        self._ids[self._length : len(ids)] = ids[self._length :]
+        self._length = len(ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTurn:
+    """A turn whose prompt is in the buffer of its branch."""
+
+    buffer: TokenBuffer
+    prompt_tokens: int
+    without_prompt: Turn
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """[P] a view of the buffer."""
+        return self.buffer.prefix(self.prompt_tokens)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.prompt_tokens + len(self.without_prompt.completion_ids)
+
+    def whole(self) -> Turn:
+        """The turn as it was recorded."""
+        return replace(self.without_prompt, prompt_ids=self.prompt_ids)
+
+
+class TurnStore:
+    """All turns of one session, in the order in which they were recorded."""
+
+    def __init__(self, *, max_turns: int = MAX_TURNS, max_tokens: int = MAX_TOKENS) -> None:
+        self.tokens = 0
+        """Tokens in memory: those of every branch, and sampled ones once more."""
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._turns: list[StoredTurn] = []
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __getitem__(self, turn: int) -> StoredTurn:
+        return self._turns[turn]
+
+    def whole(self) -> list[Turn]:
+        """The turns as they were recorded; prompts of one branch are views of one array."""
+        return [turn.whole() for turn in self._turns]
+
+    def check_room(self, turns: int) -> None:
+        """Raise :class:`SessionFull` unless ``turns`` more may be recorded.
+
+        The last calls may go beyond the bound of tokens, by a context each: what they sample is not known before.
+        """
+        if len(self) + turns > self._max_turns:
+            raise SessionFull(
+                f"the session has had {len(self)} of its {self._max_turns} turns, there is no room for {turns} more: "
+                "raise gateway.max_session_turns, or open a new one"
+            )
+        if self.tokens >= self._max_tokens:
+            raise SessionFull(
+                f"the session holds {self.tokens} tokens, {self._max_tokens} is the most: "
+                "raise gateway.max_session_tokens, or open a new one"
+            )
+
+    def record(self, turns: Sequence[Turn], continued: int | None) -> None:
+        """Keep ``turns``, which have one prompt, as one that continues turn ``continued``, or none.
+
+        A prompt that does not fit that turn's branch gets a buffer of its own.
+        """
+        prompt_ids = turns[0].prompt_ids
+        buffer = TokenBuffer() if continued is None else self._turns[continued].buffer
+        buffer = buffer if buffer.fits(prompt_ids) else TokenBuffer()
+        before = len(buffer)
+        buffer.extend(prompt_ids)
+        self.tokens += len(buffer) - before + sum(len(turn.completion_ids) for turn in turns)
+        for turn in turns:
+            without_prompt = replace(turn, prompt_ids=NO_IDS)
+            stored = StoredTurn(buffer=buffer, prompt_tokens=len(prompt_ids), without_prompt=without_prompt)
+            self._turns.append(stored)
+
+    def longest_prefix(self, ids: Ids) -> int | None:
+        """The turn with the most tokens, prompt and completion, that ``ids`` begin with; the newest of equal ones."""
+        best, most = None, 0
+        shared: dict[TokenBuffer, int] = {}
+        for index, turn in enumerate(self._turns):
+            if not most <= turn.tokens <= len(ids):
+                continue
+            if turn.buffer not in shared:
+                shared[turn.buffer] = turn.buffer.shared_with(ids)
+            behind, sampled = ids[turn.prompt_tokens : turn.tokens], turn.without_prompt.completion_ids
+            if turn.prompt_tokens <= shared[turn.buffer] and np.array_equal(behind, sampled):
+                best, most = index, turn.tokens
+        return best
+
+    def copy(self) -> Self:
+        """The same turns so far. Buffers are shared: the first to go on extends them, the other one makes its own."""
+        copied = type(self)(max_turns=self._max_turns, max_tokens=self._max_tokens)
+        copied.tokens = self.tokens
+        copied._turns = list(self._turns)
+        return copied

@@ -1,38 +1,76 @@
-"""The open sessions of a gateway, found by id.
+"""The open sessions of a gateway, found by id, and the time that the calls of each waited for engines.
 
 Owns how many there are and how long they live. Rollouts and products have sessions of their own number, so that
-neither can leave the other none; and among products the one with the most gives way. What is said in a session is its
-:class:`~etude.gateway.capture.conversations.Conversation`'s, who may enter it
-:mod:`etude.gateway.http.keys`'. Pure; time comes in as ``now``.
+neither can leave the other none; and among products the one with the most gives way. The content of a session is its
+:class:`~etude.gateway.capture.conversations.Conversation`'s, the right to enter it
+:mod:`etude.gateway.http.auth`'s. Pure; time comes in as ``now``.
 """
 
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from etude.errors import SessionLost
-from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.queue_time import Waits
-from etude.gateway.capture.token_buffer import MAX_TOKENS, MAX_TURNS, Tapes
+from etude.gateway.api.calls import GONE, UNSERVED
+from etude.gateway.capture.conversations import MAX_TOKENS, MAX_TURNS, Conversation, TurnStore
+from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import TrafficClass
 from etude.tokens.messages import ChatFormat
+from etude.types import Json
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""What a product may call a session of its own: it stands in paths and logs."""
+"""Names that a product may give its sessions: they stand in paths and logs."""
 TOO_MANY_SESSIONS = "as many sessions as may be are open or in the middle of a call: close some, or try again later"
-"""What is said to whoever asks for one more."""
+"""Message for a caller that asks for one more."""
+
+
+@dataclass(slots=True, kw_only=True)
+class QueueTime:
+    """The time that the calls of a session waited for engines, by which a harness tells an engine's delay from its own.
+
+    A call with a deadline of its caller's choice says nothing of engines and is not counted.
+    """
+
+    calls: int = 0
+    """Calls in progress."""
+    waited_s: float = 0.0
+    """Seconds of all that are over: in the queue, without an engine, and under engines that failed."""
+    unserved: bool = False
+    """True if the last one that is over had no answer for lack of an engine."""
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is in progress."""
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+
+    def add(self, record: RequestRecord) -> None:
+        """A call is over."""
+        if record.own_deadline:
+            return
+        self.unserved = record.code in UNSERVED or (record.status == GONE and record.dispatched is None)
+        self.waited_s += record.seconds if self.unserved else record.waited_s
+
+    def facts(self) -> dict[str, Json]:
+        """The JSON object of ``GET /v1/queue_time``."""
+        return {"calls": self.calls, "waited_s": round(self.waited_s, 3), "unserved": self.unserved}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """What bounds the memory of a gateway."""
+    """Bounds of the memory of a gateway."""
 
     max_rollouts: int = 4096
     """Sessions open at a time for rollouts: each has one, so this is far above any sensible concurrency."""
     max_production: int = 4096
     """Sessions open at a time for products, which may never close theirs: one more ends an idle one."""
     max_turns: int = MAX_TURNS
-    """Replies of one session."""
+    """ReplySampler of one session."""
     max_tokens: int = MAX_TOKENS
     """Tokens that one session holds."""
     idle_s: float = 900.0
@@ -46,7 +84,7 @@ class SessionLimits:
 
 
 DEFAULT_LIMITS = SessionLimits()
-"""The limits of a gateway that is told nothing else."""
+"""The limits where none are configured."""
 
 
 def named_id(owner: str, name: str) -> str:
@@ -59,11 +97,11 @@ class Sessions:
 
     def __init__(self, chat_format: ChatFormat, limits: SessionLimits = DEFAULT_LIMITS) -> None:
         self.chat_format = chat_format
-        """How every session's messages become tokens."""
+        """The rule by which every session's messages become tokens."""
         self._limits = limits
-        self._by_id: OrderedDict[str, _Entry] = OrderedDict()  # the longest idle first
+        self._by_id: OrderedDict[str, _OpenSession] = OrderedDict()  # the longest idle first
         self._owners: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}
-        self._expired: list[str] = []  # not yet told
+        self._expired: list[str] = []  # not yet returned by expire()
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -89,9 +127,9 @@ class Sessions:
         return self._keep(conversation.fork(session_id), entry.owner, entry.traffic, now)
 
     def detached(self, session_id: str) -> Conversation:
-        """A conversation for one call that nobody can find again."""
-        tapes = Tapes(max_turns=self._limits.max_turns, max_tokens=self._limits.max_tokens)
-        return Conversation(session_id, self.chat_format, tapes)
+        """A conversation for one call, not among the open sessions."""
+        turns = TurnStore(max_turns=self._limits.max_turns, max_tokens=self._limits.max_tokens)
+        return Conversation(session_id, self.chat_format, turns)
 
     def find(self, session_id: str, now: float) -> Conversation | None:
         """An open session, counted as used now; ``None`` if there is none of this id."""
@@ -120,15 +158,15 @@ class Sessions:
         return None if entry is None else entry.owner
 
     def traffic(self, session_id: str) -> TrafficClass:
-        """How urgent the calls of an open session are. Raises ``KeyError`` for any other."""
+        """The traffic class of an open session. Raises ``KeyError`` for any other."""
         return self._by_id[session_id].traffic
 
-    def waits(self, session_id: str) -> Waits:
-        """What became of a session's calls; while one is in progress it gives way to no other one. Nobody's, if it is
-        not open.
+    def queue_time(self, session_id: str) -> QueueTime:
+        """The queue time of a session; while a call is in progress it gives way to no other one. A new one, if the
+        session is not open.
         """
         entry = self._by_id.get(session_id)
-        return Waits() if entry is None else entry.waits
+        return QueueTime() if entry is None else entry.queue_time
 
     def close(self, session_id: str, now: float) -> Conversation:
         """Forget a session and hand it back.
@@ -144,7 +182,7 @@ class Sessions:
         """Forget the sessions that have been idle for too long; the ids of all that went so, or gave way, since the
         last call.
 
-        To be called now and then by whoever holds their keys, which die with them.
+        To be called now and then by the owner of their keys, which die with them.
         """
         self._expire(now)
         expired, self._expired = tuple(self._expired), []
@@ -156,12 +194,12 @@ class Sessions:
             raise ValueError(f"session {session_id!r} is open already")
         if not self._has_room(traffic):
             return None
-        self._by_id[session_id] = _Entry(conversation=conversation, owner=owner, traffic=traffic, used_at=now)
+        self._by_id[session_id] = _OpenSession(conversation=conversation, owner=owner, traffic=traffic, used_at=now)
         self._owners[traffic][owner] += 1
         return conversation
 
     def _has_room(self, traffic: TrafficClass) -> bool:
-        """Whether one more of a class may be open; of production, the longest idle one of the owner of most gives way.
+        """True if one more of a class may be open; of production, the longest idle one of the owner of most gives way.
 
         No rollout's does: its turns would be lost, while a product sends its history with each call.
         """
@@ -171,7 +209,7 @@ class Sessions:
         if traffic is TrafficClass.ROLLOUT:
             return False
         ((owner, _),) = owners.most_common(1)
-        idle = (name for name, entry in self._by_id.items() if entry.owner == owner and not entry.waits.calls)
+        idle = (name for name, entry in self._by_id.items() if entry.owner == owner and not entry.queue_time.calls)
         session_id = next(idle, None)
         if session_id is None:
             return False
@@ -198,11 +236,11 @@ class Sessions:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _OpenSession:
     """A session, the id of its owner's key, when a call last began and how its calls fared."""
 
     conversation: Conversation
     owner: str
     traffic: TrafficClass
     used_at: float
-    waits: Waits = field(default_factory=Waits)
+    queue_time: QueueTime = field(default_factory=QueueTime)

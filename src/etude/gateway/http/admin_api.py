@@ -1,40 +1,66 @@
-"""Sessions, and how a gateway is doing, over HTTP.
+"""Sessions, keys, engines and the gateway's state over HTTP: all requests but model calls.
 
-    POST   /sessions         {} → session_id, api_key, base_url, turns    admin, production
-                             fork_of: the session that it begins as; its calls are to be made again, and are answered
-                             as they were (:mod:`etude.gateway.capture.conversations`)
-    DELETE /sessions/{id}    every turn, token for token; the key dies    admin, or whose session it is
-    GET    /healthz          weights served, engines, calls, sessions     anybody
-    GET    /metrics          Prometheus' text format                      admin
-    GET    /openapi.json     what this gateway understands                anybody
+    POST   /sessions          {} → session_id, api_key, base_url, turns   admin, production
+                              fork_of: the session that it begins as; its calls are to be made again, and are answered
+                              from the record (:mod:`etude.gateway.capture.conversations`)
+    DELETE /sessions/{id}     every turn, token for token; the key dies   admin, or the key that opened the session
+    GET    /healthz           weights served, engines, calls, sessions    everyone
+    GET    /openapi.json      the requests that this gateway understands  everyone
+    GET    /metrics           Prometheus' text format                     admin, as all below
+    GET    /keys              all but the secrets
+    POST   /keys              scope, label, budgets, expires_s → key_id, api_key, which is shown once
+    DELETE /keys/{id}         the key is dead
+    GET    /engines           the health of each
+    POST   /engines           name, url, region
+    DELETE /engines/{name}    it gets no new calls
 
-Owns these requests and answers. Who may ask is :mod:`etude.gateway.http.keys`' to say, how turns are spelt
-:mod:`etude.ledger.turns`'.
+Owns these requests and responses. The rights of a key are :mod:`etude.gateway.http.auth`'s, the encoding of turns
+:mod:`etude.ledger.turns`'. Keys are kept in the key file, where there is one; engines are not kept.
 """
 
+import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
 import orjson
 
 from etude.clock import date_utc
-from etude.gateway.api.calls import Refusal
+from etude.errors import ConfigError
+from etude.gateway.api.calls import ApiError
+from etude.gateway.api.fields import Fields
 from etude.gateway.capture.sessions import TOO_MANY_SESSIONS
-from etude.gateway.http.keys import Action, Key, Scope, digest_of, new_key_id, new_secret
-from etude.gateway.http.metrics import CONTENT_TYPE, Metrics
+from etude.gateway.http.auth import (
+    MAX_AGE_S,
+    MAX_BUDGET,
+    MAX_TEXT,
+    Action,
+    Authenticator,
+    Key,
+    Limits,
+    Scope,
+    digest_of,
+    new_key_id,
+    new_secret,
+)
+from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.http.openapi import document
-from etude.gateway.http.principal import Identity
-from etude.gateway.http.request_log import Visit
-from etude.gateway.http.routes import Handler, Matched, read_fields, reply_bytes, reply_json
-from etude.gateway.http.server import Reply, Visitor
-from etude.gateway.routing.admission import TrafficClass
-from etude.gateway.routing.admission_queue import Line
-from etude.gateway.routing.engine_health import EngineState
-from etude.gateway.routing.load import Load
+from etude.gateway.http.server import (
+    HttpRequest,
+    HttpResponse,
+    Route,
+    RouteTable,
+    bytes_response,
+    json_response,
+    read_fields,
+)
+from etude.gateway.request_log import CONTENT_TYPE, Metrics, RequestRecord
+from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
 from etude.gateway.routing.pool import EnginePool
+from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, is_engine_url
 from etude.ledger.turns import encode_turns
 from etude.protocols import Clock
 from etude.types import Json
@@ -46,41 +72,46 @@ FORK_OF = "fork_of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facilities:
-    """What requests are about."""
+class GatewayState:
+    """The objects that requests read and change."""
 
-    identity: Identity
+    auth: Authenticator
     """Keys and sessions."""
     pool: EnginePool
-    line: Line
-    load: Load
+    admission: AdmissionQueue
+    inflight: InflightCalls
     clock: Clock
 
 
 @final
-class Control:
-    """Answers the requests above."""
+class AdminApi:
+    """Answers the requests above; keys that are made here are kept in ``key_file``, if there is one."""
 
-    def __init__(self, facilities: Facilities) -> None:
+    def __init__(self, state: GatewayState, key_file: KeyFile | None = None) -> None:
         self.metrics = Metrics(self._gauges)
-        """What is counted."""
-        self._load = facilities.load
-        self._identity = facilities.identity
-        self._sessions = facilities.identity.sessions
-        self._keyring = facilities.identity.keyring
-        self._pool = facilities.pool
-        self._line = facilities.line
-        self._clock = facilities.clock
+        """The counters of the gateway."""
+        self._auth = state.auth
+        self._sessions = state.auth.sessions
+        self._keyring = state.auth.keyring
+        self._pool = state.pool
+        self._admission = state.admission
+        self._inflight = state.inflight
+        self._clock = state.clock
+        self._key_file = key_file
         self._openapi = orjson.dumps(document())
 
-    def table(self) -> Mapping[str, Mapping[str, Handler]]:
-        """Pattern → method → handler."""
+    def table(self) -> RouteTable:
+        """The routes of these requests."""
         return {
             "/sessions": {"POST": self._open_session},
             "/sessions/{}": {"DELETE": self._close_session},
             "/healthz": {"GET": self._health},
             "/metrics": {"GET": self._show_metrics},
             "/openapi.json": {"GET": self._describe},
+            "/keys": {"GET": self._list_keys, "POST": self._add_key},
+            "/keys/{}": {"DELETE": self._revoke_key},
+            "/engines": {"GET": self._list_engines, "POST": self._add_engine},
+            "/engines/{}": {"DELETE": self._remove_engine},
         }
 
     def expire(self) -> None:
@@ -88,14 +119,13 @@ class Control:
         for session_id in self._sessions.expire(self._clock.now()):
             self._keyring.end_session(session_id)
 
-    async def _open_session(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
-        key = self._key(visitor, visit, Action.SESSIONS)
-        fields = await read_fields(visitor, visit)
+    async def _open_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        key = self._key(request, record, Action.SESSIONS)
+        fields = await read_fields(request, record)
         fields.only({FORK_OF})
-        if self._load.draining:
-            raise Refusal(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
+        self._inflight.check_open()
         self.expire()
-        self._identity.afford(key, self._clock.now())
+        self._auth.charge_request(key, self._clock.now())
         session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
         if origin:
@@ -104,7 +134,7 @@ class Control:
             traffic = TrafficClass.PRODUCTION if key.scope is Scope.PRODUCTION else TrafficClass.ROLLOUT
             conversation = self._sessions.open(session_id, key.key_id, traffic, now)
         if conversation is None:
-            raise Refusal(429, "too_many_sessions", TOO_MANY_SESSIONS)
+            raise ApiError(429, "too_many_sessions", TOO_MANY_SESSIONS)
         rollout = Key(
             key_id=new_key_id(),
             digest=digest_of(secret),
@@ -114,25 +144,25 @@ class Control:
             created=date_utc(),
         )
         self._keyring.add(rollout, now)
-        visit.session_id = session_id
+        record.session_id = session_id
         opened: dict[str, Json] = {"session_id": session_id, "api_key": secret, "base_url": f"/s/{session_id}/v1"}
-        return reply_json(visit, {**opened, "turns": len(conversation.turns)})
+        return json_response(record, {**opened, "turns": len(conversation.turns)})
 
-    async def _close_session(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
-        key = self._key(visitor, visit, Action.SESSIONS)
-        session_id = self._session_of(key, matched.parameter)
+    async def _close_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        key = self._key(request, record, Action.SESSIONS)
+        session_id = self._session_of(key, route.parameter)
         conversation = self._sessions.close(session_id, self._clock.now())
         self._keyring.end_session(session_id)
-        visit.session_id = session_id
-        return reply_bytes(visit, encode_turns(conversation.turns), BINARY)
+        record.session_id = session_id
+        return bytes_response(record, encode_turns(conversation.turns), BINARY)
 
     def _session_of(self, key: Key, name: str) -> str:
-        session_id = self._identity.session_of(key, name)
+        session_id = self._auth.session_of(key, name)
         if session_id is None:
-            raise Refusal(404, "session_not_found", "no such session is open here, or it is another key's")
+            raise ApiError(404, "session_not_found", "no such session is open here, or it is another key's")
         return session_id
 
-    async def _health(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
+    async def _health(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
         """503 without an engine, or while draining: the gateway lives, but nothing should be routed to it."""
         views = self._pool.list()
         served = [view.health for view in views if view.state is EngineState.HEALTHY and view.health is not None]
@@ -140,32 +170,159 @@ class Control:
         facts: dict[str, Json] = {
             "engine": None if oldest is None else {"version": oldest.version, "digest": oldest.digest},
             "engines": dict(Counter(view.state.value for view in views)),
-            "draining": self._load.draining,
-            "inflight": self._load.inflight,
+            "draining": self._inflight.draining,
+            "inflight": self._inflight.count,
             "sessions": len(self._sessions),
         }
-        return reply_json(visit, facts, 503 if oldest is None or self._load.draining else 200)
+        return json_response(record, facts, 503 if oldest is None or self._inflight.draining else 200)
 
-    async def _show_metrics(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
-        self._key(visitor, visit, Action.METRICS)
-        return reply_bytes(visit, self.metrics.page(), CONTENT_TYPE)
+    async def _show_metrics(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.METRICS)
+        return bytes_response(record, self.metrics.page(), CONTENT_TYPE)
 
-    async def _describe(self, visitor: Visitor, matched: Matched, visit: Visit) -> Reply:
-        return reply_bytes(visit, self._openapi)
+    async def _describe(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        return bytes_response(record, self._openapi)
 
-    def _key(self, visitor: Visitor, visit: Visit, action: Action) -> Key:
-        key = self._identity.key(visitor.headers, action, self._clock.now())
-        visit.key_id = key.key_id
+    async def _list_keys(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.KEYS)
+        return json_response(record, {"keys": [self._key_facts(key) for key in self._keyring]})
+
+    async def _add_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.KEYS)
+        fields = await read_fields(request, record)
+        key, secret = _read_key(fields, self._clock.now())
+        try:
+            if self._key_file is None:
+                self._keyring.add(key, self._clock.now())
+            else:  # the file first: while another process changes it, there is no new key at all
+                await asyncio.to_thread(self._key_file.add, key)
+                self._key_file.refresh(self._keyring, self._clock.now())
+        except (ValueError, ConfigError) as error:
+            raise ApiError(409, "conflict", str(error)) from error
+        return json_response(record, {**self._key_facts(key), "api_key": secret})
+
+    async def _revoke_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.KEYS)
+        key = next((key for key in self._keyring if key.key_id == route.parameter), None)
+        if key is None:
+            raise ApiError(404, "key_not_found", "there is no key of this id")
+        if self._key_file is not None and key.session_id is None:
+            with suppress(ValueError):  # it was taken out of the file meanwhile
+                await asyncio.to_thread(self._key_file.revoke, key.key_id)  # first, or it would come back from there
+        self._keyring.revoke(key.key_id)
+        return json_response(record, self._key_facts(key))
+
+    async def _list_engines(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.ENGINES)
+        return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
+
+    async def _add_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.ENGINES)
+        fields = await read_fields(request, record)
+        fields.only(frozenset({"name", "url", "region"}))
+        entry = EngineEntry(name=_name(fields, "name"), url=_url(fields), region=_optional_text(fields, "region"))
+        try:
+            self._pool.add(entry)
+        except ValueError as error:
+            raise ApiError(409, "conflict", str(error), param="name") from error
+        return json_response(
+            record, next(_engine_facts(view) for view in self._pool.list() if view.entry.name == entry.name)
+        )
+
+    async def _remove_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+        self._key(request, record, Action.ENGINES)
+        try:
+            self._pool.remove(route.parameter)
+        except ValueError as error:
+            raise ApiError(404, "engine_not_found", str(error)) from error
+        return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
+
+    def _key(self, request: HttpRequest, record: RequestRecord, action: Action) -> Key:
+        key = self._auth.key(request.headers, action, self._clock.now())
+        record.key_id = key.key_id
         return key
+
+    def _key_facts(self, key: Key) -> dict[str, Json]:
+        left_s = None if key.expires_at is None else round(key.expires_at - self._clock.now(), 3)
+        return {
+            "key_id": key.key_id,
+            "scope": key.scope.value,
+            "label": key.label,
+            "created": key.created,
+            "expires_s": left_s,
+            "session_id": key.session_id,
+            "requests_per_minute": key.limits.requests_per_minute,
+            "tokens_per_minute": key.limits.tokens_per_minute,
+        }
 
     def _gauges(self) -> Mapping[str, Mapping[str, float]]:
         states = Counter(view.state.value for view in self._pool.list())
-        admission = self._line.admission
+        controller = self._admission.controller
         return {
             "etude_engines": {state.value: states[state.value] for state in EngineState},
-            "etude_calls_inflight": {"": self._load.inflight},
-            "etude_calls_waiting": {traffic.value: admission.waiting(traffic) for traffic in TrafficClass},
-            "etude_places": {"": admission.limit},
+            "etude_calls_inflight": {"": self._inflight.count},
+            "etude_calls_waiting": {traffic.value: controller.waiting(traffic) for traffic in TrafficClass},
+            "etude_admission_limit": {"": controller.limit},
             "etude_sessions": {"": len(self._sessions)},
             "etude_engine_losses": {"": self._pool.counters.losses},
         }
+
+
+def _read_key(fields: Fields, now: float) -> tuple[Key, str]:
+    """A new key and its secret."""
+    fields.only(frozenset({"scope", "label", "expires_s", "requests_per_minute", "tokens_per_minute"}))
+    scope = fields.choice("scope", [Scope.PRODUCTION.value, Scope.ADMIN.value])
+    if scope is None:
+        raise fields.invalid("scope", "production or admin")
+    lasts_s = fields.number("expires_s", low=0, high=MAX_AGE_S, above=True)
+    secret = new_secret(Scope(scope))
+    key = Key(
+        key_id=new_key_id(),
+        digest=digest_of(secret),
+        scope=Scope(scope),
+        limits=Limits(
+            requests_per_minute=fields.integer("requests_per_minute", low=1, high=MAX_BUDGET),
+            tokens_per_minute=fields.integer("tokens_per_minute", low=1, high=MAX_BUDGET),
+        ),
+        expires_at=None if lasts_s is None else now + lasts_s,
+        created=date_utc(),
+        label=_optional_text(fields, "label"),
+    )
+    return key, secret
+
+
+def _name(fields: Fields, name: str) -> str:
+    text = fields.text(name)
+    if not 0 < len(text) <= MAX_TEXT or "/" in text or not text.isprintable():
+        raise fields.invalid(name, f"1 to {MAX_TEXT} printable characters without a slash")
+    return text
+
+
+def _optional_text(fields: Fields, name: str) -> str:
+    text = fields.text(name, "")
+    if len(text) > MAX_TEXT:
+        raise fields.invalid(name, f"at most {MAX_TEXT} characters")
+    return text
+
+
+def _url(fields: Fields) -> str:
+    url = fields.text("url")
+    if len(url) > MAX_TEXT or not is_engine_url(url):
+        raise fields.invalid("url", f"http://HOST:PORT or https://HOST:PORT, at most {MAX_TEXT} characters")
+    return url
+
+
+def _engine_facts(view: EngineView) -> dict[str, Json]:
+    health = view.health
+    return {
+        "name": view.entry.name,
+        "url": view.entry.url,
+        "region": view.entry.region,
+        "state": view.state.value,
+        "reason": view.reason,
+        "inflight": view.inflight,
+        "version": None if health is None else health.version,
+        "digest": None if health is None else health.digest,
+        "running": None if health is None else health.running,
+        "waiting": None if health is None else health.waiting,
+    }

@@ -3,8 +3,8 @@
     {"version": 1, "keys": [{"key_id", "digest", "scope", "label", "created", "expires",
                              "requests_per_minute", "tokens_per_minute"}]}
 
-Owns the file's form, its replacement as a whole, and noticing that somebody replaced it. Keys of rollouts live as long
-as their sessions, in memory, and are never written. What a key may do is :mod:`etude.gateway.http.keys`' business.
+Owns the file's form, its replacement as a whole, and noticing that it was replaced. Keys of rollouts live as long as
+their sessions, in memory, and are never written. The rights of a key are :mod:`etude.gateway.http.auth`'s.
 """
 
 import fcntl
@@ -13,25 +13,45 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 import orjson
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from etude.clock import unix_s
 from etude.errors import ConfigError, DamagedError
-from etude.gateway.http.keys import MAX_KEYS, Key, Keyring, Limits, Scope
+from etude.gateway.http.auth import MAX_KEYS, Key, Keyring, Limits, Scope
 from etude.types import Json
 
 FORM = 1
-"""Of the file; another one was written by another version of étude."""
+"""Version of the file; another one was written by another version of étude."""
 OWNER_ONLY = 0o600
-"""Digests open nothing, but who has which keys is nobody else's business."""
-FIELDS = frozenset(
-    {"key_id", "digest", "scope", "label", "created", "expires", "requests_per_minute", "tokens_per_minute"}
-)
-"""Of one key; all are there, and no others."""
+"""File mode. Digests open nothing, but the list of keys is private."""
 UNREADABLE = (-1,)
-"""What is known of a file that is not there."""
+"""The identity of a file that is not there."""
+
+
+class _FiledKey(BaseModel):
+    """One key as it is filed: all fields are there, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    key_id: str
+    digest: str
+    scope: Scope
+    label: str
+    created: str
+    expires: AwareDatetime | None
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+
+
+class _Filed(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: Literal[1]
+    keys: tuple[_FiledKey, ...] = Field(max_length=MAX_KEYS)
 
 
 class KeyFile:
@@ -67,10 +87,10 @@ class KeyFile:
         Raises like :meth:`load`, once for each change; the ring then keeps what it has.
         """
         try:
-            found = _identity(self.path.stat())
+            identity = _identity(self.path.stat())
         except OSError:
-            found = UNREADABLE
-        if found == self._seen:
+            identity = UNREADABLE
+        if identity == self._seen:
             return False
         keys = self.load()
         try:
@@ -154,52 +174,22 @@ class KeyFile:
         }
 
     def _decode(self, data: bytes) -> tuple[Key, ...]:
-        fields = orjson.loads(data)
-        if fields["version"] != FORM:
-            raise ValueError(f"its version is {fields['version']!r}, expected {FORM}")
-        keys = tuple(self._key(record) for record in fields["keys"])
+        keys = tuple(self._key(record) for record in _Filed.model_validate_json(data).keys)
         ids, digests = {key.key_id for key in keys}, {key.digest for key in keys}
         if len(ids) < len(keys) or len(digests) < len(keys):
             raise ValueError("two keys have the same id or digest")
-        if len(keys) > MAX_KEYS:
-            raise ValueError(f"it has {len(keys)} keys, more than {MAX_KEYS}")
         return keys
 
-    def _key(self, record: Json) -> Key:
-        if not isinstance(record, dict) or record.keys() != FIELDS:
-            raise ValueError(f"a key has not exactly the fields {sorted(FIELDS)}")
-        expires = record["expires"]
+    def _key(self, filed: _FiledKey) -> Key:
         return Key(
-            key_id=_text(record["key_id"]),
-            digest=_text(record["digest"]),
-            scope=Scope(_text(record["scope"])),
-            label=_text(record["label"]),
-            created=_text(record["created"]),
-            expires_at=None if expires is None else _unix_s(_text(expires)) - self._unix_ahead_s,
-            limits=Limits(
-                requests_per_minute=_bound(record["requests_per_minute"]),
-                tokens_per_minute=_bound(record["tokens_per_minute"]),
-            ),
+            key_id=filed.key_id,
+            digest=filed.digest,
+            scope=filed.scope,
+            label=filed.label,
+            created=filed.created,
+            expires_at=None if filed.expires is None else filed.expires.timestamp() - self._unix_ahead_s,
+            limits=Limits(requests_per_minute=filed.requests_per_minute, tokens_per_minute=filed.tokens_per_minute),
         )
-
-
-def _text(value: Json) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, found {value!r}")
-    return value
-
-
-def _bound(value: Json) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ValueError(f"expected a whole number or null, found {value!r}")
-    return value
-
-
-def _unix_s(date: str) -> float:
-    moment = datetime.fromisoformat(date)
-    if moment.tzinfo is None:
-        raise ValueError(f"date {date!r} has no time zone")
-    return moment.timestamp()
 
 
 def _identity(stat: os.stat_result) -> tuple[int, ...]:

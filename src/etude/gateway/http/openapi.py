@@ -1,19 +1,18 @@
-"""The OpenAPI 3.1 document of the gateway: what can be asked of it, and how its answers and errors look.
+"""The OpenAPI 3.1 document of the gateway: its requests, responses and errors.
 
-Owns the paths, and the schemas of what those who run a gateway ask. The schema of a model call lies beside the parser
-of its dialect. The parsers are what counts; this is for those who write clients, and for tests that send what a schema
-allows and what it does not.
+Owns the paths, and the schemas of requests that run a gateway. The schema of a model call lies beside the parser of its
+API protocol. The parsers are what counts; this is for authors of clients, and for tests that send what a schema allows
+and what it does not.
 """
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from etude.gateway.api import chat, completions, messages, responses
-from etude.gateway.api.calls import MODEL
+from etude.gateway.api.calls import KINDS, MODEL
+from etude.gateway.api.fields import FLAG, TEXT, any_of, array_schema, enum_schema, integer_schema, object_schema
 from etude.gateway.api.openai import nullable
-from etude.gateway.api.schemas import FLAG, TEXT, either, listed, record, whole, word
-from etude.gateway.api.turn_kind import KINDS
-from etude.gateway.http.key_api import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
+from etude.gateway.http.auth import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
 from etude.types import Json
 
 MEANINGS: Mapping[int, str] = MappingProxyType(
@@ -23,17 +22,17 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         403: "The key does not allow this.",
         404: "There is nothing of this name, or it is another key's.",
         408: "The body did not arrive in time.",
-        409: "The name is taken; or the wanted weight version is not served yet: see Retry-After; or a forked session "
-        "was not asked what it was asked before.",
+        409: "The name is taken; or the weight version is not served yet: see Retry-After; or a forked session's next "
+        "call is another one than before.",
         413: "The body is too large.",
         429: "Too much at a time: try again after Retry-After seconds.",
-        500: "The gateway failed, or an engine's record of what it sampled does not fit; a retry need not help.",
+        500: "The gateway failed, or an engine's record of its completion does not fit; a retry need not help.",
         503: "No engine can answer now: try again after Retry-After seconds.",
         504: "No answer before the deadline of the call.",
         529: "Anthropic's number for 503.",
     }
 )
-"""Status → what it means."""
+"""Status → its meaning."""
 READING = (400, 401, 403, 404, 429, 500, 503)
 """Errors of a request without a body."""
 WRITING = (*READING, 408, 409, 413)
@@ -44,30 +43,35 @@ CALLING = (*WRITING, 504, 529)
 OPENAI: Json = {"$ref": "#/components/schemas/OpenAIError"}
 ANTHROPIC: Json = {"$ref": "#/components/schemas/AnthropicError"}
 
-OPENAI_ERROR = record(
-    "error", error=record("message type code", message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT)
+OPENAI_ERROR = object_schema(
+    "error", error=object_schema("message type code", message=TEXT, type=TEXT, param=nullable(TEXT), code=TEXT)
 )
-"""An error of OpenAI's APIs, and of what those who run the gateway ask."""
-ANTHROPIC_ERROR = record(
-    "type error", type=word("error"), error=record("type message", type=TEXT, message=TEXT), request_id=nullable(TEXT)
+"""An error of OpenAI's APIs, and of the admins' requests."""
+ANTHROPIC_ERROR = object_schema(
+    "type error",
+    type=enum_schema("error"),
+    error=object_schema("type message", type=TEXT, message=TEXT),
+    request_id=nullable(TEXT),
 )
 """An error of Anthropic's API."""
 
 COUNT: Json = {"type": "integer", "minimum": 0}
 LABEL: Json = {"type": "string", "maxLength": MAX_TEXT}
 NAME: Json = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": "^[A-Za-z0-9][A-Za-z0-9_.-]*$"}
-"""What stands in a path without being escaped."""
+"""A name that stands in a path without being escaped."""
 URL: Json = {"type": "string", "maxLength": MAX_TEXT, "pattern": "^https?://[A-Za-z0-9_.:/-]+$"}
-BUDGET = nullable(whole(1, MAX_BUDGET))
+BUDGET = nullable(integer_schema(1, MAX_BUDGET))
 
-NEW_SESSION = record("session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT)
+NEW_SESSION = object_schema(
+    "session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT
+)
 """A session that was opened, the one key that opens it, and how many turns it begins with."""
-WANTED_SESSION = record("", fork_of=TEXT)
+SESSION_REQUEST = object_schema("", fork_of=TEXT)
 """A session that begins as another one, whose calls are to be made again and are answered as they were."""
-KEY = record(
+KEY = object_schema(
     "key_id scope",
     key_id=TEXT,
-    scope=word("production", "rollout", "admin"),
+    scope=enum_schema("production", "rollout", "admin"),
     label=TEXT,
     created=TEXT,
     expires_s=nullable({"type": "number"}),
@@ -77,21 +81,21 @@ KEY = record(
     api_key=TEXT,
 )
 """A key; its secret is there once only, when it is made."""
-WANTED_KEY = record(
+KEY_REQUEST = object_schema(
     "scope",
-    scope=word("production", "admin"),
+    scope=enum_schema("production", "admin"),
     label=nullable(LABEL),
     expires_s=nullable({"type": "number", "exclusiveMinimum": 0, "maximum": MAX_AGE_S}),
     requests_per_minute=BUDGET,
     tokens_per_minute=BUDGET,
 )
 """A key to be made. Rollouts' keys are made with their sessions."""
-ENGINE = record(
+ENGINE = object_schema(
     "name url region state reason inflight version digest running waiting",
     name=TEXT,
     url=TEXT,
     region=TEXT,
-    state=word("healthy", "suspect", "stale", "dead"),
+    state=enum_schema("healthy", "suspect", "stale", "dead"),
     reason=TEXT,
     inflight=COUNT,
     version=nullable(COUNT),
@@ -100,12 +104,12 @@ ENGINE = record(
     waiting=nullable(COUNT),
 )
 """An engine, as the gateway sees it."""
-ENGINES = record("engines", engines=listed(ENGINE))
-WANTED_ENGINE = record("name url", name=NAME, url=URL, region=nullable(LABEL))
+ENGINES = object_schema("engines", engines=array_schema(ENGINE))
+ENGINE_REQUEST = object_schema("name url", name=NAME, url=URL, region=nullable(LABEL))
 """An engine to be added."""
-HEALTH = record(
+HEALTH = object_schema(
     "engine engines draining inflight sessions",
-    engine=nullable(record("version digest", version=COUNT, digest=TEXT)),
+    engine=nullable(object_schema("version digest", version=COUNT, digest=TEXT)),
     engines={"type": "object", "additionalProperties": COUNT},
     draining=FLAG,
     inflight=COUNT,
@@ -137,53 +141,53 @@ def document() -> dict[str, Json]:
 
 
 def _call_paths() -> dict[str, dict[str, Json]]:
-    """What harnesses ask."""
+    """Requests of harnesses."""
     chosen = _shape("id object created model choices usage")
     responded = _shape("id object created_at status model output usage")
-    said = _shape("id type role content model stop_reason usage")
-    either_error = either(OPENAI, ANTHROPIC)  # by what the client says it is
-    tokens = _content(record("input_tokens", input_tokens=COUNT))
-    counted = _operation("How many tokens a prompt has", tokens, (*WRITING, 529), ANTHROPIC)
-    listing = _operation("The models there are", _content(_shape("object data has_more")), READING, either_error)
-    fared = _content(record("calls waited_s unserved", calls=COUNT, waited_s={"type": "number"}, unserved=FLAG))
-    waits = _operation("How long the calls of a session waited for engines", fared, READING, either_error)
+    message = _shape("id type role content model stop_reason usage")
+    either_error = any_of(OPENAI, ANTHROPIC)  # by what the client says it is
+    tokens = _content(object_schema("input_tokens", input_tokens=COUNT))
+    counted = _operation("The number of tokens of a prompt", tokens, (*WRITING, 529), ANTHROPIC)
+    models = _operation("The models there are", _content(_shape("object data has_more")), READING, either_error)
+    times = _content(object_schema("calls waited_s unserved", calls=COUNT, waited_s={"type": "number"}, unserved=FLAG))
+    queue_time = _operation("The time that the calls of a session waited for engines", times, READING, either_error)
     model = _operation("One model", _content(_shape("id object created type display_name")), READING, either_error)
     return {
-        chat.DIALECT.path: _call("OpenAI's chat completions", chat.SCHEMA, chosen),
-        completions.DIALECT.path: _call("OpenAI's completions of a raw prompt", completions.SCHEMA, chosen),
-        responses.DIALECT.path: _call("OpenAI's responses", responses.SCHEMA, responded),
-        messages.DIALECT.path: _call("Anthropic's messages", messages.SCHEMA, said, ANTHROPIC),
+        chat.PROTOCOL.path: _call("OpenAI's chat completions", chat.SCHEMA, chosen),
+        completions.PROTOCOL.path: _call("OpenAI's completions of a raw prompt", completions.SCHEMA, chosen),
+        responses.PROTOCOL.path: _call("OpenAI's responses", responses.SCHEMA, responded),
+        messages.PROTOCOL.path: _call("Anthropic's messages", messages.SCHEMA, message, ANTHROPIC),
         messages.COUNT_PATH: {"post": {**counted, "requestBody": _body(messages.COUNT_SCHEMA)}},
-        "/v1/models": {"get": listing},
-        "/v1/models/{model}": {"parameters": [_in_path("model", word(MODEL))], "get": model},
-        "/v1/waits": {"get": waits},
+        "/v1/models": {"get": models},
+        "/v1/models/{model}": {"parameters": [_in_path("model", enum_schema(MODEL))], "get": model},
+        "/v1/queue_time": {"get": queue_time},
     }
 
 
 def _below_session(paths: Mapping[str, Mapping[str, Json]]) -> dict[str, Json]:
     """The same paths in a session: named by its id, or by its key, which then is the only one that is needed."""
-    found: dict[str, Json] = {}
+    below: dict[str, Json] = {}
     for path, item in paths.items():
         parameters = item.get("parameters", [])
         assert isinstance(parameters, list), "the parameters of a path are a list"
         operations = {name: value for name, value in item.items() if name != "parameters"}
-        found[f"/s/{{session}}{path}"] = {**operations, "parameters": [_in_path("session", NAME), *parameters]}
-    return found
+        below[f"/s/{{session}}{path}"] = {**operations, "parameters": [_in_path("session", NAME), *parameters]}
+    return below
 
 
 def _control_paths() -> dict[str, Json]:
-    """What those who run the gateway ask."""
+    """Requests of admins."""
     opened = _operation("Open a session", _content(NEW_SESSION), WRITING)
     closed = _operation("Close a session, for its turns", _content({}, "application/octet-stream"), READING)
     made = _operation("Make a key; its secret is shown this once", _content(KEY), WRITING)
     added = _operation("Add an engine", _content(ENGINE), WRITING)
     removed = _operation("Take an engine out: it gets no new calls", _content(ENGINES), READING)
     return {
-        "/sessions": {"post": {**opened, "requestBody": _body(WANTED_SESSION, required=False)}},
+        "/sessions": {"post": {**opened, "requestBody": _body(SESSION_REQUEST, required=False)}},
         "/sessions/{id}": {"parameters": [_in_path("id", NAME)], "delete": closed},
         "/keys": {
-            "get": _operation("All keys", _content(record("keys", keys=listed(KEY))), READING),
-            "post": {**made, "requestBody": _body(WANTED_KEY)},
+            "get": _operation("All keys", _content(object_schema("keys", keys=array_schema(KEY))), READING),
+            "post": {**made, "requestBody": _body(KEY_REQUEST)},
         },
         "/keys/{id}": {
             "parameters": [_in_path("id", NAME)],
@@ -191,7 +195,7 @@ def _control_paths() -> dict[str, Json]:
         },
         "/engines": {
             "get": _operation("All engines", _content(ENGINES), READING),
-            "post": {**added, "requestBody": _body(WANTED_ENGINE)},
+            "post": {**added, "requestBody": _body(ENGINE_REQUEST)},
         },
         "/engines/{name}": {"parameters": [_in_path("name", NAME)], "delete": removed},
         "/metrics": {"get": _operation("For Prometheus", _content(TEXT, "text/plain"), READING)},
@@ -199,12 +203,12 @@ def _control_paths() -> dict[str, Json]:
 
 
 def _open_paths() -> dict[str, Json]:
-    """What anybody may ask."""
+    """Requests that need no key."""
     well, sick = _response("Calls are answered", _content(HEALTH)), _response("They are not", _content(HEALTH))
-    described = _operation("What this gateway understands", _content(_shape("openapi info paths")), (500,))
+    described = _operation("The requests that this gateway understands", _content(_shape("openapi info paths")), (500,))
     return {
         "/healthz": {
-            "get": {"summary": "How it is", "responses": {"200": well, "503": sick}, "security": []},
+            "get": {"summary": "The state of the gateway", "responses": {"200": well, "503": sick}, "security": []},
         },
         "/openapi.json": {"get": {**described, "security": []}},
     }
@@ -235,7 +239,7 @@ def _body(schema: Json, *, required: bool = True) -> Json:
 
 
 def _shape(fields: str) -> Json:
-    """An object that has these fields, and maybe others: what is in them is their API's reference's to say."""
+    """An object that has these fields, and maybe others: their content is their API's reference's."""
     required: list[Json] = [*fields.split()]
     return {"type": "object", "required": required}
 
@@ -251,7 +255,7 @@ def _headers() -> list[Json]:
         _header("X-Etude-Session", "A session of this key, by a name of the caller's.", NAME),
         _header("X-Etude-Min-Version", "The oldest weight version that may answer.", _pattern(digits)),
         _header("X-Etude-Deadline-S", "Seconds until an answer is of no use.", _pattern(f"{digits}(\\.{digits})?")),
-        _header("X-Etude-Turn", "What the call is for; a summary is recorded as one.", word(*KINDS)),
+        _header("X-Etude-Turn", "The kind of the call; a summary is recorded as one.", enum_schema(*KINDS)),
         _header("X-Request-Id", "Random, the same with each retry; it gets the recorded answer.", _pattern(visible)),
     ]
 

@@ -1,36 +1,51 @@
-"""Which model calls may go to the engines now: the pure core of back-pressure.
+"""Admission control: which model calls may go to the engines now, and the queue of those that may not yet.
 
-    enter ──▶ GRANTED ──leave──▶ LEFT          a place was free
-          ├─▶ WAITING ──due───▶ GRANTED        one became free, or EXPIRED: the call's deadline came first
-          └─▶ REFUSED                          as many wait as may, or it gave way to a call of a shorter line
+    async with queue.permit(traffic, deadline, account): …call an engine…
 
-Owns how many calls are at the engines and who waits for a place. People come before rollouts: a production call that
-finds all places taken by rollouts gets one beyond the limit, as the engines put rollouts back for it, and it never
-waits behind one. A small share of places is kept for rollouts, in addition, so that nothing starves for ever.
+    acquire ──▶ GRANTED ──release──▶ RELEASED    a permit was free
+            ├─▶ WAITING ──due────▶ GRANTED       one became free, or EXPIRED: the call's deadline came first
+            └─▶ REFUSED                          the queue is full, or the call gave way to one of a shorter queue
 
-How many places there are is found out, as TCP finds out what a path carries (Jacobson 1988, "Congestion avoidance and
-control"): while all are in use and nothing queues at the engines, each answer adds one place at first, and one per
-round of answers after the first congestion; when an engine says that it is busy, or a call runs into its deadline, the
-number falls by a factor, at most once in the time of one call. No clock: ``now`` is an argument, in seconds.
+Owns how many calls are at the engines and which wait for a permit. :class:`AdmissionController` is the pure core: no
+clock, ``now`` is an argument, in seconds. :class:`AdmissionQueue` is its async shell: consumes calls; produces permits;
+waits for a call to end, at most until the deadline; woken by the one that ends; on shutdown each waiter is cancelled
+with its call.
 
-Within a class accounts have equal shares of places and of the room to wait, as soon as several want them
-(:mod:`etude.gateway.routing.fairness`).
+People come before rollouts: a production call that finds all permits taken by rollouts gets one beyond the limit, as
+the engines put rollouts back for it, and it never waits behind one. A small share of permits is reserved for rollouts,
+in addition, so that nothing starves for ever.
+
+The number of permits is found as TCP finds out what a path carries (Jacobson 1988, "Congestion avoidance and control"):
+while all are in use and nothing queues at the engines, each answer adds one at first, and one per round of answers
+after the first congestion; when an engine says that it is busy, or a call runs into its deadline, the number falls by a
+factor, at most once in the time of one call.
+
+Within a class, accounts have equal shares of permits and of the room to wait, as soon as several want them. That is
+max-min fairness (Bertsekas and Gallager, *Data Networks*, 1992, section 6.5.2): an account uses whatever is idle, and
+no more than its share as soon as others want theirs. The call that gives way in a full queue is that of the longest
+queue drop of B. Suter, T. Lakshman, D. Stiliadis and A. Choudhury (INFOCOM 1998): a full queue never keeps out an
+account whose own queue is shorter.
 """
 
+import asyncio
 import heapq
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 from math import ceil
 from types import MappingProxyType
+from typing import final
 
-from etude.gateway.routing.fairness import FairQueue
+from etude.errors import EngineBusy
+from etude.gateway.api.calls import ApiError
+from etude.protocols import Clock
 
 
 class TrafficClass(StrEnum):
-    """Who is served."""
+    """The urgency of a call."""
 
     PRODUCTION = "production"
     """People who wait for an answer."""
@@ -39,54 +54,54 @@ class TrafficClass(StrEnum):
 
 
 PRIORITIES: Mapping[TrafficClass, int] = MappingProxyType({TrafficClass.PRODUCTION: -1, TrafficClass.ROLLOUT: 0})
-"""What engines are told, best first and in order of service: the lower is served first there, too. Rollouts have the
+"""Traffic class → priority at the engines, in order of service: the lower is served first there, too. Rollouts have the
 default, so that an engine without priorities serves a run as well.
 """
 DECREASE = 0.7
-"""What is left of the limit after congestion: that of CUBIC (RFC 9438, section 4.6); half is for paths whose queues
-nobody can see.
+"""Factor of the limit after congestion: that of CUBIC (RFC 9438, section 4.6); half is for paths whose queues cannot be
+seen.
 """
 QUEUE_SHARE = 0.1
 """Calls that may queue at the engines, of those in flight, while the limit still grows."""
 SMOOTHING = 0.125
 """Weight of a new sample in the mean time of a call and in the mean gap between two that leave (Jacobson's gain)."""
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
-"""Bounds of the advice when to try again."""
+"""Bounds of the advice for a next try."""
 
 
 class TicketState(StrEnum):
-    """Where a call is on its way to an engine."""
+    """The state of a call on its way to an engine."""
 
     NEW = "new"
     GRANTED = "granted"
-    """It has a place."""
+    """It has a permit."""
     WAITING = "waiting"
-    """In line."""
+    """It is in the queue."""
     REFUSED = "refused"
-    """The line was full, or is, and it had more than its share of it."""
+    """The queue was full, or is, and the account had more than its share of it."""
     EXPIRED = "expired"
-    """Its deadline came before a place."""
-    LEFT = "left"
+    """Its deadline came before a permit."""
+    RELEASED = "released"
     """It is over, or it gave up waiting."""
 
 
 TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
     {
         TicketState.NEW: frozenset({TicketState.GRANTED, TicketState.WAITING, TicketState.REFUSED}),
-        TicketState.GRANTED: frozenset({TicketState.LEFT}),
+        TicketState.GRANTED: frozenset({TicketState.RELEASED}),
         TicketState.WAITING: frozenset(
-            {TicketState.GRANTED, TicketState.REFUSED, TicketState.EXPIRED, TicketState.LEFT}
+            {TicketState.GRANTED, TicketState.REFUSED, TicketState.EXPIRED, TicketState.RELEASED}
         ),
         TicketState.REFUSED: frozenset(),
         TicketState.EXPIRED: frozenset(),
-        TicketState.LEFT: frozenset(),
+        TicketState.RELEASED: frozenset(),
     }
 )
-"""State of a ticket → where it may go."""
+"""State of a ticket → the states that may follow."""
 
 
 class Outcome(StrEnum):
-    """How a call that had a place ended."""
+    """The end of a call that had a permit."""
 
     ANSWERED = "answered"
     OVERLOADED = "overloaded"
@@ -99,20 +114,20 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Bounds of what is admitted."""
+    """Bounds of the admitted calls."""
 
     production: int = 512
-    """Places that production calls may hold."""
+    """Permits that production calls may hold."""
     rollouts: int = 512
-    """Places that rollouts may hold."""
+    """Permits that rollouts may hold."""
     waiting: int = 1024
-    """Calls of each class that may wait for a place."""
+    """Calls of each class that may wait for a permit."""
     start: int = 64
-    """Places before anything is known of the engines."""
+    """Permits before anything is known of the engines."""
     floor: int = 4
-    """Places there are at least, however congested."""
+    """Permits there are at least, however congested."""
     rollout_share: float = 0.05
-    """Places kept for rollouts, of the limit and beyond it; at least one."""
+    """Permits kept for rollouts, of the limit and beyond it; at least one."""
 
     def __post_init__(self) -> None:
         if min(self.production, self.rollouts, self.floor) < 1 or self.waiting < 0:
@@ -124,27 +139,27 @@ class AdmissionLimits:
 
     @property
     def ceiling(self) -> int:
-        """Places there are at most: as many as may ever be in use."""
+        """Permits there are at most: as many as may ever be in use."""
         return self.production + self.rollouts
 
     def of(self, traffic: TrafficClass) -> int:
-        """Places that a class may hold."""
+        """Permits that a class may hold."""
         return self.production if traffic is TrafficClass.PRODUCTION else self.rollouts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """One call's claim to a place. Only :class:`Admission` writes it."""
+    """One call's request for a permit. Only :class:`AdmissionController` writes it."""
 
     traffic: TrafficClass
     deadline: float
-    """When a place is of no more use."""
+    """Time from which a permit is of no more use."""
     account: str = ""
-    """The account whose share of the places it takes."""
+    """The account whose share of the permits it takes."""
     state: TicketState = TicketState.NEW
     granted_at: float = 0.0
     retry_after_s: float | None = None
-    """When to try again, if it was refused or has expired."""
+    """Time after which to try again, if it was refused or has expired."""
 
     def move(self, state: TicketState) -> None:
         """Go to another state; only moves in ``TICKET_MOVES`` exist."""
@@ -155,169 +170,165 @@ class Ticket:
 DEFAULT_ADMISSION = AdmissionLimits()
 
 
-class Admission:
-    """Gives places to calls.
+class AdmissionController:
+    """Gives permits to calls.
 
-    After every :meth:`leave`, and when the deadline of a ticket that waits has come, ask :meth:`due` who may go or has
-    waited too long.
+    After every :meth:`release`, and when the deadline of a ticket that waits has come, ask :meth:`due` which may go or
+    have waited too long.
     """
 
     def __init__(self, limits: AdmissionLimits = DEFAULT_ADMISSION) -> None:
         self._limits = limits
-        self._places = Places(limits)
-        self._inflight = dict.fromkeys(TrafficClass, 0)
-        self._held: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}  # by account
-        self._lines: dict[TrafficClass, FairQueue[Ticket]] = {one: FairQueue() for one in TrafficClass}
+        self._limit = ConcurrencyLimit(limits)
+        self._permits: dict[TrafficClass, Counter[str]] = {one: Counter() for one in TrafficClass}  # by account
+        self._queues: dict[TrafficClass, FairQueue] = {one: FairQueue() for one in TrafficClass}
         self._deadlines: list[tuple[float, int, Ticket]] = []  # a heap; it may hold tickets that wait no more
         self._arrivals = count()
         self._ended: list[Ticket] = []
         """Tickets that expired or gave way since :meth:`due` was asked."""
-        self._drain = Drain()
+        self._releases = ReleaseRate()
 
     @property
     def limit(self) -> int:
-        """Places that there are now, beyond which only reserved ones are given."""
-        return self._places.number
+        """Permits that there are now, beyond which only reserved ones are given."""
+        return self._limit.permits
 
     def inflight(self, traffic: TrafficClass) -> int:
-        """Places in use by a class."""
-        return self._inflight[traffic]
+        """Permits in use by a class."""
+        return self._permits[traffic].total()
 
     def waiting(self, traffic: TrafficClass) -> int:
-        """Calls of a class in line."""
-        return len(self._lines[traffic])
+        """Calls of a class in the queue."""
+        return len(self._queues[traffic])
 
-    def enter(self, traffic: TrafficClass, now: float, deadline: float, account: str = "") -> Ticket:
-        """Ask for a place: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``.
+    def acquire(self, traffic: TrafficClass, now: float, deadline: float, account: str = "") -> Ticket:
+        """Ask for a permit: the ticket is granted, waits until ``deadline``, or is refused with ``retry_after_s``.
 
         One that waits may have had another one refused: ask :meth:`due`.
         """
         self._expire(now)
-        ticket, line = Ticket(traffic=traffic, deadline=deadline, account=account), self._lines[traffic]
-        if not line and self._has_place(traffic):
+        ticket, queue = Ticket(traffic=traffic, deadline=deadline, account=account), self._queues[traffic]
+        if not queue and self._has_permit(traffic):
             self._grant(ticket, now)
-        elif deadline <= now or (len(line) >= self._limits.waiting and not self._displace(line, account)):
+        elif deadline <= now or (len(queue) >= self._limits.waiting and not self._displace(queue, account)):
             self._refuse(ticket)
         else:
             ticket.move(TicketState.WAITING)
-            line.add(account, ticket)
+            queue.add(ticket)
             heapq.heappush(self._deadlines, (deadline, next(self._arrivals), ticket))
         return ticket
 
-    def leave(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
-        """A call is over, or gives up waiting; a ticket that was refused or has expired needs no leaving."""
+    def release(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
+        """A call is over, or gives up waiting; a ticket that was refused or has expired needs no release."""
         if ticket.state is TicketState.WAITING:
-            self._lines[ticket.traffic].remove(ticket.account, ticket)
+            self._queues[ticket.traffic].remove(ticket)
         elif ticket.state is TicketState.GRANTED:
-            busy = sum(self._inflight.values())
-            self._inflight[ticket.traffic] -= 1
-            held = self._held[ticket.traffic]
-            held[ticket.account] -= 1
-            if not held[ticket.account]:
-                del held[ticket.account]  # or accounts would become ever more
-            self._drain.left(now, busy)
+            busy = self._busy()
+            permits = self._permits[ticket.traffic]
+            permits[ticket.account] -= 1
+            if not permits[ticket.account]:
+                del permits[ticket.account]  # or accounts would become ever more
+            self._releases.released(now, busy)
             if outcome is Outcome.ANSWERED:
-                self._places.answered(now - ticket.granted_at, busy)
+                self._limit.answered(now - ticket.granted_at, busy)
             elif outcome is Outcome.OVERLOADED:
-                self._places.congested(now)
+                self._limit.congested(now)
         else:
             return
-        ticket.move(TicketState.LEFT)
+        ticket.move(TicketState.RELEASED)
 
     def due(self, now: float) -> list[Ticket]:
         """Tickets that do not wait any more: granted in order of class, share and arrival, expired or refused."""
         self._expire(now)
         changed, self._ended = self._ended, []
         for traffic in PRIORITIES:
-            line = self._lines[traffic]
-            while line and self._has_place(traffic):
-                ticket = line.pop(self._held[traffic])
+            queue = self._queues[traffic]
+            while queue and self._has_permit(traffic):
+                ticket = queue.pop(self._permits[traffic])
                 self._grant(ticket, now)
                 changed.append(ticket)
         return changed
 
     def congested(self, now: float) -> None:
         """An engine turned a call away because it has enough to do."""
-        self._places.congested(now)
+        self._limit.congested(now)
 
     def queueing(self, calls: int) -> None:
         """So many calls wait inside the engines."""
-        self._places.queueing = calls
+        self._limit.queueing = calls
 
-    def _has_place(self, traffic: TrafficClass) -> bool:
-        held, limit = self._inflight[traffic], self.limit
-        if held >= self._limits.of(traffic):
+    def _busy(self) -> int:
+        return sum(map(self.inflight, TrafficClass))
+
+    def _has_permit(self, traffic: TrafficClass) -> bool:
+        used, limit = self.inflight(traffic), self.limit
+        if used >= self._limits.of(traffic):
             return False
         if traffic is TrafficClass.PRODUCTION:
-            return held < limit  # what rollouts hold does not count: the engines put them back
-        reserved = ceil(limit * self._limits.rollout_share)
-        return sum(self._inflight.values()) < limit or held < reserved
+            return used < limit  # the permits of rollouts do not count: the engines put them back
+        return self._busy() < limit or used < ceil(limit * self._limits.rollout_share)
 
     def _grant(self, ticket: Ticket, now: float) -> None:
         ticket.move(TicketState.GRANTED)
         ticket.granted_at = now
-        self._inflight[ticket.traffic] += 1
-        self._held[ticket.traffic][ticket.account] += 1
+        self._permits[ticket.traffic][ticket.account] += 1
 
     def _refuse(self, ticket: Ticket) -> None:
         ticket.move(TicketState.REFUSED)
-        ticket.retry_after_s = self._drain.wait_s(len(self._lines[ticket.traffic]) + 1)
+        ticket.retry_after_s = self._releases.wait_s(len(self._queues[ticket.traffic]) + 1)
 
-    def _displace(self, line: FairQueue[Ticket], account: str) -> bool:
-        """Make room in a full line for a call of ``account``, if that has less than its share."""
-        found = line.displaced_by(account)
-        if found is None:
+    def _displace(self, queue: "FairQueue", account: str) -> bool:
+        """Make room in a full queue for a call of ``account``, if that has less than its share."""
+        ticket = queue.displaced_by(account)
+        if ticket is None:
             return False
-        line.remove(*found)
-        self._refuse(found[1])
-        self._ended.append(found[1])
+        queue.remove(ticket)
+        self._refuse(ticket)
+        self._ended.append(ticket)
         return True
 
     def _expire(self, now: float) -> None:
         self._forget_settled()
         while self._deadlines and self._deadlines[0][0] <= now:
             *_, ticket = heapq.heappop(self._deadlines)
-            line = self._lines[ticket.traffic]
-            ticket.retry_after_s = self._drain.wait_s(len(line))
-            line.remove(ticket.account, ticket)
+            queue = self._queues[ticket.traffic]
+            ticket.retry_after_s = self._releases.wait_s(len(queue))
+            queue.remove(ticket)
             ticket.move(TicketState.EXPIRED)
             self._ended.append(ticket)
             self._forget_settled()
 
     def _forget_settled(self) -> None:
-        """Let the earliest deadline be that of a call that still waits, and the heap no larger than twice the lines."""
+        """Let the earliest deadline be that of a call that still waits, and bound the heap by twice the queues."""
         while self._deadlines and self._deadlines[0][2].state is not TicketState.WAITING:
             heapq.heappop(self._deadlines)
-        if len(self._deadlines) > 2 * sum(map(len, self._lines.values())) + 64:
-            self._deadlines = list(self._still_waiting())
+        if len(self._deadlines) > 2 * sum(map(len, self._queues.values())) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is TicketState.WAITING]
             heapq.heapify(self._deadlines)
 
-    def _still_waiting(self) -> Iterator[tuple[float, int, Ticket]]:
-        return (entry for entry in self._deadlines if entry[2].state is TicketState.WAITING)
 
-
-class Places:
-    """How many calls the engines take at once: additive increase, multiplicative decrease."""
+class ConcurrencyLimit:
+    """The number of calls that the engines take at once: additive increase, multiplicative decrease."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self.queueing = 0
-        """Calls that wait inside the engines, as they last said."""
+        """Calls that wait inside the engines, by their last report."""
         self._limits = limits
         self._number = float(min(limits.start, limits.ceiling))
-        self._threshold = float(limits.ceiling)  # below it one answer adds one place; congestion sets it
+        self._threshold = float(limits.ceiling)  # below it one answer adds one permit; congestion sets it
         self._call_s: float | None = None
         self._fell_at: float | None = None
 
     @property
-    def number(self) -> int:
-        """Places that there are."""
+    def permits(self) -> int:
+        """Permits that there are."""
         return int(self._number)
 
     def answered(self, call_s: float, busy: int) -> None:
-        """A call was answered after ``call_s``; ``busy`` places were in use, its own among them."""
+        """A call was answered after ``call_s``; ``busy`` permits were in use, its own among them."""
         self._call_s = call_s if self._call_s is None else self._call_s + SMOOTHING * (call_s - self._call_s)
-        if busy < self.number or self.queueing > QUEUE_SHARE * busy:
-            return  # more places would be of no use
+        if busy < self.permits or self.queueing > QUEUE_SHARE * busy:
+            return  # more permits would be of no use
         step = 1.0 if self._number < self._threshold else 1.0 / self._number
         self._number = min(self._number + step, float(self._limits.ceiling))
 
@@ -330,19 +341,163 @@ class Places:
         self._number = self._threshold = max(self._number * DECREASE, float(floor))
 
 
-class Drain:
-    """How fast calls leave, and so how long a line takes."""
+class ReleaseRate:
+    """The rate at which calls end, and so the time that a queue takes."""
 
     def __init__(self) -> None:
         self._gap_s = 0.0
-        self._left_at: float | None = None
+        self._released_at: float | None = None
 
-    def left(self, now: float, busy: int) -> None:
-        """One of ``busy`` calls left; the time after the last one says nothing of the speed."""
-        if self._left_at is not None:
-            self._gap_s += SMOOTHING * (now - self._left_at - self._gap_s)
-        self._left_at = now if busy > 1 else None
+    def released(self, now: float, busy: int) -> None:
+        """One of ``busy`` calls ended; the time after the last one says nothing of the rate."""
+        if self._released_at is not None:
+            self._gap_s += SMOOTHING * (now - self._released_at - self._gap_s)
+        self._released_at = now if busy > 1 else None
 
     def wait_s(self, calls: int) -> float:
-        """Seconds until ``calls`` have left, within bounds."""
+        """Seconds until ``calls`` have ended, within bounds."""
         return min(max(calls * self._gap_s, RETRY_MIN_S), RETRY_MAX_S)
+
+
+@final
+class FairQueue:
+    """Tickets that wait, by account; of one account first come, first served."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, OrderedDict[Ticket, None]] = {}  # none is empty; the account served longest ago first
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a ticket wait behind those of its account."""
+        self._queues.setdefault(ticket.account, OrderedDict())[ticket] = None
+        self._size += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Let go of a ticket that waits."""
+        queue = self._queues[ticket.account]
+        del queue[ticket]
+        if not queue:
+            del self._queues[ticket.account]
+        self._size -= 1
+
+    def pop(self, in_progress: Mapping[str, int]) -> Ticket:
+        """The next ticket: of the account with the fewest calls ``in_progress``; of several, of those in turn."""
+        account = min(self._queues, key=lambda one: in_progress.get(one, 0))
+        queue = self._queues.pop(account)
+        ticket, _ = queue.popitem(last=False)
+        if queue:
+            self._queues[account] = queue  # behind the others
+        self._size -= 1
+        return ticket
+
+    def displaced_by(self, account: str) -> Ticket | None:
+        """The ticket that gives way to one of ``account``; ``None`` where no queue is longer by two."""
+        longest = max(self._queues, key=lambda one: len(self._queues[one]), default=account)
+        if len(self._queues.get(longest, ())) < len(self._queues.get(account, ())) + 2:
+            return None
+        return next(reversed(self._queues[longest]))
+
+
+@final
+class AdmissionQueue:
+    """Hands out the permits of ``controller``."""
+
+    def __init__(self, controller: AdmissionController, clock: Clock) -> None:
+        self.controller = controller
+        """Knows the calls in progress and in the queue."""
+        self._clock = clock
+        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+
+    @asynccontextmanager
+    async def permit(self, traffic: TrafficClass, deadline: float, account: str) -> AsyncIterator[None]:
+        """Hold a permit for one call. Raises :class:`~etude.gateway.api.calls.ApiError` with 429."""
+        ticket = await self._acquire(traffic, deadline, account)
+        try:
+            yield
+        except BaseException as error:
+            self._release(ticket, self._outcome(ticket, error))
+            raise
+        self._release(ticket, Outcome.ANSWERED)
+
+    async def _acquire(self, traffic: TrafficClass, deadline: float, account: str) -> Ticket:
+        """Wait for a permit; the ticket is granted."""
+        now = self._clock.now()
+        ticket = self.controller.acquire(traffic, now, deadline, account)
+        if ticket.state is TicketState.WAITING:
+            self._wake(now)  # the one that gave way to it
+            await self._wait(ticket)
+        if ticket.state is not TicketState.GRANTED:
+            message = f"too many {traffic} calls are in progress and in the queue: try again later"
+            raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=ticket.retry_after_s)
+        return ticket
+
+    def _release(self, ticket: Ticket, outcome: Outcome) -> None:
+        """Give a permit back, to a call that waits for it."""
+        now = self._clock.now()
+        self.controller.release(ticket, outcome, now)
+        self._wake(now)
+
+    def _outcome(self, ticket: Ticket, error: BaseException) -> Outcome:
+        """The meaning of an error for the load; a call that its deadline ended was cancelled, as if abandoned."""
+        if isinstance(error, EngineBusy | TimeoutError) or self._clock.now() >= ticket.deadline:
+            return Outcome.OVERLOADED
+        return Outcome.FAILED if isinstance(error, Exception) else Outcome.ABANDONED
+
+    async def _wait(self, ticket: Ticket) -> None:
+        woken = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait({woken}, timeout=ticket.deadline - self._clock.now())
+            if not woken.done():
+                self._wake(self._clock.now())
+            if ticket.state is TicketState.WAITING:  # the timer was early by a tick
+                self._release(ticket, Outcome.ABANDONED)
+        except asyncio.CancelledError:
+            self._release(ticket, Outcome.ABANDONED)
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+
+    def _wake(self, now: float) -> None:
+        for ticket in self.controller.due(now):
+            woken = self._waiting.pop(ticket, None)
+            if woken is not None and not woken.done():
+                woken.set_result(None)
+
+
+@final
+class InflightCalls:
+    """The model calls of one gateway that are in progress, and its drain: no new ones, then none."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.draining = False
+        """True once new calls are turned away."""
+        self._idle = asyncio.Event()
+
+    def check_open(self) -> None:
+        """Raise :class:`~etude.gateway.api.calls.ApiError` with 503 while the gateway drains."""
+        if self.draining:
+            raise ApiError(503, "draining", "this gateway is stopping: ask another one, or this one again in a while")
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call, from its first check to its last byte."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
+            if self.draining and not self.count:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Turn new calls away and wait until none is left, at most ``seconds``."""
+        self.draining = True
+        if not self.count:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()

@@ -4,46 +4,52 @@
                ▲                 │ lost: another one, or the same once it was heard of again
                └─────────────────┘ busy: another one, or a pause
 
-Owns the calls in progress, their deadlines and what becomes of a turn whose engine fails. Which engine is asked is the
-:class:`~etude.gateway.routing.router.Router`'s to decide, and how many calls come here at all the
-:class:`~etude.gateway.routing.admission.Admission`'s; it is told when engines are busy and how many calls queue in
-them.
+Owns the calls in progress, their deadlines and what becomes of a turn whose engine fails. The engine of a call is
+decided by :class:`~etude.gateway.routing.router.Router`, the number of calls that come here at all by
+:class:`~etude.gateway.routing.admission.AdmissionController`, which learns when engines are busy and how many calls
+queue in them.
 
-A turn that nobody has seen is sampled anew; one that was handed out in part is continued
-(:mod:`etude.gateway.capture.continuations`).
+A turn of which nothing was handed out is sampled anew; one that was handed out in part is continued
+(:class:`StreamedTurn`):
+
+    chunks of the first engine ──▶ prompt + their tokens ──▶ chunks of the second one ──▶ one completion of both
+
+Every token keeps the log-probability and the version that it was sampled with; routes are the last engine's, which read
+all tokens but the last, also those that another one sampled. Two things go down with an engine and cannot be had
+elsewhere: the sampling mask of the tokens so far, and the end of a turn whose last token is out.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from random import Random
 from typing import TypeVar, final
 
+import numpy as np
+
+from etude.backoff import Backoff
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
-from etude.gateway.capture.continuations import StreamedTurn
-from etude.gateway.routing.admission import Admission
-from etude.gateway.routing.engine_health import EngineEntry, EngineState, EngineView
-from etude.gateway.routing.router import Reason, Router
+from etude.gateway.routing.admission import AdmissionController
+from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, Reason, Router
 from etude.protocols import Clock, Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Ids, TokenIds, as_list
 
 Answer = TypeVar("Answer")
 
-PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 1.0
-"""A call that finds no engine pauses this long at first and at most; in between the pause doubles."""
-JITTER = 0.5
-"""Share of each pause that is random: callers that were turned away together do not come back together."""
+BACKOFF = Backoff(first_s=0.05, longest_s=1.0, jitter=0.5)
+"""Pauses of a call that finds no engine."""
 TICK_S = 0.05
-"""How often the watch looks whether a poll is due."""
+"""Pause between two looks for a poll that is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """What bounds a call and a poll."""
+    """Bounds of a call and of a poll."""
 
     outage_s: float = 30.0
-    """How long a call waits, in all, while there is no engine that it could go to."""
+    """Longest time that a call waits, in all, while there is no engine that it could go to."""
     losses: int = 4
     """Engines that a call may lose under way: a request that every engine dies of must not kill all of them."""
     poll_s: float = 5.0
@@ -51,26 +57,26 @@ class PoolLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """What a call needs of its engine."""
+class CallOptions:
+    """The routing options of one call."""
 
     min_version: int | None = None
     """Oldest weight version that may sample it; ``None`` for any."""
     region: str | None = None
-    """Where it should be, if anything there can take it."""
+    """Region of the engine, if one there can take it."""
     deadline_s: float = 600.0
-    """How long the call may take in all, from now."""
-    taken: Callable[[float | None], None] = lambda at: None
-    """Told when an engine is given the call, and with ``None`` when it failed under it."""
+    """Seconds that the call may take in all, from now."""
+    dispatched: Callable[[float | None], None] = lambda at: None
+    """Called with the time when an engine is given the call, and with ``None`` when it failed under it."""
 
 
-ANYTHING = Want()
-DEFAULT_LIMITS = PoolLimits()
+DEFAULT_OPTIONS = CallOptions()
+DEFAULT_POOL_LIMITS = PoolLimits()
 
 
 @dataclass(slots=True, kw_only=True)
 class PoolCounters:
-    """What happened since the start."""
+    """Events since the start."""
 
     losses: int = 0
     """Engines that failed under a call."""
@@ -94,9 +100,9 @@ class EnginePool:
         engines: Callable[[str], Engine],
         router: Router,
         clock: Clock,
-        limits: PoolLimits = DEFAULT_LIMITS,
+        limits: PoolLimits = DEFAULT_POOL_LIMITS,
         *,
-        admission: Admission | None = None,
+        admission: AdmissionController | None = None,
         seed: int | None = None,
     ) -> None:
         """``admission`` is told of congestion; ``seed`` fixes the jitter."""
@@ -121,7 +127,7 @@ class EnginePool:
         del self._clients[name]
 
     def list(self) -> tuple[EngineView, ...]:
-        """What is known of each engine."""
+        """The state of each engine."""
         return self._router.engines()
 
     def versions(self) -> tuple[int, ...]:
@@ -134,51 +140,51 @@ class EnginePool:
         self._router.announce(version, digest, self._clock.now())
 
     async def generate(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, want: Want = ANYTHING
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> Completion:
         """Sample one completion; when its engine fails, it is sampled anew elsewhere.
 
         Raises ``ValueError`` when an engine refuses the request, :class:`~etude.errors.VersionPending` when none has
-        the wanted version, :class:`~etude.errors.EngineBusy` when all had enough to do until the deadline, and
+        that weight version, :class:`~etude.errors.EngineBusy` when all had enough to do until the deadline, and
         :class:`~etude.errors.EngineUnavailable` when none answered.
         """
-        trip = _Trip(session=session, want=want, began=self._clock.now())
+        call = _RoutedCall(session=session, options=options, began=self._clock.now())
         while True:
-            name = await self._choose(trip)
-            with self._calling(name, trip):
+            name = await self._choose(call)
+            with self._calling(name, call):
                 client = self._clients[name]
                 answer = client.engine.generate(prompt_ids, params, session=session)
-                completion = await self._bounded(client, trip, answer)
+                completion = await self._bounded(client, call, answer)
                 self._router.answered(name, self._clock.now(), _last(completion.versions))
                 return completion
 
     async def stream(
-        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, want: Want = ANYTHING
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come; when its engine fails, it is continued elsewhere.
 
         Raises like :meth:`generate`. With top-p or top-k, a turn of which some tokens were handed out already cannot be
         continued: it raises :class:`~etude.errors.EngineUnavailable`.
         """
-        trip = _Trip(session=session, want=want, began=self._clock.now())
+        call = _RoutedCall(session=session, options=options, began=self._clock.now())
         turn = StreamedTurn(as_list(prompt_ids), params)
         while not turn.complete:
-            name = await self._choose(trip)
-            with self._calling(name, trip):
-                async with aclosing(self._pieces(name, trip, turn)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+            name = await self._choose(call)
+            with self._calling(name, call):
+                async with aclosing(self._chunks(name, call, turn)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             if not turn.complete:
-                self.counters.continued += turn.resume(trip.trouble)
+                self.counters.continued += turn.resume(call.trouble)
 
-    async def _pieces(self, name: str, trip: "_Trip", turn: StreamedTurn) -> AsyncGenerator[TokenChunk, None]:
-        """What one engine adds to a turn. Each piece is a sign of life: an engine may be too busy for its polls."""
+    async def _chunks(self, name: str, call: "_RoutedCall", turn: "StreamedTurn") -> AsyncGenerator[TokenChunk, None]:
+        """The chunks that one engine adds to a turn. Each is a sign of life: a busy engine may miss its polls."""
         client = self._clients[name]
-        async with aclosing(client.engine.stream(turn.prompt, turn.params, session=trip.session)) as pieces:
+        async with aclosing(client.engine.stream(turn.prompt, turn.params, session=call.session)) as chunks:
             while not turn.complete:
-                piece = turn.add(await self._bounded(client, trip, _next(pieces)))
-                self._router.answered(name, self._clock.now(), _last(piece.versions) if turn.complete else None)
-                yield piece
+                chunk = turn.add(await self._bounded(client, call, _next(chunks)))
+                self._router.answered(name, self._clock.now(), _last(chunk.versions) if turn.complete else None)
+                yield chunk
 
     async def watch(self) -> None:
         """Ask engines how they are, for ever.
@@ -192,46 +198,46 @@ class EnginePool:
                     group.create_task(self._poll(name, self._clients[name]))
                 await self._clock.sleep(TICK_S)
 
-    async def _choose(self, trip: "_Trip") -> str:
+    async def _choose(self, call: "_RoutedCall") -> str:
         """An engine for a call, perhaps after a while."""
-        want = trip.want
+        options = call.options
         while True:
-            silent = [name for name, heard in trip.lost.items() if self._router.heard(name) == heard]
+            silent = [name for name, heard in call.lost.items() if self._router.heard(name) == heard]
             choice = self._router.choose(
-                trip.session, min_version=want.min_version, region=want.region, avoid={*silent, *trip.busy}
+                call.session, min_version=options.min_version, region=options.region, avoid={*silent, *call.busy}
             )
             if choice.name is not None:
                 return choice.name
             if choice.reason is Reason.VERSION:
-                assert want.min_version is not None and choice.newest is not None, "nothing was wanted"
-                raise VersionPending(want.min_version, choice.newest)
-            pause_s = trip.pause(self._clock.now(), self._limits.outage_s, self._random.random())
+                assert options.min_version is not None and choice.newest is not None, "no version was asked for"
+                raise VersionPending(options.min_version, choice.newest)
+            pause_s = call.pause(self._clock.now(), self._limits.outage_s, self._random.random())
             self.counters.pauses += 1
             await self._clock.sleep(pause_s)
 
     @contextmanager
-    def _calling(self, name: str, trip: "_Trip") -> Iterator[None]:
+    def _calling(self, name: str, call: "_RoutedCall") -> Iterator[None]:
         """Count a call, and learn from how it ends. Trouble that another engine may not have is noted, not raised."""
         self._router.began(name)
-        trip.want.taken(self._clock.now())
+        call.options.dispatched(self._clock.now())
         try:
             yield
         except EngineUnavailable as error:
-            trip.want.taken(None)
-            if trip.over:
+            call.options.dispatched(None)
+            if call.over:
                 raise
-            self._learn(name, trip, error)
+            self._learn(name, call, error)
         except ValueError:
             self._router.answered(name, self._clock.now())
             raise
         finally:
             self._router.ended(name)
 
-    def _learn(self, name: str, trip: "_Trip", error: EngineUnavailable) -> None:
+    def _learn(self, name: str, call: "_RoutedCall", error: EngineUnavailable) -> None:
         """Note that an engine turned a call away, or failed under it."""
-        trip.trouble, now = error, self._clock.now()
+        call.trouble, now = error, self._clock.now()
         if isinstance(error, EngineBusy):
-            trip.busy.add(name)
+            call.busy.add(name)
             self.counters.busy += 1
             self._router.answered(name, now)
             if self._admission is not None:
@@ -239,15 +245,15 @@ class EnginePool:
             return
         # Without its words: an engine's answer to a call may quote the prompt, and reasons are shown to operators.
         self._failed(name, f"a call failed: {type(error.__cause__ or error).__name__}", in_call=True)
-        trip.lost[name] = self._router.heard(name)
-        trip.losses += 1
+        call.lost[name] = self._router.heard(name)
+        call.losses += 1
         self.counters.losses += 1
-        if trip.losses > self._limits.losses:
-            raise trip.give_up(f"{trip.losses} engines failed under this call") from error
+        if call.losses > self._limits.losses:
+            raise call.give_up(f"{call.losses} engines failed under this call") from error
 
-    async def _bounded(self, client: "_Client", trip: "_Trip", answer: Awaitable[Answer]) -> Answer:
-        """What an engine answers, unless the call's deadline comes first or the engine is found dead."""
-        left_s = trip.deadline - self._clock.now()
+    async def _bounded(self, client: "_Client", call: "_RoutedCall", answer: Awaitable[Answer]) -> Answer:
+        """An engine's answer, unless the call's deadline comes first or the engine is found dead."""
+        left_s = call.deadline - self._clock.now()
         try:
             async with asyncio.timeout(left_s) as wait:
                 deadline = wait.when()
@@ -258,8 +264,8 @@ class EnginePool:
                     client.waits.discard(wait)
         except TimeoutError as error:
             if wait.when() == deadline:
-                trip.over = True
-                raise trip.give_up(f"no completion within {trip.want.deadline_s:g} s") from error
+                call.over = True
+                raise call.give_up(f"no completion within {call.options.deadline_s:g} s") from error
             raise EngineUnavailable("the engine was found dead while it worked on the call") from error
 
     async def _poll(self, name: str, client: "_Client") -> None:
@@ -294,11 +300,11 @@ class _Client:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Trip:
-    """One call on its way: where it was, and how long it may go on."""
+class _RoutedCall:
+    """One call on its way: the engines that it lost, and the time that it has left."""
 
     session: str
-    want: Want
+    options: CallOptions
     began: float
     lost: dict[str, int] = field(default_factory=dict)
     """Engines that failed under it → signs of life that each had given by then: it is not asked before another one."""
@@ -306,32 +312,31 @@ class _Trip:
     busy: set[str] = field(default_factory=set)
     """Engines that turned it away since its last pause."""
     outage_s: float = 0.0
-    """How long it paused for want of any engine."""
-    pause_s: float = PAUSE_MIN_S
-    """The next pause."""
+    """Seconds that it paused for lack of any engine."""
+    pauses: int = 0
     trouble: EngineUnavailable | None = None
     """The last one."""
     over: bool = False
-    """Whether its deadline came while an engine worked on it."""
+    """True if its deadline came while an engine worked on it."""
 
     @property
     def deadline(self) -> float:
-        """When it must be over."""
-        return self.began + self.want.deadline_s
+        """Time by which it must be over."""
+        return self.began + self.options.deadline_s
 
     def pause(self, now: float, outage_s: float, chance: float) -> float:
-        """How long to wait for an engine to come back or to finish something; ``chance`` in 0 … 1 is the jitter.
+        """Seconds to wait for an engine to come back or to finish something; ``chance`` in 0 … 1 is the jitter.
 
         Raises :class:`~etude.errors.EngineUnavailable` when the deadline has come, or when there was no engine for
         ``outage_s``.
         """
         left_s = self.deadline - now
         if left_s <= 0:
-            raise self.give_up(f"no engine took the call within {self.want.deadline_s:g} s")
+            raise self.give_up(f"no engine took the call within {self.options.deadline_s:g} s")
         if not self.busy and self.outage_s >= outage_s:
             raise self.give_up(f"no engine could be had for {self.outage_s:.1f} s")
-        pause_s = min(self.pause_s * (1 - JITTER * chance), left_s)
-        self.pause_s = min(2 * self.pause_s, PAUSE_MAX_S)
+        self.pauses += 1
+        pause_s = min(BACKOFF.delay_s(self.pauses, chance), left_s)
         self.outage_s += 0.0 if self.busy else pause_s
         self.busy.clear()
         return pause_s
@@ -342,12 +347,79 @@ class _Trip:
         return kind(why if self.trouble is None else f"{why}; at last: {self.trouble}")
 
 
-async def _next(pieces: AsyncIterator[TokenChunk]) -> TokenChunk:
+async def _next(chunks: AsyncIterator[TokenChunk]) -> TokenChunk:
     try:
-        return await anext(pieces)
+        return await anext(chunks)
     except StopAsyncIteration:
         raise EngineUnavailable("a stream ended without its completion") from None
 
 
 def _last(versions: Ids) -> int | None:
     return int(versions[-1]) if len(versions) else None
+
+
+MAX_SEED = 2**63 - 1
+"""The largest seed that every random generator takes."""
+
+
+class StreamedTurn:
+    """The chunks that were handed out of a turn, and the request for the rest of it. Pure."""
+
+    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
+        self.prompt = prompt
+        """The prompt of the present engine."""
+        self.params = params
+        """The sampling parameters of the rest."""
+        self.complete = False
+        """True once the last chunk was added."""
+        self._original = prompt, params
+        self._chunks: list[TokenChunk] = []
+        self._earlier = 0  # of ``_chunks``, those that an engine before the present one sampled
+
+    def add(self, chunk: TokenChunk) -> TokenChunk:
+        """The chunk as it is to be handed out: the last one of all has the completion of the whole turn."""
+        earlier = self._chunks[: self._earlier]
+        self._chunks.append(chunk)
+        if chunk.completion is None:
+            return chunk
+        self.complete = True
+        return replace(chunk, completion=_concatenated(earlier, chunk.completion)) if earlier else chunk
+
+    def resume(self, error: EngineUnavailable | None) -> bool:
+        """Prepare for another engine after ``error``; says whether it continues what was handed out.
+
+        Raises :class:`~etude.errors.EngineUnavailable` for a turn that cannot be continued.
+        """
+        sent = [token for chunk in self._chunks for token in chunk.token_ids.tolist()]
+        if not sent:
+            return False
+        prompt, params = self._original
+        if params.truncates:
+            lost = "its sampling mask"
+        elif len(sent) == params.max_tokens or sent[-1] in params.stop_ids:
+            lost = "the record of its end"
+        else:
+            self.prompt = prompt + sent
+            self.params = replace(params, max_tokens=params.max_tokens - len(sent), seed=_next_seed(params.seed, sent))
+            self._earlier = len(self._chunks)
+            return True
+        raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost, ask again") from error
+
+
+def _concatenated(earlier: Sequence[TokenChunk], rest: Completion) -> Completion:
+    """One completion of what several engines sampled; routes cover all of it, as the last engine read it."""
+    return Completion(
+        token_ids=np.concatenate([*(chunk.token_ids for chunk in earlier), rest.token_ids]),
+        logprobs=np.concatenate([*(chunk.logprobs for chunk in earlier), rest.logprobs]),
+        versions=np.concatenate([*(chunk.versions for chunk in earlier), rest.versions]),
+        finish=rest.finish,
+        routes=rest.routes,
+    )
+
+
+def _next_seed(seed: int | None, sent: Sequence[int]) -> int | None:
+    """The seed of a continuation. The old one would draw the first random numbers of the turn a second time."""
+    if seed is None:
+        return None
+    digest = blake2b(f"{seed} {sent}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & MAX_SEED

@@ -1,32 +1,264 @@
-"""Which engine gets a call: the pure core of a pool.
+"""The choice of an engine for a call, and the health of each engine: the pure core of a pool.
 
     polls, calls, announcements ──facts──▶ Router ──choose──▶ an engine, or why there is none
 
-Owns the engines of a pool, how each of them stands and which session went where. Of the engines that may take a call,
-healthy ones come before suspect ones, and near ones before far ones. Among those a session stays where its prefix is
-cached, as long as that engine is not much busier than the least busy one; a new session goes to one of the least busy
-by rendezvous hashing (Thaler & Ravishankar 1998, "Using name-based mappings to increase hit rates"): gateways that know
-nothing of each other choose alike, and an engine that leaves moves its own sessions only.
+              ┌────── a call or a poll failed ─────┐
+    HEALTHY ──┤                                    ├──▶ SUSPECT ── nothing heard for dead_s ──▶ DEAD
+       ▲      └──────────── wrong weights ──▶ STALE ───────────── nothing heard for dead_s ──────▲ │
+       └────────────── a good report ───────────┴──────┘     SUSPECT ◀── it answers again ─────────┘
+
+Owns the engines of a pool, the health of each as a table of states, the digests that their weights are compared with,
+and which session went where. Of the engines that may take a call, healthy ones come before suspect ones, and near ones
+before far ones. Among those a session stays where its prefix is cached, as long as that engine is not much busier than
+the least busy one; a new session goes to one of the least busy by rendezvous hashing (Thaler & Ravishankar 1998, "Using
+name-based mappings to increase hit rates"): gateways that know nothing of each other choose alike, and an engine that
+leaves moves its own sessions only.
 
 No clock and no I/O: facts and ``now`` in, in seconds. A fact about an engine that was removed meanwhile is passed over.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
+from types import MappingProxyType
+from urllib.parse import urlsplit
 
-from etude.gateway.routing.engine_health import (
-    Announcements,
-    EngineEntry,
-    EngineRecord,
-    EngineState,
-    EngineView,
-    HealthLimits,
-    dissent,
-)
 from etude.protocols import EngineHealth
+
+DISTRUST_S = 1.0
+"""Unit of the pause after which an engine that lost calls again and again gets new ones: 0, 1, 3, 7 … of these."""
+DISTRUST_MAX_S = 30.0
+"""The longest such pause: an engine that was repaired is of use within this time."""
+ANNOUNCEMENTS = 256
+"""Versions whose digests are remembered; far more than engines may be behind."""
+SHOWN_DIGITS = 12
+"""Digits of a digest in messages."""
+
+
+class EngineState(StrEnum):
+    """The health of an engine: the calls that may be sent to it."""
+
+    HEALTHY = "healthy"
+    """Alive, and it holds what was announced: everything."""
+    SUSPECT = "suspect"
+    """Not yet seen, or a call or a poll failed: calls that nothing healthy can take, and no new sessions."""
+    STALE = "stale"
+    """Alive with weights that are wrong or too old: nothing."""
+    DEAD = "dead"
+    """Silent: nothing, and it is asked less often."""
+
+
+MOVES: Mapping[EngineState, frozenset[EngineState]] = MappingProxyType(
+    {
+        EngineState.HEALTHY: frozenset({EngineState.SUSPECT, EngineState.STALE}),
+        EngineState.SUSPECT: frozenset({EngineState.HEALTHY, EngineState.STALE, EngineState.DEAD}),
+        EngineState.STALE: frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.DEAD}),
+        EngineState.DEAD: frozenset({EngineState.SUSPECT, EngineState.STALE}),
+    }
+)
+"""State of an engine → the states that may follow. No healthy engine is dead at once: one failure may be our own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthLimits:
+    """Bounds beyond which an engine is no longer trusted, and the pauses between its polls."""
+
+    dead_s: float = 15.0
+    """Silence, with failures, after which an engine counts as dead."""
+    max_lag: int = 8
+    """Versions that an engine may be behind the newest announced one."""
+    grace_s: float = 30.0
+    """Time that a version may be served before it is announced: the log may be read later here than by the engine."""
+    healthy_poll_s: float = 0.5
+    """Pause between two polls. It bounds how long a new version, or a wrong one, stays unnoticed."""
+    suspect_poll_s: float = 0.25
+    """It also bounds how long calls wait for an engine that restarts."""
+    stale_poll_s: float = 1.0
+    dead_poll_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_lag < ANNOUNCEMENTS:
+            raise ValueError(
+                f"max_lag={self.max_lag}: expected 0 … {ANNOUNCEMENTS - 1}, as many digests are remembered"
+            )
+
+    def poll_s(self, state: EngineState) -> float:
+        """Seconds from one poll to the next."""
+        match state:
+            case EngineState.HEALTHY:
+                return self.healthy_poll_s
+            case EngineState.SUSPECT:
+                return self.suspect_poll_s
+            case EngineState.STALE:
+                return self.stale_poll_s
+            case EngineState.DEAD:
+                return self.dead_poll_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEntry:
+    """An engine as it is registered."""
+
+    name: str
+    """Unique in its pool."""
+    url: str
+    region: str = ""
+    """Its place; callers may ask for engines near them."""
+
+
+def is_engine_url(url: str) -> bool:
+    """True if a client can be made for a URL: http or https, a host, a port that is one, perhaps a path."""
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").encode("idna"), parts.port
+    except ValueError:
+        return False
+    plain = url.isprintable() and not set(url) & set(" @?#")
+    return plain and parts.scheme in ("http", "https") and bool(host) and port != 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """The state of one engine, for people and for metrics."""
+
+    entry: EngineEntry
+    state: EngineState
+    reason: str
+    """The cause of this state."""
+    health: EngineHealth | None
+    """Its last report; ``None`` before the first."""
+    inflight: int
+    """Calls of this gateway."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineRecord:
+    """The facts about one engine."""
+
+    entry: EngineEntry
+    heard_at: float
+    """Time of its last sign of life; at first, that of its registration."""
+    poll_at: float
+    """Time of its next poll."""
+    state: EngineState = EngineState.SUSPECT
+    reason: str = "not yet seen"
+    health: EngineHealth | None = None
+    same_weights_since: float = 0.0
+    """Time at which it first reported the weights that it has now."""
+    heard: int = 0
+    """Signs of life so far: answers, refusals and reports."""
+    polling: bool = False
+    """True while a poll is under way."""
+    losses: int = 0
+    """Times that it lost calls since it last answered one; a crash that takes many calls counts once."""
+    distrusted_until: float = field(default=float("-inf"))
+    """Until then good reports do not make it healthy: it had those while it lost calls, too."""
+    foreign: int = 0
+    """Calls of other gateways, as of its last report."""
+
+    def move(self, state: EngineState, reason: str) -> None:
+        """Go to another state, or stay for another reason; only moves in ``MOVES`` exist."""
+        assert state is self.state or state in MOVES[self.state], f"an engine went from {self.state} to {state}"
+        self.state, self.reason = state, reason
+
+    def hear(self, now: float) -> None:
+        """Note a sign of life."""
+        self.heard_at, self.heard = now, self.heard + 1
+
+    def note(self, health: EngineHealth, now: float, inflight: int) -> None:
+        """Take down a report that came while ``inflight`` calls were ours."""
+        last = self.health
+        if last is None or (last.version, last.digest) != (health.version, health.digest):
+            self.same_weights_since = now
+        self.health = health
+        self.foreign = max(0, health.running + health.waiting - inflight)  # a call may end while its report travels
+
+    def judge(self, fault: str, now: float) -> None:
+        """Decide on a report that has just come; ``fault`` is what is wrong with the weights in it."""
+        if fault:
+            self.move(EngineState.STALE, fault)
+        elif self.state is EngineState.DEAD:
+            self.move(EngineState.SUSPECT, "it answers again")
+        elif now >= self.distrusted_until:
+            self.move(EngineState.HEALTHY, "alive, with the right weights")
+        elif self.state is EngineState.STALE:
+            self.move(EngineState.SUSPECT, "its weights are right again, but it lost calls before")
+
+    def lose(self, now: float) -> None:
+        """Note that it lost a call while it was trusted."""
+        self.losses += 1
+        pause_s = DISTRUST_S * (2.0 ** min(self.losses - 1, 10) - 1)
+        self.distrusted_until = now + min(pause_s, DISTRUST_MAX_S)
+
+
+class Announcements:
+    """The digest of each weight version, by the weight log."""
+
+    def __init__(self, limits: HealthLimits) -> None:
+        self._limits = limits
+        self._digests: dict[int, str] = {}
+        self._newest = -1
+        self._first_seen: dict[int, float] = {}  # versions that an engine had before they were announced
+
+    def announce(self, version: int, digest: str) -> None:
+        """Note what the log says. Raises ``ValueError`` when it said something else before: a log never changes."""
+        earlier = self._digests.setdefault(version, digest)
+        if earlier != digest:
+            raise ValueError(f"weight version {version} was announced as {_shown(earlier)} and now as {_shown(digest)}")
+        if len(self._digests) > ANNOUNCEMENTS:
+            del self._digests[min(self._digests)]
+        self._newest = max(version, self._newest)
+        self._first_seen = {seen: at for seen, at in self._first_seen.items() if seen > self._newest}
+
+    def fault(self, health: EngineHealth, now: float) -> str:
+        """The fault of the weights that an engine reports; empty for nothing.
+
+        Without any announcement nothing is. A version from before the first announcement has no digest to compare.
+        """
+        if not self._digests:
+            return ""
+        newest, announced = self._newest, self._digests.get(health.version)
+        if health.version < newest - self._limits.max_lag:
+            return f"version {health.version} is more than {self._limits.max_lag} behind {newest}, the newest announced"
+        if announced is not None and announced != health.digest:
+            return f"version {health.version} is {_shown(announced)}, the engine holds {_shown(health.digest)}"
+        if health.version > newest and now - self._seen(health.version, now) > self._limits.grace_s:
+            return f"version {health.version} was not announced within {self._limits.grace_s:g} s; newest is {newest}"
+        return ""
+
+    def knows(self, version: int) -> bool:
+        """True if the digest of ``version`` was announced."""
+        return version in self._digests
+
+    def _seen(self, version: int, now: float) -> float:
+        if len(self._first_seen) >= ANNOUNCEMENTS and version not in self._first_seen:
+            del self._first_seen[min(self._first_seen, key=self._first_seen.__getitem__)]
+        return self._first_seen.setdefault(version, now)
+
+
+def dissent(record: EngineRecord, records: Iterable[EngineRecord]) -> str:
+    """The difference of an engine's digest from that of the others with its version; empty if there is none.
+
+    For versions that were not announced. Most engines are right, of as many on both sides those that had theirs first:
+    an engine that joins with other weights can never push out those that are there. The dead have no vote.
+    """
+    assert record.health is not None, "an engine without a report has no digest"
+    version, since = record.health.version, dict[str, list[float]]()
+    for other in records:
+        health = other.health
+        if other.state is not EngineState.DEAD and health is not None and health.version == version:
+            since.setdefault(health.digest, []).append(other.same_weights_since)
+    right = max(since, key=lambda digest: (len(since[digest]), -min(since[digest])), default=record.health.digest)
+    if right == record.health.digest:
+        return ""
+    return f"{len(since[right])} engines hold {_shown(right)} as version {version}, it {_shown(record.health.digest)}"
+
+
+def _shown(digest: str) -> str:
+    return digest[:SHOWN_DIGITS]
+
 
 STICKY_FACTOR, STICKY_CALLS = 2.0, 8
 """A session stays while its engine has at most this factor, plus this many calls, of what the least busy one has. To
@@ -40,7 +272,7 @@ DEFAULT_SESSIONS = 65_536
 
 
 class Reason(StrEnum):
-    """Why a call goes where it goes, or nowhere."""
+    """The reason why a call goes where it goes, or nowhere."""
 
     AFFINITY = "affinity"
     """Its session was there before."""
@@ -49,7 +281,7 @@ class Reason(StrEnum):
     LAST_RESORT = "last_resort"
     """Nothing healthy can take it."""
     VERSION = "version"
-    """No engine serves the wanted version yet."""
+    """No engine serves the version yet that the call asks for."""
     UNAVAILABLE = "unavailable"
     """No engine can be had."""
 
@@ -66,7 +298,7 @@ class Choice:
 
 
 class Router:
-    """The engines of a pool and who uses them."""
+    """The engines of a pool and the sessions that use them."""
 
     def __init__(self, limits: HealthLimits = DEFAULT_HEALTH, max_sessions: int = DEFAULT_SESSIONS) -> None:
         self._limits = limits
@@ -89,7 +321,7 @@ class Router:
         del self._records[name]
 
     def engines(self) -> tuple[EngineView, ...]:
-        """What is known of each engine, in the order of registration."""
+        """The state of each engine, in the order of registration."""
         return tuple(
             EngineView(
                 entry=record.entry,
@@ -103,9 +335,9 @@ class Router:
 
     def due(self, now: float) -> list[str]:
         """Engines to be polled now; each is named once until :meth:`report` or :meth:`failed` says how it went."""
-        due = [name for name, record in self._records.items() if not record.asked and record.poll_at <= now]
+        due = [name for name, record in self._records.items() if not record.polling and record.poll_at <= now]
         for name in due:
-            self._records[name].asked = True
+            self._records[name].polling = True
         return due
 
     def report(self, name: str, health: EngineHealth, now: float) -> None:
@@ -116,10 +348,10 @@ class Router:
         record.hear(now)
         record.note(health, now, self._inflight[name])
         record.judge(self._fault(record, now), now)
-        record.asked, record.poll_at = False, now + self._limits.poll_s(record.state)
+        record.polling, record.poll_at = False, now + self._limits.poll_s(record.state)
 
     def failed(self, name: str, reason: str, now: float, *, in_call: bool) -> EngineState | None:
-        """A call, or else a poll, was not answered; says how the engine stands now."""
+        """A call, or else a poll, was not answered; returns the health of the engine now."""
         record = self._records.get(name)
         if record is None:
             return None
@@ -135,7 +367,7 @@ class Router:
         if in_call:
             record.poll_at = min(record.poll_at, now)
         else:
-            record.asked, record.poll_at = False, now + self._limits.poll_s(record.state)
+            record.polling, record.poll_at = False, now + self._limits.poll_s(record.state)
         return record.state
 
     def answered(self, name: str, now: float, version: int | None = None) -> None:
@@ -150,8 +382,8 @@ class Router:
         if version is None:
             return
         record.losses, record.distrusted_until = 0, now
-        known = record.health
-        if record.state is not EngineState.HEALTHY or known is None or version > known.version:
+        last = record.health
+        if record.state is not EngineState.HEALTHY or last is None or version > last.version:
             record.poll_at = min(record.poll_at, now)
 
     def announce(self, version: int, digest: str, now: float) -> None:
@@ -172,13 +404,13 @@ class Router:
         return 0 if record is None else record.heard
 
     def waiting(self) -> int:
-        """Calls that wait in engines' own lines, as they last said."""
+        """Calls that wait in the engines' own queues, by their last reports."""
         return sum(record.health.waiting for record in self._records.values() if _serves(record) and record.health)
 
     def choose(
         self, session: str, *, min_version: int | None = None, region: str | None = None, avoid: Collection[str] = ()
     ) -> Choice:
-        """Where the next call of ``session`` goes; an empty session is nobody's and remembered nowhere.
+        """The engine for the next call of ``session``; an empty session is none, and is not remembered.
 
         ``avoid`` are engines that this call shall not go to.
         """
@@ -209,11 +441,11 @@ class Router:
         """One of engines that are equally good but for their load."""
         loads = {record.entry.name: record.foreign + self._inflight[record.entry.name] for record in tier}
         least = min(loads.values())
-        known = self._affinity.get(session)
+        last = self._affinity.get(session)
         healthy = tier[0].state is EngineState.HEALTHY
-        if known in loads and loads[known] <= STICKY_FACTOR * least + STICKY_CALLS:
+        if last in loads and loads[last] <= STICKY_FACTOR * least + STICKY_CALLS:
             self._affinity.move_to_end(session)
-            return Choice(name=known, reason=Reason.AFFINITY if healthy else Reason.LAST_RESORT)
+            return Choice(name=last, reason=Reason.AFFINITY if healthy else Reason.LAST_RESORT)
         calm = [name for name, load in loads.items() if load <= FRESH_FACTOR * least + FRESH_CALLS]
         name = max(calm, key=lambda name: _affinity_hash(session, name))
         if not healthy:
@@ -226,7 +458,7 @@ class Router:
         return Choice(name=name, reason=Reason.FRESH)
 
     def _fault(self, record: EngineRecord, now: float) -> str:
-        """What is wrong with the weights that an engine last reported; empty for nothing."""
+        """The fault of the weights that an engine last reported; empty for none."""
         health = record.health
         assert health is not None, "it has not reported any"
         fault = self._announced.fault(health, now)
@@ -238,7 +470,7 @@ def _serves(record: EngineRecord) -> bool:
 
 
 def _rank(record: EngineRecord, region: str | None) -> tuple[bool, bool]:
-    """The lower, the rather."""
+    """Rank of an engine; lower is better."""
     return record.state is not EngineState.HEALTHY, region is not None and record.entry.region != region
 
 

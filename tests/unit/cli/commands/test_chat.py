@@ -8,7 +8,7 @@ import pytest
 from etude.cli.commands.chat import Chat, Line, Talk
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.gateway.http.keys import Key, Scope, digest_of
+from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json
 from gateways import gateway_in_a_thread

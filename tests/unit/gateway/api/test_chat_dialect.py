@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.api.calls import Refusal, Sampling
-from etude.gateway.api.chat import CHAT_FIELDS, CHAT_NEUTRAL, DIALECT, parse
+from etude.gateway.api.calls import ApiError, Sampling
+from etude.gateway.api.chat import CHAT_FIELDS, CHAT_NEUTRAL, PROTOCOL, parse
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.types import Json
 
@@ -190,8 +190,8 @@ def test_both_names_of_the_allowance_are_read() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Json], code: str, param: str) -> None:
-    with pytest.raises(Refusal) as error:
-        DIALECT.parse(orjson.dumps({"messages": QUESTION, **fields}))
+    with pytest.raises(ApiError) as error:
+        PROTOCOL.parse(orjson.dumps({"messages": QUESTION, **fields}))
     assert (error.value.status, error.value.code, error.value.param) == (400, code, param)
     assert param in error.value.message
 
@@ -204,14 +204,14 @@ def test_any_json_is_read_or_refused(body: dict[str, Json]) -> None:
         data = repr(body).encode()
     try:
         call = parse(data).call
-    except Refusal as refusal:
-        assert refusal.status == 400
-        assert len(refusal.message) < 400
+    except ApiError as api_error:
+        assert api_error.status == 400
+        assert len(api_error.message) < 400
     else:
         assert call.messages
 
 
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(ApiError):
         parse(data)

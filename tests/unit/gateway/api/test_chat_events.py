@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageFunctionToolCall
 
-from etude.gateway.api.calls import Answer, Ending, Refusal, Reply
+from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply
 from etude.gateway.api.chat import parse
 from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
@@ -38,8 +38,12 @@ def turn(tokens: int = 8, version: int = 12) -> Turn:
     )
 
 
-def answer_of(*messages: Message, ending: Ending = Ending.STOP, stop_text: str | None = None) -> Answer:
-    replies = [Reply(message=message, ending=ending, stop_text=stop_text, turn=turn()) for message in messages]
+def answer_of(
+    *messages: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None
+) -> Answer:
+    replies = [
+        Reply(message=message, finish_reason=finish_reason, stop_text=stop_text, turn=turn()) for message in messages
+    ]
     return Answer(answer_id="0" * 24, created=1_700_000_000, model="policy", replies=tuple(replies), reused_tokens=3)
 
 
@@ -75,15 +79,15 @@ def stream_of(body: bytes, answer: Answer, split: Sequence[int] = (2, 5, 11)) ->
     events = parse(body).events()
     data = events.opening(answer.answer_id, answer.created)
     for index, reply in enumerate(answer.replies):
-        deltas, cuts = deltas_of(reply.message), [0, *split, 10**9]
+        deltas, truncates = deltas_of(reply.message), [0, *split, 10**9]
         for number in range(PIECES):
             tokens = slice(2 * number, 2 * number + 2)
-            piece = TokenChunk(
+            chunk = TokenChunk(
                 token_ids=reply.turn.completion_ids[tokens],
                 logprobs=reply.turn.logprobs[tokens],
                 versions=reply.turn.versions[tokens],
             )
-            data += events.delta(index, deltas[cuts[number] : cuts[number + 1]], piece)
+            data += events.delta(index, deltas[truncates[number] : truncates[number + 1]], chunk)
     data += events.closing(answer)
     lines = data.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -120,7 +124,7 @@ def test_the_body_is_openais() -> None:
 
 
 def test_tool_calls_and_thinking_reach_the_sdk() -> None:
-    body = parse(body_of()).body(answer_of(said("", "hm", CALLS), ending=Ending.TOOL_CALLS))
+    body = parse(body_of()).body(answer_of(said("", "hm", CALLS), finish_reason=FinishReason.TOOL_CALLS))
     choice = ChatCompletion.model_validate_json(body).choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert [call.id for call in choice.message.tool_calls or ()] == ["call_0", "call_1"]
@@ -130,12 +134,17 @@ def test_tool_calls_and_thinking_reach_the_sdk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "reason"),
-    [(Ending.STOP, "stop"), (Ending.STOP_TEXT, "stop"), (Ending.LENGTH, "length"), (Ending.TOOL_CALLS, "tool_calls")],
+    ("finish_reason", "reason"),
+    [
+        (FinishReason.STOP, "stop"),
+        (FinishReason.STOP_TEXT, "stop"),
+        (FinishReason.LENGTH, "length"),
+        (FinishReason.TOOL_CALLS, "tool_calls"),
+    ],
 )
-def test_every_ending_has_a_reason(ending: Ending, reason: str) -> None:
-    stop = "END" if ending is Ending.STOP_TEXT else None
-    answer = answer_of(said(), ending=ending, stop_text=stop)
+def test_every_ending_has_a_reason(finish_reason: FinishReason, reason: str) -> None:
+    stop = "END" if finish_reason is FinishReason.STOP_TEXT else None
+    answer = answer_of(said(), finish_reason=finish_reason, stop_text=stop)
     choice = orjson.loads(parse(body_of()).body(answer))["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
     last = stream_of(body_of(stream=True), answer)[-1]["choices"]
@@ -214,7 +223,7 @@ def test_each_reply_has_its_index_in_the_stream(count: int) -> None:
     logprobs=st.booleans(),
 )
 def test_the_sdk_adds_a_stream_up_to_the_body(message: Message, split: list[int], logprobs: bool) -> None:
-    answer = answer_of(message, ending=Ending.TOOL_CALLS if message.tool_calls else Ending.STOP)
+    answer = answer_of(message, finish_reason=FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP)
     asked = body_of(stream=True, logprobs=logprobs, stream_options={"include_usage": True})
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for chunk in stream_of(asked, answer, split):
@@ -230,5 +239,5 @@ def test_the_sdk_adds_a_stream_up_to_the_body(message: Message, split: list[int]
 
 
 def test_a_failure_in_a_stream_is_an_error_event() -> None:
-    event = parse(body_of(stream=True)).events().failure(Refusal(503, "engine_unavailable", "gone"))
+    event = parse(body_of(stream=True)).events().failure(ApiError(503, "engine_unavailable", "gone"))
     assert orjson.loads(event[6:])["error"]["type"] == "server_error"

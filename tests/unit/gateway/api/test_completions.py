@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types import Completion
 
-from etude.gateway.api.calls import Answer, Ending, Refusal, Reply
-from etude.gateway.api.completions import COMPLETION_FIELDS, COMPLETION_NEUTRAL, DIALECT, parse
+from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply
+from etude.gateway.api.completions import COMPLETION_FIELDS, COMPLETION_NEUTRAL, PROTOCOL, parse
 from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, Message, TextDelta, ThinkingDelta
 from etude.types import Finish, Json, Turn
@@ -28,7 +28,7 @@ def body_of(prompt: Json = "def", **fields: Json) -> bytes:
     return orjson.dumps({"prompt": prompt, **fields})
 
 
-def answer_of(text: str = "done", ending: Ending = Ending.STOP) -> Answer:
+def answer_of(text: str = "done", finish_reason: FinishReason = FinishReason.STOP) -> Answer:
     turn = Turn(
         prompt_ids=np.array([7, 8], np.int32),
         completion_ids=np.array([1, 2, 3], np.int32),
@@ -37,7 +37,7 @@ def answer_of(text: str = "done", ending: Ending = Ending.STOP) -> Answer:
         finish=Finish.STOP,
     )
     said = Message(role="assistant", content=text, thinking="hm, ")
-    reply = Reply(message=said, ending=ending, stop_text=None, turn=turn)
+    reply = Reply(message=said, finish_reason=finish_reason, stop_text=None, turn=turn)
     return Answer(answer_id="a" * 24, created=5, model="policy", replies=(reply,), reused_tokens=0)
 
 
@@ -80,8 +80,8 @@ def test_openais_allowance_is_the_default() -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Json], code: str, param: str) -> None:
-    with pytest.raises(Refusal) as error:
-        DIALECT.parse(orjson.dumps({"prompt": "x", **fields}))
+    with pytest.raises(ApiError) as error:
+        PROTOCOL.parse(orjson.dumps({"prompt": "x", **fields}))
     assert (error.value.status, error.value.code, error.value.param) == (400, code, param)
 
 
@@ -95,8 +95,8 @@ def test_what_asks_for_nothing_is_accepted() -> None:
 def test_any_json_is_read_or_refused(body: dict[str, Json]) -> None:
     try:
         call = parse(orjson.dumps(body)).call
-    except Refusal as refusal:
-        assert refusal.status == 400
+    except ApiError as api_error:
+        assert api_error.status == 400
     else:
         assert call.prompt
 
@@ -118,21 +118,21 @@ def test_the_body_is_openais() -> None:
 
 def test_a_stream_adds_up_to_the_body() -> None:
     body = body_of(stream=True, logprobs=1, return_token_ids=True, stream_options={"include_usage": True})
-    answer, events = answer_of(ending=Ending.LENGTH), parse(body).events()
+    answer, events = answer_of(finish_reason=FinishReason.LENGTH), parse(body).events()
     turn = answer.replies[0].turn
     data = events.opening(answer.answer_id, answer.created)
     assert data == b""
     said: list[list[Delta]] = [[ThinkingDelta("hm, "), TextDelta("do")], [], [TextDelta("ne")]]
     for token, deltas in enumerate(said):
         one = slice(token, token + 1)
-        piece = TokenChunk(token_ids=turn.completion_ids[one], logprobs=turn.logprobs[one], versions=turn.versions[one])
-        data += events.delta(0, deltas, piece)
+        chunk = TokenChunk(token_ids=turn.completion_ids[one], logprobs=turn.logprobs[one], versions=turn.versions[one])
+        data += events.delta(0, deltas, chunk)
     *lines, done, end = (data + events.closing(answer)).decode().split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     chunks = [Completion.construct(**orjson.loads(line[6:])) for line in lines]  # as the SDK: null reasons are usual
-    *pieces, last, usage = chunks
-    assert "".join(chunk.choices[0].text for chunk in pieces) == "hm, done"
-    extras = [chunk.choices[0].model_extra or {} for chunk in pieces]
+    *chunks, last, usage = chunks
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "hm, done"
+    extras = [chunk.choices[0].model_extra or {} for chunk in chunks]
     assert [extra["token_ids"] for extra in extras] == [[1], [2], [3]]
     assert (last.choices[0].text, last.choices[0].finish_reason, usage.choices) == ("", "length", [])
     assert (last.choices[0].model_extra or {})["prompt_token_ids"] == [7, 8]
@@ -144,10 +144,10 @@ def test_tokens_without_text_are_no_chunk_by_default() -> None:
     answer, events = answer_of(), parse(body_of(stream=True)).events()
     events.opening(answer.answer_id, answer.created)
     turn = answer.replies[0].turn
-    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
-    assert events.delta(0, [], piece) == b""
+    chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    assert events.delta(0, [], chunk) == b""
 
 
 def test_a_failure_in_a_stream_is_an_error_event() -> None:
-    event = parse(body_of(stream=True)).events().failure(Refusal(429, "busy", "later"))
+    event = parse(body_of(stream=True)).events().failure(ApiError(429, "busy", "later"))
     assert orjson.loads(event[6:])["error"]["type"] == "rate_limit_error"

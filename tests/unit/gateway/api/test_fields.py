@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.api.calls import Refusal
+from etude.gateway.api.calls import ApiError
 from etude.gateway.api.fields import QUOTED_CHARACTERS, Fields, quote, read_object
 from etude.types import Json
 
@@ -16,7 +16,7 @@ JSON = st.recursive(
 )
 
 
-def refused(error: pytest.ExceptionInfo[Refusal]) -> tuple[int, str, str | None]:
+def refused(error: pytest.ExceptionInfo[ApiError]) -> tuple[int, str, str | None]:
     return error.value.status, error.value.code, error.value.param
 
 
@@ -25,7 +25,7 @@ def refused(error: pytest.ExceptionInfo[Refusal]) -> tuple[int, str, str | None]
     [b"", b"{", b"[]", b"3", b'"x"', b"NaN", b'{"a": NaN}', b'{"a": "\\ud800"}', b"\xff", b'{"a": 1e999}', b"{'a': 1}"],
 )
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(ApiError) as error:
         read_object(body)
     assert refused(error) == (400, "invalid_request", None)
 
@@ -35,10 +35,10 @@ def test_a_body_of_brackets_is_refused_or_read_in_no_time() -> None:
         body = b'{"a": ' + b"[" * levels + b"]" * levels + b"}"
         try:
             fields = read_object(body)
-        except Refusal as refusal:
-            assert refusal.status == 400
+        except ApiError as api_error:
+            assert api_error.status == 400
         else:
-            with pytest.raises(Refusal, match="a list of 1: expected a string"):
+            with pytest.raises(ApiError, match="a list of 1: expected a string"):
                 fields.text("a")
 
 
@@ -57,7 +57,7 @@ def test_null_is_absent() -> None:
 
 def test_every_refusal_names_path_value_and_what_was_expected() -> None:
     fields = Fields({"parts": [{"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, None]}, "messages[3]")
-    with pytest.raises(Refusal, match=r"messages\[3\]\.parts\[1\] is missing or null: expected an object"):
+    with pytest.raises(ApiError, match=r"messages\[3\]\.parts\[1\] is missing or null: expected an object"):
         fields.children("parts")
     part = Fields({"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, "messages[3].parts[0]")
     for read, message in (
@@ -72,7 +72,7 @@ def test_every_refusal_names_path_value_and_what_was_expected() -> None:
         (lambda: part.items("text"), "text=3: expected a list"),
         (lambda: part.choice("share", ["y", "z"]), 'share="x": expected "y" or "z"'),
     ):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(ApiError) as error:
             read()
         assert error.value.message == f"messages[3].parts[0].{message}"
         assert error.value.param == error.value.message.replace("=", " ").split()[0]
@@ -85,9 +85,9 @@ def test_numbers_have_bounds() -> None:
     assert fields.number("one", low=0, high=1) == 1.0
     assert fields.integer("one", low=0, high=1) == 1
     for name in ("half", "big", "huge"):
-        with pytest.raises(Refusal):
+        with pytest.raises(ApiError):
             fields.integer(name, low=0, high=2**63 - 1)
-    with pytest.raises(Refusal):
+    with pytest.raises(ApiError):
         fields.number("zero", low=0, high=1, above=True)
 
 
@@ -100,7 +100,7 @@ def test_a_document_that_cannot_be_printed_again_is_refused() -> None:
         deep = {"a": deep}
     fields = Fields({"shallow": shallow, "deep": deep})
     assert fields.document("shallow") == shallow
-    with pytest.raises(Refusal, match="254 levels"):
+    with pytest.raises(ApiError, match="254 levels"):
         fields.document("deep")
 
 
@@ -112,7 +112,7 @@ def test_only_lets_neutral_values_pass() -> None:
         ({"c": 2}, "c=2 is not supported: leave it out or send 0 or 1"),
     ]
     for fields, message in refused_fields:
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(ApiError) as error:
             Fields(fields).only({"a"}, {"c": (0, 1)})
         assert (error.value.code, error.value.message) == ("unsupported_parameter", message)
 
@@ -133,7 +133,7 @@ def test_quotes_say_what_it_is() -> None:
 
 @given(st.text(min_size=100))
 def test_names_are_cut_too(name: str) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(ApiError) as error:
         Fields({name: 1}).only(())
     assert len(error.value.message) < 3 * QUOTED_CHARACTERS
     assert len(error.value.param or "") <= QUOTED_CHARACTERS

@@ -10,7 +10,7 @@ from anthropic.types import MessageTokensCount
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.api.calls import Call, Refusal, Sampling
+from etude.gateway.api.calls import ApiError, Call, Sampling
 from etude.gateway.api.messages import (
     COUNT_SCHEMA,
     MAX_NAME_CHARACTERS,
@@ -60,8 +60,8 @@ def call_of(messages: Json = QUESTION, **fields: Json) -> Call:
     return parse(body).call
 
 
-def refused(messages: Json = QUESTION, **fields: Json) -> Refusal:
-    with pytest.raises(Refusal) as error:
+def refused(messages: Json = QUESTION, **fields: Json) -> ApiError:
+    with pytest.raises(ApiError) as error:
         parse(body_of(messages, **fields))
     assert error.value.status == 400
     return error.value
@@ -228,8 +228,8 @@ def test_two_tools_of_one_name_are_refused() -> None:
 
 def test_a_begun_reply_is_refused_but_may_be_counted() -> None:
     begun: list[Json] = [*QUESTION, {"role": "assistant", "content": "The answer is ("}]
-    refusal = refused(begun)
-    assert refusal.param == "messages[1]" and "prefill" in refusal.message
+    api_error = refused(begun)
+    assert api_error.param == "messages[1]" and "prefill" in api_error.message
     assert parse_count(body_of(begun)).messages[-1].role == "assistant"
 
 
@@ -249,8 +249,8 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     for read in (parse, parse_count):
         try:
             read(body)
-        except Refusal as refusal:
-            assert refusal.status == 400
+        except ApiError as api_error:
+            assert api_error.status == 400
 
 
 @given(st.lists(st.tuples(st.booleans(), st.text(st.characters(codec="utf-8"))), min_size=1, max_size=6))

@@ -6,7 +6,7 @@ import openai.pagination
 import openai.types
 import orjson
 
-from etude.gateway.api.models import list_body, one_body
+from etude.gateway.api.openai import list_body, one_body
 
 
 def test_both_sdks_read_the_list() -> None:

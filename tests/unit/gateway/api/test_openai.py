@@ -4,20 +4,20 @@ import numpy as np
 import orjson
 import pytest
 
-from etude.gateway.api.calls import Ending, Refusal
+from etude.gateway.api.calls import ApiError, FinishReason
 from etude.gateway.api.fields import Fields
 from etude.gateway.api.openai import (
     MAX_STOPS,
     PLAIN,
     View,
+    error_body,
     failure_event,
     fingerprint,
-    finish_reason,
+    finish_reason_name,
     logprob,
     read_model,
     read_sampling,
     read_view,
-    refuse,
 )
 from etude.types import Json
 
@@ -61,7 +61,7 @@ def test_every_option_is_read() -> None:
     ],
 )
 def test_options_out_of_bounds_are_refused(body: dict[str, Json], param: str) -> None:
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(ApiError) as error:
         read_sampling(Fields(body), None)
     assert (error.value.status, error.value.param) == (400, param)
 
@@ -70,7 +70,7 @@ def test_any_model_has_its_callers_name() -> None:
     assert read_model(Fields({})) == "policy"
     assert read_model(Fields({"model": "openai/gpt-9"})) == "openai/gpt-9"
     for wrong in ("", "x" * 257, 3):
-        with pytest.raises(Refusal):
+        with pytest.raises(ApiError):
             read_model(Fields({"model": wrong}))
 
 
@@ -85,7 +85,7 @@ def test_the_view_is_what_was_asked_for() -> None:
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
         ({"return_token_ids": "yes"}, "return_token_ids"),
     ):
-        with pytest.raises(Refusal) as error:
+        with pytest.raises(ApiError) as error:
             read_view(Fields(wrong), logprobs=False)  # type: ignore[arg-type]  # dicts of different values
         assert error.value.param == param
 
@@ -113,15 +113,20 @@ def test_a_fingerprint_names_the_weights() -> None:
     ],
 )
 def test_errors_have_openais_shape(status: int, kind: str) -> None:
-    refusal = Refusal(status, "some_code", "why", param="where")
+    api_error = ApiError(status, "some_code", "why", param="where")
     error = {"message": "why", "type": kind, "param": "where", "code": "some_code"}
-    assert orjson.loads(refuse(refusal)) == {"error": error}
-    event = failure_event(refusal)
+    assert orjson.loads(error_body(api_error)) == {"error": error}
+    event = failure_event(api_error)
     assert event.startswith(b"data: ")
     assert event.endswith(b"\n\n")
     assert orjson.loads(event[6:]) == {"error": error}
 
 
 def test_words_and_numbers_are_openais() -> None:
-    assert [finish_reason(ending) for ending in Ending] == ["stop", "stop", "tool_calls", "length"]
+    assert [finish_reason_name(reason) for reason in FinishReason] == [
+        "stop",
+        "stop",
+        "tool_calls",
+        "length",
+    ]
     assert (logprob(-0.5), logprob(float("-inf"))) == (-0.5, -9999.0)

@@ -19,7 +19,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from etude.gateway.api import messages, responses
-from etude.gateway.api.calls import Answer, Asked, Dialect, Ending, Refusal, Reply
+from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, FinishReason, ParsedRequest, Reply
 from etude.protocols import TokenChunk
 from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
@@ -62,40 +62,42 @@ class Said:
 @st.composite
 def said(draw: st.DrawFn) -> Said:
     message = draw(MESSAGES)
-    ending = draw(st.sampled_from(Ending))
-    stop_text = draw(TEXT.filter(bool)) if ending is Ending.STOP_TEXT else None
-    deltas: list[Delta] = [ThinkingDelta(text) for text in pieces(draw, message.thinking)]
-    deltas += [TextDelta(text) for text in pieces(draw, message.content)]
+    finish_reason = draw(st.sampled_from(FinishReason))
+    stop_text = draw(TEXT.filter(bool)) if finish_reason is FinishReason.STOP_TEXT else None
+    deltas: list[Delta] = [ThinkingDelta(text) for text in chunks(draw, message.thinking)]
+    deltas += [TextDelta(text) for text in chunks(draw, message.content)]
     for index, call in enumerate(message.tool_calls):
-        first, *more = pieces(draw, call.arguments)
+        first, *more = chunks(draw, call.arguments)
         together = draw(st.booleans())
         deltas.append(CallDelta(index, call.call_id, call.name, first if together else ""))
         deltas += [CallDelta(index, arguments=text) for text in ([] if together else [first]) + more]
-    return Said(answer_of(message, ending, stop_text, draw(st.integers(0, 9))), tuple(deltas))
+    return Said(answer_of(message, finish_reason, stop_text, draw(st.integers(0, 9))), tuple(deltas))
 
 
-def pieces(draw: st.DrawFn, text: str) -> list[str]:
-    cut = draw(st.integers(0, len(text)))
-    return [text[:cut], text[cut:]]
+def chunks(draw: st.DrawFn, text: str) -> list[str]:
+    truncated = draw(st.integers(0, len(text)))
+    return [text[:truncated], text[truncated:]]
 
 
-def answer_of(message: Message, ending: Ending = Ending.STOP, stop_text: str | None = None, sampled: int = 4) -> Answer:
+def answer_of(
+    message: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None, sampled: int = 4
+) -> Answer:
     turn = Turn(
         prompt_ids=np.zeros(PROMPT, np.int32),
         completion_ids=np.zeros(sampled, np.int32),
         logprobs=np.zeros(sampled, np.float32),
         versions=np.zeros(sampled, np.int32),
-        finish=Finish.LENGTH if ending is Ending.LENGTH else Finish.STOP,
+        finish=Finish.LENGTH if finish_reason is FinishReason.LENGTH else Finish.STOP,
     )
-    reply = Reply(message=message, ending=ending, stop_text=stop_text, turn=turn)
+    reply = Reply(message=message, finish_reason=finish_reason, stop_text=stop_text, turn=turn)
     return Answer(answer_id="0" * 24, created=1, model="m", replies=(reply,), reused_tokens=REUSED)
 
 
-def stream_of(asked: Asked, answer: Answer, deltas: Sequence[Delta]) -> bytes:
+def stream_of(asked: ParsedRequest, answer: Answer, deltas: Sequence[Delta]) -> bytes:
     events, turn = asked.events(), answer.replies[0].turn
-    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     stream = [events.opening(answer.answer_id, answer.created)]
-    stream += [events.delta(0, [delta], piece) for delta in deltas]
+    stream += [events.delta(0, [delta], chunk) for delta in deltas]
     return b"".join([*stream, events.closing(answer)])
 
 
@@ -108,28 +110,28 @@ def data_of(stream: bytes) -> list[dict[str, Json]]:
     return events
 
 
-def served(dialect: Dialect, body: bytes, said: Said | Refusal) -> tuple[int, str, bytes]:
+def served(api: ApiProtocol, body: bytes, said: Said | ApiError) -> tuple[int, str, bytes]:
     """Status, content type and body: what a door would answer."""
-    asked = dialect.parse(body)
-    if isinstance(said, Refusal):
-        return dialect.statuses.get(said.status, said.status), "application/json", dialect.refuse(said)
+    asked = api.parse(body)
+    if isinstance(said, ApiError):
+        return api.statuses.get(said.status, said.status), "application/json", api.error_body(said)
     if asked.call.stream:
         return 200, "text/event-stream", stream_of(asked, said.answer, said.deltas)
     return 200, "application/json", asked.body(said.answer)
 
 
-def anthropic_client(said: Said | Refusal) -> anthropic.Anthropic:
+def anthropic_client(said: Said | ApiError) -> anthropic.Anthropic:
     def handle(request: httpx2.Request) -> httpx2.Response:
-        status, kind, body = served(messages.DIALECT, request.read(), said)
+        status, kind, body = served(messages.PROTOCOL, request.read(), said)
         return httpx2.Response(status, headers={"content-type": kind}, content=body)
 
     http = anthropic.DefaultHttpxClient(transport=httpx2.MockTransport(handle))
     return anthropic.Anthropic(api_key="k", base_url="http://gateway", http_client=http, max_retries=0)
 
 
-def openai_client(said: Said | Refusal) -> openai.OpenAI:
+def openai_client(said: Said | ApiError) -> openai.OpenAI:
     def handle(request: httpx.Request) -> httpx.Response:
-        status, kind, body = served(responses.DIALECT, request.read(), said)
+        status, kind, body = served(responses.PROTOCOL, request.read(), said)
         return httpx.Response(status, headers={"content-type": kind}, content=body)
 
     http = httpx.Client(transport=httpx.MockTransport(handle))
@@ -212,7 +214,7 @@ def test_a_streamed_response_is_the_whole_one(said: Said) -> None:
 
 def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
     call = ToolCall(call_id="c", name="f", arguments="{}")
-    answer = answer_of(Message(role="assistant", content="ab", tool_calls=(call,)), Ending.TOOL_CALLS)
+    answer = answer_of(Message(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
     said = Said(answer, (TextDelta("a"), CallDelta(0, "c", "f", "{}"), TextDelta("b")))
     with anthropic_client(said).messages.stream(
         model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}]
@@ -243,7 +245,7 @@ def test_an_empty_reply_still_has_a_message_item() -> None:
     ],
 )
 def test_refusals_raise_what_anthropics_clients_expect(status: int, kind: type[Exception], name: str) -> None:
-    client = anthropic_client(Refusal(status, "some_code", "no such thing"))
+    client = anthropic_client(ApiError(status, "some_code", "no such thing"))
     with pytest.raises(kind, match="no such thing") as error:
         client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}])
     assert isinstance(error.value, anthropic.APIStatusError)
@@ -251,16 +253,16 @@ def test_refusals_raise_what_anthropics_clients_expect(status: int, kind: type[E
 
 
 def test_refusals_raise_what_openais_clients_expect() -> None:
-    client = openai_client(Refusal(409, "version_not_served", "not yet", param="min_version"))
+    client = openai_client(ApiError(409, "version_not_served", "not yet", param="min_version"))
     with pytest.raises(openai.ConflictError, match="not yet") as error:
         client.responses.create(input="go")
     assert (error.value.code, error.value.param) == ("version_not_served", "min_version")
 
 
 def test_failures_inside_a_stream_reach_the_clients() -> None:
-    refusal = Refusal(503, "engine_unavailable", "no engine answered")
+    api_error = ApiError(503, "engine_unavailable", "no engine answered")
     events = messages.parse(orjson.dumps(MESSAGE_BODY)).events()
-    stream = events.opening("0", 1) + events.failure(refusal)
+    stream = events.opening("0", 1) + events.failure(api_error)
     transport = httpx2.MockTransport(
         lambda request: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
     )
@@ -273,8 +275,8 @@ def test_failures_inside_a_stream_reach_the_clients() -> None:
 
     said = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
     turn = answer_of(Message(role="assistant")).replies[0].turn
-    piece = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
-    begun = said.opening("0", 1) + said.delta(0, [TextDelta("half")], piece)
-    event = OPENAI_EVENTS.validate_python(data_of(begun + said.failure(refusal))[-1])
+    chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
+    begun = said.opening("0", 1) + said.delta(0, [TextDelta("half")], chunk)
+    event = OPENAI_EVENTS.validate_python(data_of(begun + said.failure(api_error))[-1])
     assert event.type == "response.failed" and event.response.error is not None
     assert (event.response.error.code, event.response.output) == ("server_error", [])

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from etude.gateway.api.calls import MODEL, Answer, Call, Ending, Refusal, Reply, Sampling
-from etude.gateway.api.response_events import ResponseAsked
-from etude.gateway.api.responses import INCLUDABLE, INFORMATIVE, NEUTRAL, SCHEMA, UNDERSTOOD, parse
+from etude.gateway.api.calls import MODEL, Answer, ApiError, Call, FinishReason, Reply, Sampling
+from etude.gateway.api.responses import INCLUDABLE, INFORMATIVE, NEUTRAL, SCHEMA, UNDERSTOOD, ResponseRequest, parse
 from etude.tokens.messages import Message, Tool, ToolCall
 from etude.types import Finish, Json, Turn
 
@@ -57,7 +56,7 @@ def body_of(input: Json = "go", **fields: Json) -> bytes:  # noqa: A002  # the f
     return orjson.dumps({"input": input, **fields})
 
 
-def asked_of(input: Json = "go", **fields: Json) -> ResponseAsked:  # noqa: A002  # the field's name
+def asked_of(input: Json = "go", **fields: Json) -> ResponseRequest:  # noqa: A002  # the field's name
     body = body_of(input, **fields)
     assert fits(body)  # whatever is read here, the document of the API promises
     return parse(body)
@@ -71,7 +70,7 @@ def fits(body: bytes) -> bool:
     return jsonschema_rs.Draft202012Validator(SCHEMA).is_valid(orjson.loads(body))
 
 
-def response_of(asked: ResponseAsked, ending: Ending = Ending.STOP) -> Response:
+def response_of(asked: ResponseRequest, finish_reason: FinishReason = FinishReason.STOP) -> Response:
     empty = np.zeros(0, np.int32)
     turn = Turn(
         prompt_ids=np.zeros(3, np.int32),
@@ -80,7 +79,9 @@ def response_of(asked: ResponseAsked, ending: Ending = Ending.STOP) -> Response:
         versions=empty,
         finish=Finish.STOP,
     )
-    reply = Reply(message=Message(role="assistant", content="x"), ending=ending, stop_text=None, turn=turn)
+    reply = Reply(
+        message=Message(role="assistant", content="x"), finish_reason=finish_reason, stop_text=None, turn=turn
+    )
     answer = Answer(answer_id="0" * 24, created=1, model="m", replies=(reply,), reused_tokens=0)
     return Response.model_validate(orjson.loads(asked.body(answer)))
 
@@ -181,7 +182,7 @@ def test_a_response_gives_back_what_was_asked() -> None:
 
 
 def test_a_cut_response_is_incomplete() -> None:
-    response = response_of(asked_of(), Ending.LENGTH)
+    response = response_of(asked_of(), FinishReason.LENGTH)
     assert response.status == "incomplete"
     assert response.incomplete_details is not None and response.incomplete_details.reason == "max_output_tokens"
 
@@ -242,7 +243,7 @@ def test_hints_and_information_change_nothing() -> None:
 )
 def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Json], param: str) -> None:
     body = body_of(**fields)
-    with pytest.raises(Refusal) as error:
+    with pytest.raises(ApiError) as error:
         parse(body)
     assert (error.value.status, error.value.param) == (400, param)
     assert not fits(body)
@@ -252,8 +253,8 @@ def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Json], para
 def test_any_body_is_read_or_refused(body: bytes) -> None:
     try:
         asked = parse(body)
-    except Refusal as refusal:
-        assert refusal.status == 400
+    except ApiError as api_error:
+        assert api_error.status == 400
     else:
         response_of(asked)
 
@@ -262,6 +263,6 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
 def test_neighbouring_messages_are_never_both_the_assistants(items: list[dict[str, Json]]) -> None:
     try:
         roles = [message.role for message in parse(json.dumps({"input": items}).encode()).call.messages]
-    except Refusal:
+    except ApiError:
         return
     assert ("assistant", "assistant") not in pairwise(roles)

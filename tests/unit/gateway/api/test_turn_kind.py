@@ -2,8 +2,7 @@
 
 import pytest
 
-from etude.gateway.api.calls import Call, Refusal
-from etude.gateway.api.turn_kind import kind_of
+from etude.gateway.api.calls import ApiError, Call, turn_kind_of
 from etude.tokens.messages import Message
 from etude.types import TurnKind
 
@@ -30,11 +29,11 @@ QUOTED = Call(messages=(*ASKED.messages, Message(role="tool", content="Sum up th
     ],
 )
 def test_a_header_or_a_mark_says_it(call: Call, headers: dict[str, str], mark: str, kind: TurnKind) -> None:
-    assert kind_of(call, headers, mark) is kind
+    assert turn_kind_of(call, headers, mark) is kind
 
 
 @pytest.mark.parametrize("said", ["Summary", "", "plan"])
 def test_a_kind_that_there_is_not_is_refused(said: str) -> None:
-    with pytest.raises(Refusal, match="expected act or summary") as caught:
-        kind_of(ASKED, {"X-Etude-Turn": said})
+    with pytest.raises(ApiError, match="expected act or summary") as caught:
+        turn_kind_of(ASKED, {"X-Etude-Turn": said})
     assert (caught.value.status, caught.value.param) == (400, "X-Etude-Turn")

@@ -19,10 +19,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.gateway.api.calls import Answer, Call, Ending, Reply, Sampling
-from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.recorder import cut
-from etude.gateway.capture.tree import alike
+from etude.gateway.api.calls import Answer, Call, FinishReason, Reply, Sampling
+from etude.gateway.capture.conversations import Conversation, alike
+from etude.gateway.service import truncated
 from etude.protocols import Completion, SamplingParams, turn_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import JinjaFormat, read_checkpoint
@@ -190,9 +189,9 @@ class World:
             finish=Finish.STOP if ids and ids[-1] in self.chat.stop_ids else Finish.LENGTH,
         )
         if reader.stopped_after is not None:
-            completion = cut(completion, reader.stopped_after)
+            completion = truncated(completion, reader.stopped_after)
         turn = turn_of(prompt_ids, SamplingParams(max_tokens=99), completion)
-        return Reply(message=reader.message(), ending=Ending.STOP, stop_text=reader.stop_text, turn=turn)
+        return Reply(message=reader.message(), finish_reason=FinishReason.STOP, stop_text=reader.stop_text, turn=turn)
 
     def _ids(self) -> list[int]:
         """Noise and words, up to the first id that stops."""
@@ -284,7 +283,7 @@ def test_an_undisturbed_conversation_is_one_trajectory(kind: str) -> None:
         logprobs, versions = -np.ones(len(ids), np.float32), np.full(len(ids), number, np.int32)
         completion = Completion(token_ids=ids, logprobs=logprobs, versions=versions, finish=Finish.STOP)
         turn = turn_of(prompt.token_ids, SamplingParams(max_tokens=9), completion)
-        reply = Reply(message=reader.message(), ending=Ending.STOP, stop_text=None, turn=turn)
+        reply = Reply(message=reader.message(), finish_reason=FinishReason.STOP, stop_text=None, turn=turn)
         answer = Answer(answer_id=str(number), created=0, model="policy", replies=(reply,), reused_tokens=prompt.reused)
         conversation.record(call, answer)
         messages += [reply.message, Message(role="tool", content="<|end|>", tool_call_id="x")]

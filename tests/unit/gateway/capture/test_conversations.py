@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SessionLost
-from etude.gateway.api.calls import Answer, Call, Ending, Reply, Sampling
-from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.token_buffer import SessionFull, Tapes
+from etude.gateway.api.calls import Answer, Call, FinishReason, Reply, Sampling
+from etude.gateway.capture.conversations import Conversation, SessionFull, TurnStore
 from etude.tokens.messages import NO_KWARGS, Message, ReplyReader, TemplateKwargs, Tool, ToolCall
 from etude.types import Finish, Ids, Json, TokenIds, Turn
 
@@ -72,7 +71,7 @@ FORMAT = LetterFormat()
 
 
 def new_conversation(max_turns: int = 512, max_tokens: int = 10_000) -> Conversation:
-    return Conversation("s", FORMAT, Tapes(max_turns=max_turns, max_tokens=max_tokens))
+    return Conversation("s", FORMAT, TurnStore(max_turns=max_turns, max_tokens=max_tokens))
 
 
 def user(content: str) -> Message:
@@ -100,7 +99,7 @@ def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
         versions=np.zeros(len(ids), np.int32),
         finish=Finish.STOP if ids and ids[-1] in FORMAT.stop_ids else Finish.LENGTH,
     )
-    return Reply(message=message, ending=Ending.STOP, stop_text=None, turn=turn)
+    return Reply(message=message, finish_reason=FinishReason.STOP, stop_text=None, turn=turn)
 
 
 def answer_of(
@@ -340,7 +339,7 @@ def test_a_raw_prompt_that_is_none_is_refused(prompt: str | tuple[int, ...], nam
 def test_a_session_that_had_all_its_turns_is_refused_more() -> None:
     conversation = new_conversation(max_turns=2)
     play(conversation, call_of(user("go")), [9, END])
-    with pytest.raises(SessionFull, match=r"1 of its 2 turns, 2 more"):
+    with pytest.raises(SessionFull, match=r"1 of its 2 turns, there is no room for 2 more"):
         conversation.prompt(call_of(user("go"), count=2))
     play(conversation, call_of(user("go")), [9, END])
     with pytest.raises(SessionFull, match="2 of its 2 turns"):
@@ -384,7 +383,7 @@ def test_what_is_held_is_each_branch_and_what_was_sampled() -> None:
         known, _ = play(conversation, call_of(question, reply, user(content)), [9, END])
         held.append(len(known))
     # The second "on" has the prompt of the first; the third shares what it begins with but has to have it once more.
-    assert conversation._tapes.tokens == held[1] + 2 + 2 + held[3]
+    assert conversation._turns.tokens == held[1] + 2 + 2 + held[3]
 
 
 def test_a_fork_goes_on_by_itself() -> None:

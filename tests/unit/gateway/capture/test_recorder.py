@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import CaptureError
-from etude.gateway.capture.recorder import Recorder, cut
+from etude.gateway.service import Recorder, truncated
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, SamplingParams, turn_of
 from etude.types import Finish, Routes, RouteSpace, SamplingMask, Turn
@@ -20,7 +20,7 @@ GOOD = np.tile(np.array([[0, 3], [2, 1]], np.uint16), (4, 1, 1))
 KEPT = SamplingMask(offsets=np.array([0, 2, 2, 3], np.int64), token_ids=np.array([1, 4, 3], np.int32))
 
 
-def completion_of(routes: Routes | None = None, mask: SamplingMask | None = None) -> Completion:
+def completion_of(routes: Routes | None = None, sampling_mask: SamplingMask | None = None) -> Completion:
     ids = np.array([1, 2, 3], np.int32)
     return Completion(
         token_ids=ids,
@@ -28,7 +28,7 @@ def completion_of(routes: Routes | None = None, mask: SamplingMask | None = None
         versions=np.full(3, 5, np.int32),
         finish=Finish.STOP,
         routes=routes,
-        sampling_mask=mask,
+        sampling_mask=sampling_mask,
     )
 
 
@@ -99,7 +99,7 @@ def test_routes_need_a_folder() -> None:
 
 
 def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
-    turn = record(completion_of(mask=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
+    turn = record(completion_of(sampling_mask=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
     back = Payloads(tmp_path).fetch([turn])[0].sampling_mask
     assert back is not None
     assert back.sizes.tolist() == [2, 0, 1]
@@ -136,14 +136,14 @@ def test_a_missing_or_misshapen_record_is_an_infrastructure_fault(
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=3, top_p=0.9), SamplingParams(max_tokens=3, top_k=5)])
 def test_a_cut_vocabulary_needs_its_kept_sets(tmp_path: Path, params: SamplingParams) -> None:
-    with pytest.raises(CaptureError, match="no kept sets although top_p"):
+    with pytest.raises(CaptureError, match="no sampling mask although top_p"):
         record(completion_of(), tmp_path, params=params)
 
 
 def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path) -> None:
     whole = completion_of(GOOD, KEPT)
-    short = cut(whole, 2)
-    assert cut(whole, 3) is whole
+    short = truncated(whole, 2)
+    assert truncated(whole, 3) is whole
     assert short.token_ids.tolist() == [1, 2]
     assert short.logprobs.tolist() == [-1, -2]
     assert short.versions.tolist() == [5, 5]
@@ -158,13 +158,13 @@ def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path)
 
 @pytest.mark.parametrize("tokens", [-1, 4])
 def test_a_completion_cannot_be_cut_to_what_it_has_not(tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"3 tokens cannot be cut to {tokens}"):
-        cut(completion_of(), tokens)
+    with pytest.raises(ValueError, match=f"3 tokens cannot be truncated to {tokens}"):
+        truncated(completion_of(), tokens)
 
 
 @given(st.integers(0, 3))
 def test_a_shortened_record_fits_its_turn(tokens: int) -> None:
-    short = cut(completion_of(GOOD, KEPT), tokens)
+    short = truncated(completion_of(GOOD, KEPT), tokens)
     turn = turn_of(PROMPT, SamplingParams(max_tokens=3, top_p=0.9), short)
     assert turn.routes is not None
     assert len(turn.routes) == len(PROMPT) + tokens - 1

@@ -78,7 +78,7 @@ def test_of_products_sessions_the_longest_idle_of_whoever_has_most_gives_way() -
     for number, (name, owner) in enumerate([("few", "k1"), ("old", "k2"), ("new", "k2")]):
         sessions.find_or_open(name, owner, now=number)
     old = sessions.find("k2.old", now=3.0)
-    with sessions.waits("k2.old").call():
+    with sessions.queue_time("k2.old").call():
         sessions.find("k2.new", now=4.0)
         assert sessions.open("more", "k3", PRODUCTION, now=5.0) is not None  # "old" is longer idle, but is answered now
     assert sessions.expire(now=5.0) == ("k2.new",)
@@ -89,10 +89,10 @@ def test_of_products_sessions_the_longest_idle_of_whoever_has_most_gives_way() -
 def test_a_session_is_not_ended_in_the_middle_of_a_call() -> None:
     sessions = new_sessions(SessionLimits(max_production=1))
     sessions.find_or_open("chat", "k", now=0.0)
-    with sessions.waits("k.chat").call():
+    with sessions.queue_time("k.chat").call():
         assert sessions.find_or_open("another", "k", now=1.0) is None
     assert sessions.find_or_open("another", "k", now=2.0) is not None
-    with sessions.waits("nothing").call():
+    with sessions.queue_time("nothing").call():
         assert sessions.find("k.chat", now=3.0) is None
 
 

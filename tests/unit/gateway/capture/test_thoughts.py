@@ -10,19 +10,14 @@ import pytest
 from chat_formats import TEMPLATES, make_jinja
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.gateway.api.calls import Refusal
+from etude.gateway.api.calls import ApiError
 from etude.gateway.api.chat import parse
 from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.generation_request import Caller
-from etude.gateway.capture.recorder import Recorder
-from etude.gateway.capture.replies import Parts
-from etude.gateway.http.request_log import Visit
-from etude.gateway.routing.admission import Admission, AdmissionLimits, TrafficClass
-from etude.gateway.routing.admission_queue import Line
-from etude.gateway.routing.engine_health import EngineEntry
+from etude.gateway.request_log import RequestRecord
+from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, TrafficClass
 from etude.gateway.routing.pool import EnginePool
-from etude.gateway.routing.router import Router
-from etude.gateway.service import Service
+from etude.gateway.routing.router import EngineEntry, Router
+from etude.gateway.service import Caller, Recorder, ReplySampler, Service
 from etude.types import Json
 
 CLOCK = SystemClock()
@@ -45,11 +40,11 @@ def converse(*bodies: dict[str, Json]) -> tuple[list[dict[str, Json]], Conversat
     async def run() -> list[dict[str, Json]]:
         engine = FakeEngine(CLOCK, vocab_size=CHAT.vocab_size, max_length=512)
         engine.script(*[[*CHAT.encode(SAID), CHAT.stop_ids[0]]] * len(bodies))
-        admission = Admission(AdmissionLimits(rollouts=1, floor=1))
+        admission = AdmissionController(AdmissionLimits(rollouts=1, floor=1))
         pool = EnginePool(lambda _url: engine, Router(), CLOCK, admission=admission)
         pool.add(EngineEntry(name="one", url="http://fake"))
-        parts = Parts(chat=CHAT, pool=pool, line=Line(admission, CLOCK), recorder=Recorder(None), clock=CLOCK)
-        service = Service(parts, max_length=512)
+        sampler = ReplySampler(CHAT, pool, AdmissionQueue(admission, CLOCK), Recorder(None), CLOCK)
+        service = Service(sampler, max_length=512)
         caller = Caller(conversation=conversation, traffic=TrafficClass.ROLLOUT, deadline=CLOCK.now() + 600.0)
         watching = asyncio.create_task(pool.watch())
         try:
@@ -65,9 +60,9 @@ async def _answer(service: Service, caller: Caller, body: dict[str, Json]) -> di
     tools: Json = [{"type": "function", "function": FUNCTION}]
     asked = parse(orjson.dumps({"tools": tools, "max_tokens": 32, **body}))
     if not asked.call.stream:
-        answer = await service.answer(asked.call, caller, Visit(began=0.0))
+        answer = await service.answer(asked.call, caller, RequestRecord(began=0.0))
         return _only(orjson.loads(asked.body(answer))["choices"], "message")
-    async with aclosing(service.stream(asked.call, asked.events(), caller, Visit(began=0.0))) as chunks:
+    async with aclosing(service.stream(asked.call, asked.events(), caller, RequestRecord(began=0.0))) as chunks:
         lines = b"".join([chunk async for chunk in chunks]).split(b"\n")
     events = [orjson.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     deltas = [_only(event["choices"], "delta") for event in events if event["choices"]]
@@ -102,6 +97,6 @@ def test_kwargs_of_the_template_reach_it_and_are_in_what_is_recorded() -> None:
 
 
 def test_kwargs_that_the_template_does_not_read_are_refused_with_those_that_it_does() -> None:
-    with pytest.raises(Refusal, match="does not read thinking; it reads enable_thinking, identity") as error:
+    with pytest.raises(ApiError, match="does not read thinking; it reads enable_thinking, identity") as error:
         converse({"messages": [ASKED], "chat_template_kwargs": {"thinking": True}})
     assert (error.value.status, error.value.param) == (400, "chat_template_kwargs")

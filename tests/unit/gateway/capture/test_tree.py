@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.capture.tree import ALIKE, EXACT, Node, alike, dissolve, find, insert, new_root, twins_of
+from etude.gateway.capture.conversations import ALIKE, EXACT, Node, alike, dissolve, find, insert, new_root, twins_of
 from etude.tokens.messages import Message, ToolCall
 
 CALL = ToolCall(call_id="call_1", name="edit", arguments='{"path": "a.py", "line": 3, "by": 1.0}')
@@ -69,7 +69,7 @@ def test_whose_call_an_output_answers_does_not_matter_but_what_it_says_does() ->
 def test_an_unknown_conversation_is_not_found_and_can_be_put_in() -> None:
     root, messages = new_root(), [user("a"), SAID, user("b")]
     found = find(root, messages)
-    assert (found.reply, found.depth, found.known, found.ends) == (None, 0, 0, ())
+    assert (found.reply, found.depth, found.last_depth, found.ends) == (None, 0, 0, ())
     end = insert(found, messages)
     assert end.path() == messages
     again = find(root, messages)
@@ -84,7 +84,7 @@ def test_the_deepest_reply_is_found_through_an_unsampled_message() -> None:
     found = find(root, [*second.path(), user("d")])
     assert (found.reply, found.depth) == (second, 6)
     found = find(root, [*second.path()[:4], user("d")])
-    assert (found.reply, found.depth, found.known) == (first, 2, 4)
+    assert (found.reply, found.depth, found.last_depth) == (first, 2, 4)
 
 
 def test_of_replies_that_look_alike_the_exact_one_is_meant_and_else_the_newest() -> None:

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from etude.config.inference import GatewayConfig
 from etude.gateway.capture.sessions import SessionLimits
+from etude.gateway.http.auth import Limits, Scope
 from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.http.keys import Limits, Scope
 from etude.protocols import Engine
 from etude.types import Json
 from gateways import (
@@ -327,7 +327,7 @@ def test_a_product_opens_sessions_on_its_own_account() -> None:
         assert (await caller.chat(PRODUCT_KEY)).error == over_budget
         assert (await caller.send("POST", "/sessions", PRODUCT_KEY, {})).error == over_budget
         page = (await caller.send("GET", "/metrics", ADMIN_KEY)).raw.decode()
-        assert 'etude_calls_total{dialect="/v1/chat/completions",status="200",traffic="production"} 1.0' in page
+        assert 'etude_calls_total{api="/v1/chat/completions",status="200",traffic="production"} 1.0' in page
         assert (await caller.send("DELETE", "/keys/product", ADMIN_KEY)).status == 200
         assert (await caller.chat(key)).error == (401, "authentication_error", "invalid_api_key", None)
 

@@ -44,8 +44,8 @@ class BreakingEngine(FakeEngine):
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        async for piece in super().stream(prompt_ids, params, session=session):
-            yield piece
+        async for chunk in super().stream(prompt_ids, params, session=session):
+            yield chunk
             raise RuntimeError(f"prompt {template().decode(as_list(prompt_ids))}")
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DamagedError
+from etude.gateway.http.auth import Key, Keyring, Limits, Scope, digest_of, new_secret
 from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.http.keys import Key, Keyring, Limits, Scope, digest_of, new_secret
 
 SECRET = new_secret(Scope.PRODUCTION)
 KEY = Key(

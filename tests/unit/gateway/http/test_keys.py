@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.http.keys import (
+from etude.gateway.http.auth import (
     Action,
     Key,
     Keyring,

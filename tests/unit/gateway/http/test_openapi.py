@@ -9,10 +9,10 @@ import schemathesis
 from schemathesis.core.result import Ok
 
 from etude.gateway.api import chat, completions, messages, responses
-from etude.gateway.api.calls import Refusal
-from etude.gateway.api.openai import refuse
+from etude.gateway.api.calls import ApiError
+from etude.gateway.api.openai import error_body
 from etude.gateway.http import openapi
-from etude.gateway.routing.engine_health import EngineState
+from etude.gateway.routing.router import EngineState
 from etude.types import Json
 
 QUESTION: dict[str, Json] = {"messages": [{"role": "user", "content": "go"}]}
@@ -67,7 +67,7 @@ def test_every_schema_is_one() -> None:
 def test_every_path_of_the_gateway_is_there() -> None:
     calls = {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/models", "/v1/models/{model}", "/v1/waits"),
+        *("/v1/models", "/v1/models/{model}", "/v1/queue_time"),
     }
     assert {path for path, _, _ in operations()} == calls | {f"/s/{{session}}{path}" for path in calls} | {
         *("/sessions", "/sessions/{id}", "/keys", "/keys/{id}", "/engines", "/engines/{name}"),
@@ -85,10 +85,10 @@ def test_only_two_doors_need_no_key() -> None:
 def test_errors_look_as_the_document_says() -> None:
     openai = jsonschema_rs.Draft202012Validator(openapi.OPENAI_ERROR)
     anthropic = jsonschema_rs.Draft202012Validator(openapi.ANTHROPIC_ERROR)
-    for refusal in (Refusal(400, "invalid_request", "no", param="n"), Refusal(503, "engine_unavailable", "gone")):
-        openai.validate(orjson.loads(refuse(refusal)))
-        anthropic.validate(orjson.loads(messages.DIALECT.refuse(refusal)))
-        assert not anthropic.is_valid(orjson.loads(refuse(refusal)))
+    for api_error in (ApiError(400, "invalid_request", "no", param="n"), ApiError(503, "engine_unavailable", "gone")):
+        openai.validate(orjson.loads(error_body(api_error)))
+        anthropic.validate(orjson.loads(messages.PROTOCOL.error_body(api_error)))
+        assert not anthropic.is_valid(orjson.loads(error_body(api_error)))
 
 
 def test_engine_states_are_those_there_are() -> None:
@@ -122,8 +122,8 @@ def test_engine_states_are_those_there_are() -> None:
 )
 def test_what_is_understood_fits_the_schema(schema: dict[str, Json], body: dict[str, Json]) -> None:
     jsonschema_rs.Draft202012Validator(schema).validate(body)
-    dialect = completions.DIALECT if "prompt" in body else chat.DIALECT
-    dialect.parse(orjson.dumps(body))
+    api = completions.PROTOCOL if "prompt" in body else chat.PROTOCOL
+    api.parse(orjson.dumps(body))
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_what_is_understood_fits_the_schema(schema: dict[str, Json], body: dict[
 )
 def test_what_does_not_fit_the_schema_is_refused(body: dict[str, Json]) -> None:
     assert not jsonschema_rs.Draft202012Validator(chat.SCHEMA).is_valid(body)
-    with pytest.raises(Refusal):
-        chat.DIALECT.parse(orjson.dumps(body))
+    with pytest.raises(ApiError):
+        chat.PROTOCOL.parse(orjson.dumps(body))
 
 
 def test_every_dialect_has_a_schema_of_its_body() -> None:
-    for dialect, schema in (
-        (chat.DIALECT, chat.SCHEMA),
-        (completions.DIALECT, completions.SCHEMA),
-        (responses.DIALECT, responses.SCHEMA),
-        (messages.DIALECT, messages.SCHEMA),
+    for api, schema in (
+        (chat.PROTOCOL, chat.SCHEMA),
+        (completions.PROTOCOL, completions.SCHEMA),
+        (responses.PROTOCOL, responses.SCHEMA),
+        (messages.PROTOCOL, messages.SCHEMA),
     ):
-        path = at(openapi.document(), "paths", dialect.path)
+        path = at(openapi.document(), "paths", api.path)
         assert at(path, "post", "requestBody", "content", "application/json", "schema") == schema

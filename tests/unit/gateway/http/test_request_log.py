@@ -7,18 +7,18 @@ from threading import Event, Thread
 
 import orjson
 
-from etude.gateway.http import request_log
-from etude.gateway.http.request_log import AccessLog, Visit
+from etude.gateway import request_log
+from etude.gateway.request_log import AccessLog, RequestRecord
 from patience import until
 
 
-def visit(route: str = "POST /v1/chat/completions") -> Visit:
-    return Visit(began=1.0, route=route, status=200, first_token=1.25, ended=1.5, versions=(3, 4))
+def record(route: str = "POST /v1/chat/completions") -> RequestRecord:
+    return RequestRecord(began=1.0, route=route, status=200, first_token=1.25, ended=1.5, versions=(3, 4))
 
 
 def test_a_line_has_the_facts_of_a_visit(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "log", lambda: 1785312000.1234)
-    log.add(visit())
+    log.add(record())
     log.close()
     (line,) = (tmp_path / "log").read_text().splitlines()
     fields = orjson.loads(line)
@@ -33,9 +33,9 @@ def test_lines_are_written_every_second_and_appended_to_what_is_there(tmp_path: 
     async def run() -> None:
         log = AccessLog(file, lambda: 0.0)
         running = asyncio.create_task(log.run())
-        log.add(visit("first"))
+        log.add(record("first"))
         await until(lambda: "first" in file.read_text())
-        log.add(visit("second"))
+        log.add(record("second"))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         log.close()
@@ -54,8 +54,8 @@ def test_a_line_that_is_made_while_others_are_written_is_not_lost(tmp_path: Path
 
     log = AccessLog(tmp_path / "log", wall_s)
     logs = [log]
-    log.add(visit("first"))
-    log.add(visit("second"))
+    log.add(record("first"))
+    log.add(record("second"))
     log.close()
     lines = (tmp_path / "log").read_text().splitlines()
     assert [orjson.loads(line)["route"] for line in lines] == ["first", "second"]
@@ -71,7 +71,7 @@ def test_lines_that_are_added_and_written_at_once_all_get_there(tmp_path: Path) 
     writing = Thread(target=write)
     writing.start()
     for _ in range(20_000):
-        log.add(visit())
+        log.add(record())
     over.set()
     writing.join()
     log.close()
@@ -81,7 +81,7 @@ def test_lines_that_are_added_and_written_at_once_all_get_there(tmp_path: Path) 
 def test_lines_beyond_the_buffer_are_counted_and_the_count_is_written(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "log", lambda: 0.0)
     for _ in range(request_log.MAX_LINES + 7):
-        log.add(visit())
+        log.add(record())
     log.close()
     lines = (tmp_path / "log").read_text().splitlines()
     assert len(lines) == request_log.MAX_LINES + 1
@@ -95,7 +95,7 @@ def test_lines_that_cannot_be_written_are_lost_and_nothing_else(tmp_path: Path) 
     log = AccessLog(pipe, lambda: 0.0)
     os.close(reader)
     for _ in range(3):
-        log.add(visit())
+        log.add(record())
         log.flush()
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     log.close()

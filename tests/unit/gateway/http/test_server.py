@@ -3,24 +3,26 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from etude.gateway.api.calls import Refusal
-from etude.gateway.http.server import Handle, Reply, Visitor, door
+from etude.gateway.api.calls import ApiError
+from etude.gateway.http.server import HttpRequest, HttpResponse, RequestHandler, http_server
 from etude.run.serving import listening
 
 Scene = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-async def echo(visitor: Visitor) -> Reply:
+async def echo(request: HttpRequest) -> HttpResponse:
     try:
-        body = await visitor.read()
-    except Refusal as refusal:
-        return Reply(body=refusal.code.encode(), status=refusal.status, content_type="text/plain")
-    return Reply(body=b"%s %s " % (visitor.method.encode(), visitor.path.encode()) + body, headers=(("X-A", "b"),))
+        body = await request.read()
+    except ApiError as api_error:
+        return HttpResponse(body=api_error.code.encode(), status=api_error.status, content_type="text/plain")
+    return HttpResponse(
+        body=b"%s %s " % (request.method.encode(), request.path.encode()) + body, headers=(("X-A", "b"),)
+    )
 
 
-def play(handle: Handle, scene: Scene, *, body_s: float = 10.0) -> None:
+def play(handle: RequestHandler, scene: Scene, *, body_s: float = 10.0) -> None:
     async def run() -> None:
-        async with listening(door(handle, max_body_bytes=1000, body_s=body_s), 0) as port:
+        async with listening(http_server(handle, max_body_bytes=1000, body_s=body_s), 0) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.wait_for(scene(reader, writer), 20)
             writer.close()
@@ -78,9 +80,9 @@ def test_a_body_that_is_not_packed_as_it_says_is_refused() -> None:
 def test_events_are_sent_when_they_are_written_and_a_hang_up_cancels() -> None:
     cancelled = asyncio.Event()
 
-    async def tick(visitor: Visitor) -> None:
-        await visitor.open((("X-A", "b"),))
-        await visitor.write(b"data: 1\n\n")
+    async def tick(request: HttpRequest) -> None:
+        await request.open((("X-A", "b"),))
+        await request.write(b"data: 1\n\n")
         try:
             await asyncio.sleep(60)
         finally:

@@ -17,10 +17,9 @@ from etude.engines.fake import FakeEngine
 from etude.engines.http.client import http_engines
 from etude.engines.native.server import engine_app
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
-from etude.gateway.routing.admission import Admission, AdmissionLimits
-from etude.gateway.routing.engine_health import EngineEntry, EngineState, HealthLimits
-from etude.gateway.routing.pool import EnginePool, PoolLimits, Want
-from etude.gateway.routing.router import Router
+from etude.gateway.routing.admission import AdmissionController, AdmissionLimits
+from etude.gateway.routing.pool import CallOptions, EnginePool, PoolLimits
+from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Router
 from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, SamplingMask, TokenIds
 from patience import until
@@ -52,10 +51,10 @@ class Chain:
     """What each call was about."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        async with aclosing(self.stream(prompt_ids, params, session=session)) as pieces:
-            async for piece in pieces:
-                if piece.completion is not None:
-                    return piece.completion
+        async with aclosing(self.stream(prompt_ids, params, session=session)) as chunks:
+            async for chunk in chunks:
+                if chunk.completion is not None:
+                    return chunk.completion
         raise AssertionError("a stream ends with its completion")
 
     async def stream(
@@ -72,7 +71,7 @@ class Chain:
             context.append(said[-1])
             ended = said[-1] in params.stop_ids or len(said) == params.max_tokens
             whole = self._completion(said, prompt_ids, params) if ended and not self.loses_end else None
-            yield self._piece(said, whole)
+            yield self._chunk(said, whole)
         if self.loses_end:
             raise EngineUnavailable("it broke")
 
@@ -92,7 +91,7 @@ class Chain:
         if self.hangs:
             await asyncio.Event().wait()
 
-    def _piece(self, said: Sequence[int], completion: Completion | None) -> TokenChunk:
+    def _chunk(self, said: Sequence[int], completion: Completion | None) -> TokenChunk:
         return TokenChunk(
             token_ids=np.array(said[-1:], np.int32),
             logprobs=np.array([-1.0 - self.mark], np.float32),
@@ -102,14 +101,14 @@ class Chain:
 
     def _completion(self, said: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
         size, read = len(said), np.array([*prompt_ids, *said[:-1]], np.uint16)
-        kept = SamplingMask(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
+        sampling_mask = SamplingMask(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
         return Completion(
             token_ids=np.array(said, np.int32),
             logprobs=np.full(size, -1.0 - self.mark, np.float32),
             versions=np.full(size, self.mark, np.int32),
             finish=Finish.STOP if said[-1] in params.stop_ids else Finish.LENGTH,
             routes=read.reshape(-1, 1, 1) if params.want_routes else None,
-            sampling_mask=kept if params.truncates else None,
+            sampling_mask=sampling_mask if params.truncates else None,
         )
 
 
@@ -140,11 +139,11 @@ async def watched(pool: EnginePool) -> AsyncIterator[None]:
 
 
 async def listen(
-    pool: EnginePool, params: SamplingParams, want: Want | None = None
+    pool: EnginePool, params: SamplingParams, options: CallOptions | None = None
 ) -> tuple[list[TokenChunk], Completion]:
-    pieces = [piece async for piece in pool.stream(PROMPT, params, session="s", want=want or Want())]
-    assert pieces[-1].completion is not None
-    return pieces, pieces[-1].completion
+    chunks = [chunk async for chunk in pool.stream(PROMPT, params, session="s", options=options or CallOptions())]
+    assert chunks[-1].completion is not None
+    return chunks, chunks[-1].completion
 
 
 def states(pool: EnginePool) -> list[EngineState]:
@@ -196,11 +195,11 @@ def test_a_broken_stream_is_continued_token_for_token(
     async def scene() -> None:
         shared = list(breaks)  # whichever engine is asked, the n-th call breaks after breaks[n] tokens
         pool = pool_of(*(Chain(mark=mark, breaks=shared) for mark in range(len(breaks) + 1)))
-        pieces, completion = await listen(pool, params)
-        told = np.concatenate([piece.token_ids for piece in pieces])
+        chunks, completion = await listen(pool, params)
+        told = np.concatenate([chunk.token_ids for chunk in chunks])
         np.testing.assert_array_equal(told, completion.token_ids)
-        np.testing.assert_array_equal(np.concatenate([piece.logprobs for piece in pieces]), completion.logprobs)
-        np.testing.assert_array_equal(np.concatenate([piece.versions for piece in pieces]), completion.versions)
+        np.testing.assert_array_equal(np.concatenate([chunk.logprobs for chunk in chunks]), completion.logprobs)
+        np.testing.assert_array_equal(np.concatenate([chunk.versions for chunk in chunks]), completion.versions)
         np.testing.assert_array_equal(completion.logprobs, -1.0 - completion.versions)  # those of the one who sampled
         assert completion.routes is not None
         assert completion.routes.ravel().tolist() == [*PROMPT, *told[:-1].tolist()]
@@ -246,9 +245,9 @@ def test_a_cut_turn_that_was_handed_out_in_part_fails_and_one_that_was_not_is_sa
         assert completion.sampling_mask is not None and len(completion.sampling_mask) == 12
         pool = pool_of(Chain(breaks=[1]), Chain(breaks=[1]))
         heard = list[TokenChunk]()
-        with pytest.raises(EngineUnavailable, match=r"after 1 tokens; what top-p and top-k left to draw from is lost"):
-            async for piece in pool.stream(PROMPT, CUT, session="s"):
-                heard.append(piece)
+        with pytest.raises(EngineUnavailable, match=r"after 1 tokens; its sampling mask is lost"):
+            async for chunk in pool.stream(PROMPT, CUT, session="s"):
+                heard.append(chunk)
         assert len(heard) == 1
 
     play(scene)
@@ -340,7 +339,7 @@ def test_a_busy_engine_is_passed_over_and_not_blamed() -> None:
 def test_a_call_waits_while_all_engines_are_busy_until_its_deadline() -> None:
     async def scene() -> None:
         clock, engines = VirtualClock(), [Chain(busy=3), Chain(busy=3)]
-        admission = Admission(AdmissionLimits(start=10))
+        admission = AdmissionController(AdmissionLimits(start=10))
         by_url: dict[str, Engine] = {"a": engines[0], "b": engines[1]}
         pool = EnginePool(by_url.__getitem__, Router(), clock, admission=admission, seed=1)
         for url in by_url:
@@ -352,7 +351,7 @@ def test_a_call_waits_while_all_engines_are_busy_until_its_deadline() -> None:
             engine.busy = 1 << 30
         began = clock.now()
         with pytest.raises(EngineBusy, match="no engine took the call within 60 s; at last: it is busy"):
-            await pool.generate(PROMPT, PARAMS, session="s", want=Want(deadline_s=60.0))
+            await pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(deadline_s=60.0))
         assert clock.now() - began == pytest.approx(60.0)
 
     play(scene)
@@ -390,10 +389,10 @@ def test_a_version_that_nobody_serves_is_pending() -> None:
         pool = pool_of(*engines)
         async with watched(pool):
             assert pool.versions() == (1, 3)
-            completion = await pool.generate(PROMPT, PARAMS, session="s", want=Want(min_version=2))
+            completion = await pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(min_version=2))
             assert completion.versions.tolist() == [3] * 12
             with pytest.raises(VersionPending, match="version 4 is not served yet, the newest is 3") as caught:
-                await pool.generate(PROMPT, PARAMS, session="s", want=Want(min_version=4))
+                await pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(min_version=4))
             assert (caught.value.wanted, caught.value.newest) == (4, 3)
 
     play(scene)
@@ -404,8 +403,8 @@ def test_a_deadline_ends_a_call_and_does_not_blame_its_engine() -> None:
         pool = pool_of(Chain(hangs=True))
         async with watched(pool):
             for call in (
-                pool.generate(PROMPT, PARAMS, session="s", want=Want(deadline_s=0.05)),
-                listen(pool, PARAMS, Want(deadline_s=0.05)),
+                pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(deadline_s=0.05)),
+                listen(pool, PARAMS, CallOptions(deadline_s=0.05)),
             ):
                 with pytest.raises(EngineUnavailable, match=r"no completion within 0\.05 s"):
                     await call
@@ -436,8 +435,8 @@ def test_a_caller_that_leaves_frees_its_place() -> None:
         await asyncio.gather(call, return_exceptions=True)
         assert pool.list()[0].inflight == 0
         other = pool_of(Chain())
-        async with aclosing(other.stream(np.array(PROMPT, np.int32), PARAMS, session="s")) as pieces:
-            await anext(pieces)
+        async with aclosing(other.stream(np.array(PROMPT, np.int32), PARAMS, session="s")) as chunks:
+            await anext(chunks)
             assert other.list()[0].inflight == 1
         assert other.list()[0].inflight == 0
 
@@ -471,11 +470,11 @@ def test_engines_come_and_go_while_calls_are_in_progress() -> None:
         with pytest.raises(EngineUnavailable, match="no engine could be had"):
             await pool_of(clock=VirtualClock()).generate(PROMPT, PARAMS, session="s")
         pool.add(EngineEntry(name="a", url="old"))
-        async with watched(pool), aclosing(pool.stream(PROMPT, PARAMS, session="s")) as pieces:
-            await anext(pieces)
+        async with watched(pool), aclosing(pool.stream(PROMPT, PARAMS, session="s")) as chunks:
+            await anext(chunks)
             pool.remove("a")
             pool.add(EngineEntry(name="a", url="new"))
-            rest = [piece async for piece in pieces]
+            rest = [chunk async for chunk in chunks]
             assert rest[-1].versions.tolist() == [1], "its calls end as they may"
             assert (await pool.generate(PROMPT, PARAMS, session="s")).versions[-1] == 2
             await until(lambda: pool.versions() == (2,))

@@ -13,7 +13,7 @@ from etude.gateway.routing.admission import (
     PRIORITIES,
     RETRY_MAX_S,
     RETRY_MIN_S,
-    Admission,
+    AdmissionController,
     AdmissionLimits,
     Outcome,
     Ticket,
@@ -26,8 +26,8 @@ GRANTED, WAITING = TicketState.GRANTED, TicketState.WAITING
 LATE = 1e9
 
 
-def enter(admission: Admission, traffic: TrafficClass, calls: int, now: float = 0.0) -> list[Ticket]:
-    return [admission.enter(traffic, now, LATE) for _ in range(calls)]
+def acquire(admission: AdmissionController, traffic: TrafficClass, calls: int, now: float = 0.0) -> list[Ticket]:
+    return [admission.acquire(traffic, now, LATE) for _ in range(calls)]
 
 
 def states(tickets: Sequence[Ticket]) -> list[TicketState]:
@@ -45,138 +45,138 @@ def test_people_are_served_before_rollouts_by_the_engines_too() -> None:
 
 
 def test_calls_beyond_the_limit_wait_in_order_of_arrival() -> None:
-    admission = Admission(limits(2))
-    tickets = enter(admission, ROLLOUTS, 4)
+    admission = AdmissionController(limits(2))
+    tickets = acquire(admission, ROLLOUTS, 4)
     assert states(tickets) == [GRANTED, GRANTED, WAITING, WAITING]
     assert admission.due(0.0) == []
-    admission.leave(tickets[0], Outcome.FAILED, 1.0)
+    admission.release(tickets[0], Outcome.FAILED, 1.0)
     assert admission.due(1.0) == [tickets[2]]
-    admission.leave(tickets[3], Outcome.ABANDONED, 1.0)
-    admission.leave(tickets[1], Outcome.FAILED, 1.0)
+    admission.release(tickets[3], Outcome.ABANDONED, 1.0)
+    admission.release(tickets[1], Outcome.FAILED, 1.0)
     assert admission.due(1.0) == []
     assert (admission.inflight(ROLLOUTS), admission.waiting(ROLLOUTS)) == (1, 0)
 
 
 def test_a_production_call_does_not_wait_for_rollouts() -> None:
-    admission = Admission(limits(4))
-    assert states(enter(admission, ROLLOUTS, 5)) == [GRANTED] * 4 + [WAITING]
-    assert states(enter(admission, PEOPLE, 5)) == [GRANTED] * 4 + [WAITING]
+    admission = AdmissionController(limits(4))
+    assert states(acquire(admission, ROLLOUTS, 5)) == [GRANTED] * 4 + [WAITING]
+    assert states(acquire(admission, PEOPLE, 5)) == [GRANTED] * 4 + [WAITING]
 
 
 def test_a_production_call_waits_at_its_own_limit() -> None:
-    admission = Admission(limits(8, production=2))
-    assert states(enter(admission, PEOPLE, 3)) == [GRANTED, GRANTED, WAITING]
-    assert states(enter(admission, ROLLOUTS, 7)) == [GRANTED] * 6 + [WAITING]
+    admission = AdmissionController(limits(8, production=2))
+    assert states(acquire(admission, PEOPLE, 3)) == [GRANTED, GRANTED, WAITING]
+    assert states(acquire(admission, ROLLOUTS, 7)) == [GRANTED] * 6 + [WAITING]
 
 
 def test_rollouts_keep_a_share_while_people_take_everything() -> None:
-    admission = Admission(limits(20))
-    enter(admission, PEOPLE, 30)
-    assert states(enter(admission, ROLLOUTS, 3)) == [GRANTED, WAITING, WAITING]
-    small = Admission(limits(1))
-    enter(small, PEOPLE, 1)
-    assert states(enter(small, ROLLOUTS, 1)) == [GRANTED]
+    admission = AdmissionController(limits(20))
+    acquire(admission, PEOPLE, 30)
+    assert states(acquire(admission, ROLLOUTS, 3)) == [GRANTED, WAITING, WAITING]
+    small = AdmissionController(limits(1))
+    acquire(small, PEOPLE, 1)
+    assert states(acquire(small, ROLLOUTS, 1)) == [GRANTED]
 
 
 def test_people_go_first_when_a_place_is_free() -> None:
-    admission = Admission(limits(2))
-    people = enter(admission, PEOPLE, 3)
-    rollouts = enter(admission, ROLLOUTS, 2)
+    admission = AdmissionController(limits(2))
+    people = acquire(admission, PEOPLE, 3)
+    rollouts = acquire(admission, ROLLOUTS, 2)
     assert states(rollouts) == [GRANTED, WAITING]
-    admission.leave(people[0], Outcome.FAILED, 1.0)
+    admission.release(people[0], Outcome.FAILED, 1.0)
     assert admission.due(1.0) == [people[2]]
 
 
 def test_a_full_line_refuses_with_advice() -> None:
-    admission = Admission(limits(1, waiting=1))
-    first, _, third = enter(admission, ROLLOUTS, 3)
+    admission = AdmissionController(limits(1, waiting=1))
+    first, _, third = acquire(admission, ROLLOUTS, 3)
     assert third.state is TicketState.REFUSED
     assert third.retry_after_s == RETRY_MIN_S
-    admission.leave(third, Outcome.ABANDONED, 0.0)
+    admission.release(third, Outcome.ABANDONED, 0.0)
     assert admission.inflight(ROLLOUTS) == 1
-    admission.leave(first, Outcome.ANSWERED, 0.0)
+    admission.release(first, Outcome.ANSWERED, 0.0)
     assert admission.inflight(ROLLOUTS) == 0
 
 
 def test_the_advice_is_how_long_the_line_takes() -> None:
-    admission = Admission(limits(4, waiting=5))
-    tickets = enter(admission, ROLLOUTS, 9)
+    admission = AdmissionController(limits(4, waiting=5))
+    tickets = acquire(admission, ROLLOUTS, 9)
     for index in range(200):
         now = 2.0 * index
-        admission.leave(next(ticket for ticket in tickets if ticket.state is GRANTED), Outcome.FAILED, now)
+        admission.release(next(ticket for ticket in tickets if ticket.state is GRANTED), Outcome.FAILED, now)
         admission.due(now)
-        tickets.append(admission.enter(ROLLOUTS, now, LATE))
-    refused = admission.enter(ROLLOUTS, 400.0, LATE)
+        tickets.append(admission.acquire(ROLLOUTS, now, LATE))
+    refused = admission.acquire(ROLLOUTS, 400.0, LATE)
     assert refused.state is TicketState.REFUSED
     assert refused.retry_after_s == pytest.approx(12.0, abs=0.1)  # six of them, one each two seconds
 
 
 def test_a_call_that_waits_beyond_its_deadline_expires() -> None:
-    admission = Admission(limits(1))
-    enter(admission, ROLLOUTS, 1)
-    late, early = admission.enter(ROLLOUTS, 0.0, 9.0), admission.enter(ROLLOUTS, 0.0, 5.0)
+    admission = AdmissionController(limits(1))
+    acquire(admission, ROLLOUTS, 1)
+    late, early = admission.acquire(ROLLOUTS, 0.0, 9.0), admission.acquire(ROLLOUTS, 0.0, 5.0)
     assert admission.due(4.9) == []
     assert admission.due(5.0) == [early]
     assert early.state is TicketState.EXPIRED
     assert early.retry_after_s is not None and RETRY_MIN_S <= early.retry_after_s <= RETRY_MAX_S
-    admission.leave(late, Outcome.ABANDONED, 6.0)
+    admission.release(late, Outcome.ABANDONED, 6.0)
     assert admission.due(9.0) == []
-    assert admission.enter(ROLLOUTS, 6.0, 6.0).state is TicketState.REFUSED
+    assert admission.acquire(ROLLOUTS, 6.0, 6.0).state is TicketState.REFUSED
 
 
 def test_an_expired_call_makes_room_in_the_line() -> None:
-    admission = Admission(limits(1, waiting=1))
-    enter(admission, ROLLOUTS, 1)
-    early = admission.enter(ROLLOUTS, 0.0, 5.0)
-    assert admission.enter(ROLLOUTS, 6.0, LATE).state is WAITING
+    admission = AdmissionController(limits(1, waiting=1))
+    acquire(admission, ROLLOUTS, 1)
+    early = admission.acquire(ROLLOUTS, 0.0, 5.0)
+    assert admission.acquire(ROLLOUTS, 6.0, LATE).state is WAITING
     assert admission.due(6.0) == [early]
 
 
 def test_one_account_may_use_what_is_idle_and_gives_it_up_to_those_who_come() -> None:
-    admission = Admission(limits(8, production=4, waiting=6))
-    mine = [admission.enter(PEOPLE, 0.0, LATE, "a") for _ in range(20)]
+    admission = AdmissionController(limits(8, production=4, waiting=6))
+    mine = [admission.acquire(PEOPLE, 0.0, LATE, "a") for _ in range(20)]
     assert states(mine) == [GRANTED] * 4 + [WAITING] * 6 + [TicketState.REFUSED] * 10
-    yours = [admission.enter(PEOPLE, 0.0, LATE, "b") for _ in range(5)]
+    yours = [admission.acquire(PEOPLE, 0.0, LATE, "b") for _ in range(5)]
     assert states(yours) == [WAITING] * 3 + [TicketState.REFUSED] * 2  # half of the line is its share
     assert states(mine[4:10]) == [WAITING] * 3 + [TicketState.REFUSED] * 3  # the newest gave way
     assert mine[9].retry_after_s is not None
     assert admission.due(0.0) == [mine[9], mine[8], mine[7]]
     for ticket in mine[:4]:
-        admission.leave(ticket, Outcome.ANSWERED, 1.0)
+        admission.release(ticket, Outcome.ANSWERED, 1.0)
     assert admission.due(1.0) == [mine[4], yours[0], mine[5], yours[1]]  # in turn, while they hold as much
-    admission.leave(mine[4], Outcome.ANSWERED, 2.0)
+    admission.release(mine[4], Outcome.ANSWERED, 2.0)
     assert admission.due(2.0) == [mine[6]]
-    third = admission.enter(PEOPLE, 2.0, LATE, "c")
-    admission.leave(yours[0], Outcome.ANSWERED, 3.0)
+    third = admission.acquire(PEOPLE, 2.0, LATE, "c")
+    admission.release(yours[0], Outcome.ANSWERED, 3.0)
     assert admission.due(3.0) == [third]  # it holds nothing yet
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
 def test_no_account_is_kept_from_its_share(events: list[tuple[str, bool]]) -> None:
     """Calls come and leave: nobody with less than a third of the line is ever refused, and who holds least is next."""
-    admission = Admission(limits(6, production=6, waiting=6))
+    admission = AdmissionController(limits(6, production=6, waiting=6))
     opened: list[Ticket] = []
     for account, leaves in events:
         held = Counter(ticket.account for ticket in opened if ticket.state is GRANTED)
         line = Counter(ticket.account for ticket in opened if ticket.state is WAITING)
         if leaves and held[account]:
             leaving = next(ticket for ticket in opened if (ticket.account, ticket.state) == (account, GRANTED))
-            admission.leave(leaving, Outcome.FAILED, 1.0)
+            admission.release(leaving, Outcome.FAILED, 1.0)
             held[account] -= 1
             for ticket in admission.due(1.0):
                 assert held[ticket.account] == min(held[other] for other in line)
         else:
-            opened.append(admission.enter(PEOPLE, 1.0, LATE, account))
+            opened.append(admission.acquire(PEOPLE, 1.0, LATE, account))
             assert opened[-1].state is not TicketState.REFUSED or line[account] >= 2
             for ticket in admission.due(1.0):
                 assert line[ticket.account] > 2, "only what is beyond a share gives way"
         assert admission.waiting(PEOPLE) == sum(ticket.state is WAITING for ticket in opened) <= 6
 
 
-class Load:
+class SyntheticLoad:
     """Callers who keep every place in use, and one more in line."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: AdmissionController) -> None:
         self.admission = admission
         self.tickets = list[Ticket]()
         self.now = 0.0
@@ -186,18 +186,18 @@ class Load:
         self.refill()
         self.now += 1.0
         for ticket in [ticket for ticket in self.tickets if ticket.state is GRANTED]:
-            self.admission.leave(ticket, Outcome.ANSWERED, self.now)
+            self.admission.release(ticket, Outcome.ANSWERED, self.now)
             self.admission.due(self.now)
             self.refill()
 
     def refill(self) -> None:
         self.tickets = [ticket for ticket in self.tickets if ticket.state in (GRANTED, WAITING)]
         while not self.admission.waiting(ROLLOUTS):
-            self.tickets.append(self.admission.enter(ROLLOUTS, self.now, LATE))
+            self.tickets.append(self.admission.acquire(ROLLOUTS, self.now, LATE))
 
 
 def test_places_double_each_round_until_the_first_congestion_then_grow_by_one() -> None:
-    load = Load(Admission(AdmissionLimits(start=8)))
+    load = SyntheticLoad(AdmissionController(AdmissionLimits(start=8)))
     seen = list[int]()
     for _ in range(3):
         load.round()
@@ -213,12 +213,12 @@ def test_places_double_each_round_until_the_first_congestion_then_grow_by_one() 
 
 
 def test_places_do_not_grow_while_they_are_not_used_or_calls_queue_at_the_engines() -> None:
-    idle = Admission(AdmissionLimits(start=8))
+    idle = AdmissionController(AdmissionLimits(start=8))
     for _ in range(100):
-        (ticket,) = enter(idle, ROLLOUTS, 1)
-        idle.leave(ticket, Outcome.ANSWERED, 1.0)
+        (ticket,) = acquire(idle, ROLLOUTS, 1)
+        idle.release(ticket, Outcome.ANSWERED, 1.0)
     assert idle.limit == 8
-    load = Load(Admission(AdmissionLimits(start=20)))
+    load = SyntheticLoad(AdmissionController(AdmissionLimits(start=20)))
     load.admission.queueing(3)
     load.round()
     assert load.admission.limit == 20
@@ -228,7 +228,7 @@ def test_places_do_not_grow_while_they_are_not_used_or_calls_queue_at_the_engine
 
 
 def test_one_congestion_counts_once() -> None:
-    load = Load(Admission(AdmissionLimits(start=100)))
+    load = SyntheticLoad(AdmissionController(AdmissionLimits(start=100)))
     load.round()
     limit = load.admission.limit
     for _ in range(50):
@@ -240,25 +240,25 @@ def test_one_congestion_counts_once() -> None:
 
 
 def test_a_call_that_ran_into_its_deadline_is_congestion_and_one_that_failed_is_not() -> None:
-    admission = Admission(AdmissionLimits(start=100))
-    first, second = enter(admission, ROLLOUTS, 2)
-    admission.leave(first, Outcome.FAILED, 1.0)
+    admission = AdmissionController(AdmissionLimits(start=100))
+    first, second = acquire(admission, ROLLOUTS, 2)
+    admission.release(first, Outcome.FAILED, 1.0)
     assert admission.limit == 100
-    admission.leave(second, Outcome.OVERLOADED, 1.0)
+    admission.release(second, Outcome.OVERLOADED, 1.0)
     assert admission.limit == 70
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=60))
 def test_the_limit_has_a_floor_and_a_ceiling(times: list[float]) -> None:
-    admission = Admission(AdmissionLimits(production=3, rollouts=3, start=4, floor=2))
+    admission = AdmissionController(AdmissionLimits(production=3, rollouts=3, start=4, floor=2))
     for now in sorted(times):
         admission.congested(now)
         assert 2 <= admission.limit <= 6
-    load = Load(admission)
+    load = SyntheticLoad(admission)
     for _ in range(20):
         load.round()
         assert admission.limit <= 6
-    tight = Admission(AdmissionLimits(production=1, rollouts=1))
+    tight = AdmissionController(AdmissionLimits(production=1, rollouts=1))
     assert tight.limit == 2
     tight.congested(0.0)
     assert tight.limit >= 1
@@ -279,16 +279,16 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.admission = Admission(self.LIMITS)
+        self.admission = AdmissionController(self.LIMITS)
         self.now = 0.0
         self.open: list[Ticket] = []
         """In order of arrival; granted or waiting."""
 
     @rule(traffic=st.sampled_from(TrafficClass), patience=st.sampled_from([0.5, 2.0, 100.0]))
-    def enter(self, traffic: TrafficClass, patience: float) -> None:
+    def acquire(self, traffic: TrafficClass, patience: float) -> None:
         waiting = self.admission.waiting(traffic)
         before = {one: self.admission.inflight(one) for one in TrafficClass}
-        ticket = self.admission.enter(traffic, self.now, self.now + patience)
+        ticket = self.admission.acquire(traffic, self.now, self.now + patience)
         if ticket.state is TicketState.REFUSED:
             assert waiting == self.LIMITS.waiting
             assert ticket.retry_after_s is not None and RETRY_MIN_S <= ticket.retry_after_s <= RETRY_MAX_S
@@ -300,11 +300,11 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), outcome=st.sampled_from(Outcome))
-    def leave(self, data: st.DataObject, outcome: Outcome) -> None:
+    def release(self, data: st.DataObject, outcome: Outcome) -> None:
         ticket = data.draw(st.sampled_from(self.open))
-        self.admission.leave(ticket, outcome, self.now)
-        self.admission.leave(ticket, outcome, self.now)
-        assert ticket.state is TicketState.LEFT
+        self.admission.release(ticket, outcome, self.now)
+        self.admission.release(ticket, outcome, self.now)
+        assert ticket.state is TicketState.RELEASED
         self.settle()
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0]))
@@ -356,7 +356,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.now += 1000.0
         self.settle()
         while self.open:
-            self.admission.leave(self.open[0], Outcome.FAILED, self.now)
+            self.admission.release(self.open[0], Outcome.FAILED, self.now)
             self.settle()
         assert not any(map(self.admission.waiting, TrafficClass))
 

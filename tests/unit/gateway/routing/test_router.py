@@ -4,17 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.gateway.routing.engine_health import (
+from etude.gateway.routing.router import (
     ANNOUNCEMENTS,
     DISTRUST_MAX_S,
+    FRESH_CALLS,
+    FRESH_FACTOR,
     MOVES,
+    STICKY_CALLS,
     Announcements,
     EngineEntry,
     EngineRecord,
     EngineState,
     HealthLimits,
+    Reason,
+    Router,
 )
-from etude.gateway.routing.router import FRESH_CALLS, FRESH_FACTOR, STICKY_CALLS, Reason, Router
 from etude.protocols import EngineHealth
 
 LIMITS = HealthLimits()

@@ -4,8 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from etude.gateway.routing.engine_health import EngineEntry, EngineState, HealthLimits
-from etude.gateway.routing.router import Reason, Router
+from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Reason, Router
 from etude.protocols import EngineHealth
 
 HEALTHY, SUSPECT = EngineState.HEALTHY, EngineState.SUSPECT

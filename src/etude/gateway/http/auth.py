@@ -1,12 +1,19 @@
-"""Who may do what, and how much of it: keys, their scopes and budgets.
+"""Authentication: the principal of a request, its rights, its budget, and the session in which it calls.
 
-Owns which key a secret is, what its scope allows, whose session it opens, and two token buckets for each key. Pure:
-time comes in as ``now``, on one clock for all calls. How keys are kept on disk is :mod:`etude.gateway.http.keyfile`'s.
+    /s/<session id>/v1/…  and a key that may enter it         for harnesses that take a base URL and a key
+    /s/<session key>/v1/… and nothing else                    for tools that take a base URL only
+    a key that is bound to a session                          a rollout's: nothing more is needed
+    a key, and X-Etude-Session: <name>                        a product's: a session of that name opens at its first use
+    a key                                                     one call, of which nothing is kept
+
+Owns the reading of headers and paths, which key a secret is, what its scope allows, and two token buckets for each key.
+Pure but for random ids: time comes in as ``now``, on one clock for all calls. Keys on disk are
+:mod:`etude.gateway.http.keyfile`'s.
 
 No secret is kept, only its SHA-256. A slow hash or a salt would protect secrets that can be guessed; ours have 256
-random bits, so nobody can find one that has a given digest, and a stolen file of digests opens nothing. For the same
-reason a key is simply looked up by digest: how long that takes may tell how much of the digest of a guess agrees with
-one that is known, but not how to find a secret for it.
+random bits, so a secret of a given digest cannot be found, and a stolen file of digests opens nothing. For the same
+reason a key is simply looked up by digest: the time of a look-up may tell how much of the digest of a guess agrees with
+one in the ring, but not how to find a secret for it.
 """
 
 import hashlib
@@ -16,34 +23,46 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import final
 
+from etude.gateway.api.calls import OVER_BUDGET, ApiError, new_id
+from etude.gateway.capture.conversations import Conversation
+from etude.gateway.capture.sessions import TOO_MANY_SESSIONS, Sessions, named_id
+from etude.gateway.routing.admission import TrafficClass
 from etude.types import SHA256_HEX
 
 SECRET_BYTES = 32
 """Randomness of a secret: 43 characters in base 64."""
 KEY_ID_BYTES = 6
 """Randomness of a key's id: unique among some thousands, not secret."""
+SECRET_PREFIX = "etude-"
+"""Every secret begins so, and no session's id does."""
+SESSION_HEADER = "X-Etude-Session"
 MINUTE_S = 60.0
-"""Over which budgets are counted, and for how much of it they may be saved up."""
-OVER_BUDGET = "key_budget_exceeded"
-"""Error code of a call that its key's budget refused."""
+"""Period over which budgets are counted, and the most of it for which they may be saved up."""
 MAX_KEYS = 65_536
 """Keys in a ring; sessions are bounded far below this."""
+MAX_TEXT = 256
+"""Characters of names, labels and URLs."""
+MAX_BUDGET = 2**40
+"""Requests or tokens per minute."""
+MAX_AGE_S = 10 * 365 * 86_400
+"""Longest life of a key that has an end."""
 
 
 class Scope(StrEnum):
-    """What a key is for."""
+    """The purpose of a key."""
 
     PRODUCTION = "production"
     """A product's traffic; it has sessions of its own."""
     ROLLOUT = "rollout"
     """One rollout: it opens its own session and nothing else, and dies with it, or with the key that opened that."""
     ADMIN = "admin"
-    """The people and processes that run the gateway. It does not sample: what is sampled belongs to somebody."""
+    """The people and processes that run the gateway. It does not sample: what is sampled needs an owner."""
 
 
 class Action(StrEnum):
-    """What can be done at a gateway."""
+    """A right at a gateway."""
 
     SAMPLE = "sample"
     """Call the model, in a session of one's own."""
@@ -64,16 +83,16 @@ ALLOWED: Mapping[Scope, frozenset[Action]] = MappingProxyType(
         Scope.ADMIN: frozenset({Action.SESSIONS, Action.KEYS, Action.ENGINES, Action.METRICS}),
     }
 )
-"""Scope → what its keys may do; nothing else is allowed."""
+"""Scope → the actions of its keys; nothing else is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a key may use up; ``None`` for no bound."""
+    """The budget of a key; ``None`` for no bound."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts and completions together."""
+    """Tokens of prompts and completions together."""
 
     def __post_init__(self) -> None:
         for name in ("requests_per_minute", "tokens_per_minute"):
@@ -83,7 +102,7 @@ class Limits:
 
 
 NO_LIMITS = Limits()
-"""As much as admission grants."""
+"""A budget without bounds: admission control alone limits its calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +124,7 @@ class Key:
     created: str = ""
     """UTC, ISO 8601, for people."""
     label: str = ""
-    """What it is for, for people."""
+    """Its purpose, for people."""
 
     def __post_init__(self) -> None:
         if len(self.digest) != SHA256_HEX or not set(self.digest) <= set("0123456789abcdef"):
@@ -137,19 +156,19 @@ def digest_of(secret: str) -> str:
 
 
 def may(key: Key, action: Action) -> bool:
-    """Whether the scope of ``key`` allows ``action``."""
+    """True if the scope of ``key`` allows ``action``."""
     return action in ALLOWED[key.scope]
 
 
 def may_enter(key: Key, session_id: str, owner: str) -> bool:
-    """Whether ``key`` may sample in an open session: it is the session's own key, or the session's owner."""
+    """True if ``key`` may sample in an open session: it is the session's own key, or the session's owner."""
     if not may(key, Action.SAMPLE):
         return False
     return session_id == key.session_id if key.scope is Scope.ROLLOUT else owner == key.key_id
 
 
 def may_close(key: Key, owner: str) -> bool:
-    """Whether ``key`` may close a session of ``owner``."""
+    """True if ``key`` may close a session of ``owner``."""
     return may(key, Action.SESSIONS) and (key.scope is Scope.ADMIN or owner == key.key_id)
 
 
@@ -162,19 +181,19 @@ class _Bucket:
     at: float
 
     def filled(self, now: float) -> float:
-        """What is in it now."""
+        """Its level now."""
         self.level = min(self.per_minute, self.level + max(0.0, now - self.at) * self.per_minute / MINUTE_S)
         self.at = max(self.at, now)
         return self.level
 
     def wait_s(self, needed: float, now: float) -> float:
-        """Until ``needed`` are in it; 0 if they are."""
+        """Seconds until ``needed`` are in it; 0 if they are."""
         return max(0.0, needed - self.filled(now)) * MINUTE_S / self.per_minute
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
-    """A key and what it has left; ``None`` where it has no bound."""
+class _KeyBudget:
+    """A key and the rest of its budget; ``None`` where it has no bound."""
 
     key: Key
     requests: _Bucket | None
@@ -185,9 +204,9 @@ class _Entry:
 class Keyring:
     """The keys of a gateway, found by secret."""
 
-    _by_digest: dict[str, _Entry] = field(default_factory=dict)
-    _by_id: dict[str, _Entry] = field(default_factory=dict)
-    _by_session: dict[str, _Entry] = field(default_factory=dict)
+    _by_digest: dict[str, _KeyBudget] = field(default_factory=dict)
+    _by_id: dict[str, _KeyBudget] = field(default_factory=dict)
+    _by_session: dict[str, _KeyBudget] = field(default_factory=dict)
     _filed: frozenset[str] = frozenset()  # ids of the keys that came with replace()
 
     def __len__(self) -> int:
@@ -205,7 +224,7 @@ class Keyring:
             raise ValueError(f"key {key.key_id!r}: there is one with this id, secret or session")
         if len(self) >= MAX_KEYS:
             raise ValueError(f"there are {len(self)} keys: revoke some first")
-        entry = _Entry(
+        entry = _KeyBudget(
             key=key,
             requests=_bucket(key.limits.requests_per_minute, now),
             tokens=_bucket(key.limits.tokens_per_minute, now),
@@ -230,27 +249,27 @@ class Keyring:
         return None if entry is None else self.revoke(entry.key.key_id)
 
     def replace(self, keys: Iterable[Key], now: float) -> None:
-        """Let ``keys`` take the place of those that came this way before: what is in a file now, of what was.
+        """Let ``keys``, those of a file, take the place of those that came this way before.
 
-        What a key that stays has used up stays used up. A key that was added by hand and has been written since is one
+        A key that stays keeps the rest of its budget. A key that was added by hand and has been written since is one
         of them. Raises ``ValueError`` if one has the id or the secret of another key, and then changes nothing.
         """
-        wanted = {key.key_id: key for key in keys}
-        if len(self) - len(self._filed & self._by_id.keys()) + len(wanted) > MAX_KEYS:
+        filed = {key.key_id: key for key in keys}
+        if len(self) - len(self._filed & self._by_id.keys()) + len(filed) > MAX_KEYS:
             raise ValueError(f"there would be more than {MAX_KEYS} keys: revoke some first")
-        for key in wanted.values():
+        for key in filed.values():
             for entry in (self._by_id.get(key.key_id), self._by_digest.get(key.digest)):
                 if entry is not None and entry.key.key_id not in self._filed and not _same(entry.key, key):
                     raise ValueError(f"key {key.key_id!r} has the id or the secret of {entry.key.key_id!r}")
-        for key_id in (self._filed | wanted.keys()) & self._by_id.keys():
-            if self._by_id[key_id].key != wanted.get(key_id):
+        for key_id in (self._filed | filed.keys()) & self._by_id.keys():
+            if self._by_id[key_id].key != filed.get(key_id):
                 self.revoke(key_id)
-        for key_id in wanted.keys() - self._by_id.keys():
-            self.add(wanted[key_id], now)
-        self._filed = frozenset(wanted)
+        for key_id in filed.keys() - self._by_id.keys():
+            self.add(filed[key_id], now)
+        self._filed = frozenset(filed)
 
     def authenticate(self, secret: str, now: float) -> Key | None:
-        """The key that has this secret and is alive, as must be who opened its session; ``None`` for anything else."""
+        """The key of a secret, if it is alive, as must be the key that opened its session; else ``None``."""
         entry = self._by_digest.get(digest_of(secret))
         if entry is None:
             return None
@@ -280,8 +299,8 @@ class Keyring:
             entry.tokens.filled(now)
             entry.tokens.level -= tokens
 
-    def _account(self, key: Key) -> _Entry | None:
-        """Who pays for a key's calls, and has to be there for them."""
+    def _account(self, key: Key) -> _KeyBudget | None:
+        """The key on whose account a key's calls are made, with its budget; ``None`` if it is gone."""
         return self._by_id.get(key.account)
 
 
@@ -295,5 +314,101 @@ def _bucket(per_minute: int | None, now: float) -> _Bucket | None:
 
 
 def _same(one: Key, other: Key) -> bool:
-    """Whether they are one key, though a file may know some fields less exactly."""
+    """True if they are one key, though a file may have some fields less exactly."""
     return (one.key_id, one.digest, one.session_id) == (other.key_id, other.digest, other.session_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """A caller that may sample, and its conversation."""
+
+    key: Key
+    conversation: Conversation
+    traffic: TrafficClass = TrafficClass.PRODUCTION
+    """The urgency of its calls."""
+    once: bool = False
+    """True if the conversation is for this call alone and is closed with it."""
+
+
+@final
+class Authenticator:
+    """Finds the keys and sessions of callers."""
+
+    def __init__(self, keyring: Keyring, sessions: Sessions) -> None:
+        self.keyring = keyring
+        self.sessions = sessions
+
+    def key(self, headers: Mapping[str, str], action: Action, now: float) -> Key:
+        """The key of a request, which may do ``action``. Raises :class:`ApiError`: 401 for none, 403 if it may not."""
+        key = self.keyring.authenticate(secret_of(headers), now)
+        if key is None:
+            raise ApiError(401, "invalid_api_key", "no such key: send one as `Authorization: Bearer` or `x-api-key`")
+        if not may(key, action):
+            raise ApiError(403, "forbidden", f"a key of scope {key.scope.value!r} may not do this")
+        return key
+
+    def charge_request(self, key: Key, now: float) -> None:
+        """Count a request on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
+        wait_s = self.keyring.refused_for_s(key, now)
+        if wait_s > 0:
+            raise ApiError(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
+
+    def principal(self, headers: Mapping[str, str], path_session: str | None, now: float) -> Principal:
+        """The principal of a request that samples; ``path_session`` stands behind ``/s/`` in its path.
+
+        Raises :class:`ApiError`: 401, 403, 404, 429.
+        """
+        if path_session is not None and path_session.startswith(SECRET_PREFIX):
+            key = self.keyring.authenticate(path_session, now)
+            if key is None or key.session_id is None:
+                raise ApiError(401, "invalid_api_key", "the key in the path is not that of an open session")
+            return self._in_own_session(key, now)
+        key = self.key(headers, Action.SAMPLE, now)
+        name = path_session if path_session is not None else headers.get(SESSION_HEADER)
+        if key.session_id is not None:
+            if name is not None and name != key.session_id:
+                raise ApiError(403, "forbidden", "this key opens one session, and the request names another")
+            return self._in_own_session(key, now)
+        if name is None:
+            alone = self.sessions.detached(f"once-{new_id()}")
+            return Principal(key=key, conversation=alone, once=True)
+        return Principal(key=key, conversation=self._of_owner(key, name, now))
+
+    def session_of(self, key: Key, name: str) -> str | None:
+        """The id of an open session that ``key`` may close, by its id or by its owner's name for it; else ``None``."""
+        for session_id in (name, named_id(key.key_id, name)):
+            owner = self.sessions.owner(session_id)
+            if owner is not None and may_close(key, owner):
+                return session_id
+        return None
+
+    def _in_own_session(self, key: Key, now: float) -> Principal:
+        conversation = self.sessions.find(key.session_id or "", now)
+        if conversation is None:
+            raise ApiError(401, "invalid_api_key", "the session of this key is over, and so is the key")
+        return Principal(key=key, conversation=conversation, traffic=self.sessions.traffic(conversation.session_id))
+
+    def _of_owner(self, key: Key, name: str, now: float) -> Conversation:
+        """A session that ``key`` opened, by its id, or the one that it calls ``name``; never another key's."""
+        owner = self.sessions.owner(name)
+        if owner is not None and may_enter(key, name, owner):
+            conversation = self.sessions.find(name, now)
+        elif name.startswith(SECRET_PREFIX):
+            raise ApiError(400, "invalid_request", f"a session's name does not begin with {SECRET_PREFIX!r}: keys do")
+        else:
+            try:
+                conversation = self.sessions.find_or_open(name, key.key_id, now)
+            except ValueError as error:
+                raise ApiError(400, "invalid_request", str(error), param=SESSION_HEADER) from error
+        if conversation is None:
+            raise ApiError(429, "too_many_sessions", TOO_MANY_SESSIONS)
+        return conversation
+
+
+def secret_of(headers: Mapping[str, str]) -> str:
+    """The key that a request carries, in OpenAI's way or in Anthropic's; empty for none."""
+    authorization = headers.get("Authorization")
+    if authorization is None:
+        return headers.get("x-api-key", "")
+    scheme, _, secret = authorization.partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""
