@@ -157,5 +157,7 @@ def _computed(events: list[Logged]) -> Iterator[Computed]:
     for logged in events:
         if isinstance(logged.event, StepDone):
             step = logged.event
-            batch = (step.reward_mean, step.loss_tokens, step.staleness_sum, step.staleness_tokens)
+            batch = tuple(
+                step.metrics[name] for name in ("reward_mean", "loss_tokens", "staleness_sum", "staleness_tokens")
+            )
             yield Computed(step.step, batch)

@@ -75,7 +75,7 @@ def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, take
     seconds = story.phase_s("rl") or 0.0
     cpu_s = _of_phase(story, taken)
     train, engine = figure(report, "busy.trainer") or 0.0, figure(report, "busy.engine") or 0.0
-    wait = sum(timed.event.wait_s for timed in story.steps) / seconds if seconds else 0.0
+    wait = sum(timed.event.metrics["wait_s"] for timed in story.steps) / seconds if seconds else 0.0
     return Course(
         contestant=contestant,
         folder=folder,

@@ -4,7 +4,7 @@ Everything happens in one group of processes, because starting it takes longer t
 """
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +250,7 @@ def crew_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
         shares = pack(lengths, max_tokens=30, ranks=trainer_group.shares, cost=Cost(per_token=1.0, per_pair=0.1))
         tokens = sum(int(trajectory.loss_mask.sum()) for trajectory in batch)
         totals = Totals(tokens=tokens, trajectories=len(batch), sampled=50, sampled_trajectories=len(batch))
-        return asdict(trainer_group.step(number, batch, shares, totals, distillation=distillation))
+        return trainer_group.step(number, batch, shares, totals, distillation=distillation)
 
     batch = make_trajectories()
     first = step(1, batch)

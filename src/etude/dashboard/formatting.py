@@ -5,6 +5,7 @@ A missing quantity (``None``) is written as a dash, never as zero.
 
 from collections.abc import Mapping
 
+from etude.telemetry.metrics import Metric, Notation
 from etude.types import Json
 
 MISSING = "–"
@@ -99,3 +100,14 @@ def figure(report: Mapping[str, Json], path: str) -> float | None:
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, int | float) else None
+
+
+def write_metric(metric: Metric, value: float | None, *, digits: int = 2) -> str:
+    """A metric's value in its notation; ``digits`` are those of a decimal one."""
+    match metric.notation:
+        case Notation.COUNT:
+            return count(value)
+        case Notation.DECIMAL:
+            return decimal(value, digits)
+        case Notation.SIGNIFICANT:
+            return small(value)

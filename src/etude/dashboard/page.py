@@ -5,12 +5,14 @@ Owns the order of the page and its style sheet. Every figure comes from the repo
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Literal
 
 from etude.dashboard import formatting
 from etude.dashboard.formatting import figure
 from etude.dashboard.heldout import about_errors, comparison, full_marks
 from etude.dashboard.plots import Estimate, Line, Points, estimate_plot, line_plot, share_bars, smooth
 from etude.dashboard.text import phases, summary
+from etude.telemetry.metrics import METRICS, Chart, charts
 from etude.types import Json
 
 NO_BREAK_HYPHEN = "\u2011"
@@ -91,8 +93,8 @@ def render_page(report: Mapping[str, Json]) -> str:
 <main>
 {_header(report)}
 {_result(report)}
-{_charts("Learning", _reward(report), (_midtrain(report), _entropy(report)))}
-{_charts("Health", "", (_staleness(report), _mismatch(report)))}
+{_charts(report, "Learning")}
+{_charts(report, "Health")}
 {_positions(report)}
 <h2>Machine</h2>
 <div class="pair">
@@ -172,21 +174,32 @@ def _card(report: Mapping[str, Json], title: str, way: str) -> str:
     )
 
 
-def _charts(title: str, wide: str, pair: Sequence[str]) -> str:
+def _charts(report: Mapping[str, Json], section: Literal["Learning", "Health"]) -> str:
     """A section of charts; those of phases that were not are left out, and so is a section without any."""
-    charts = [chart for chart in pair if chart]
-    if not charts and not wide:
+    drawn = [(chart.wide, _chart(report, chart, names)) for chart, names in charts(section)]
+    wide = "".join(svg for is_wide, svg in drawn if is_wide)
+    beside = [_midtrain(report)] * (section == "Learning") + [svg for is_wide, svg in drawn if not is_wide]
+    if not wide and not any(beside):
         return ""
-    beside = f'<div class="pair below">{"".join(charts)}</div>' if charts else ""
-    return f"<h2>{title}</h2>{wide}{beside}"
+    pair = f'<div class="pair below">{"".join(beside)}</div>' if any(beside) else ""
+    return f"<h2>{section}</h2>{wide}{pair}"
 
 
-def _reward(report: Mapping[str, Json]) -> str:
-    points = _points(report, "reward_mean")
-    curve = smooth(points)
-    label = f"{curve[-1][1]:.2f}" if curve else ""
-    lines = [Line(points=points, label="", style="dots"), Line(points=curve, label=label, style="main")]
-    return line_plot("Mean reward of each step’s rollouts", lines, height=220)
+def _chart(report: Mapping[str, Json], chart: Chart, names: Sequence[str]) -> str:
+    """The lines of one chart, the last metric before the others."""
+    lines: list[Line] = []
+    for name in names:
+        points, style = _points(report, name), "main" if name == names[-1] else "side"
+        if chart.wide:
+            lines.append(Line(points=points, label="", style="dots"))
+            points = smooth(points)
+        newest = formatting.write_metric(METRICS[name], points[-1][1]) if points else ""
+        lines.append(Line(points=points, label=METRICS[name].label or newest, style=style))
+    bound = figure(report, chart.bound) if chart.bound else None
+    height = {"height": 220} if chart.wide else {}
+    return line_plot(
+        chart.title, lines, log=chart.log, bound=None if bound is None else (bound, chart.bound_label), **height
+    )
 
 
 def _midtrain(report: Mapping[str, Json]) -> str:
@@ -195,30 +208,6 @@ def _midtrain(report: Mapping[str, Json]) -> str:
         Line(points=_points(report, "action_loss", curve="midtrain_curve"), label="actions", style="main"),
     ]
     return line_plot("Mid-training loss, nats per token", lines)
-
-
-def _entropy(report: Mapping[str, Json]) -> str:
-    points = _points(report, "entropy")
-    label = f"{points[-1][1]:.2f}" if points else ""
-    return line_plot("Entropy, nats per token", [Line(points=points, label=label, style="main")])
-
-
-def _staleness(report: Mapping[str, Json]) -> str:
-    bound = figure(report, "staleness.bound")
-    lines = [
-        Line(points=_points(report, "staleness_max"), label="oldest", style="side"),
-        Line(points=_points(report, "staleness_mean"), label="mean", style="main"),
-    ]
-    return line_plot("Staleness, weight versions", lines, bound=None if bound is None else (bound, "bound"))
-
-
-def _mismatch(report: Mapping[str, Json]) -> str:
-    points = _points(report, "k3")
-    label = formatting.small(points[-1][1]) if points else ""
-    title = "Mismatch k3, trainer against engine"
-    warn = figure(report, "config.numerics.warn_k3")
-    bound = None if warn is None else (warn, "warn")
-    return line_plot(title, [Line(points=points, label=label, style="main")], log=True, bound=bound)
 
 
 def _positions(report: Mapping[str, Json]) -> str:

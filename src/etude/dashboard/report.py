@@ -14,9 +14,10 @@ from typing import TypeAlias
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally
+from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
+from etude.telemetry.metrics import METRICS, Metric, Notation
 from etude.types import Json, RolloutStatus
 
 Figures: TypeAlias = dict[str, Json]
@@ -88,8 +89,8 @@ def _tokens(run: RunMetrics, steps: list[StepDone]) -> Figures:
     return {
         "generated": sum(stats.generated_tokens for stats in engine) if engine else None,
         "kept": training.sampled_tokens if training else None,
-        "trained": sum(step.trained_tokens for step in steps) if steps else None,
-        "loss": sum(step.loss_tokens for step in steps) if steps else None,
+        "trained": total(steps, "trained_tokens") if steps else None,
+        "loss": total(steps, "loss_tokens") if steps else None,
         "midtrain": _read_tokens(run, "midtrain"),
         "sft": _read_tokens(run, "sft"),
         "reused_share": _ratio(_divide(reused, reused + sum(stats.prefill_tokens for stats in engine))),
@@ -99,7 +100,7 @@ def _tokens(run: RunMetrics, steps: list[StepDone]) -> Figures:
 def _load(run: RunMetrics, steps: list[StepDone]) -> Figures:
     engine = run.engine_in("rl")
     engine_s = sum(stats.busy_s for stats in engine)
-    trainer_s = sum(step.busy_s for step in steps)
+    trainer_s = total(steps, "busy_s")
     rl_s = run.phase_s("rl") or 0.0
     return {
         "busy": {
@@ -111,27 +112,27 @@ def _load(run: RunMetrics, steps: list[StepDone]) -> Figures:
 
 
 def _staleness(steps: list[StepDone], bound: int) -> Figures:
-    tokens = sum(step.staleness_tokens for step in steps)
+    tokens = total(steps, "staleness_tokens")
     return {
-        "mean": _ratio(_divide(sum(step.staleness_sum for step in steps), tokens)),
-        "max": max((step.staleness_max for step in steps), default=None),
+        "mean": _ratio(_divide(total(steps, "staleness_sum"), tokens)),
+        "max": max((step.metrics.get("staleness_max", 0) for step in steps), default=None),
         "bound": bound,
     }
 
 
 def _mismatch(run: RunMetrics, steps: list[StepDone]) -> Figures:
-    compared = [step for step in steps if step.mismatch_tokens]
-    tokens = sum(step.mismatch_tokens for step in compared)
-    pairs = sum(step.mismatch_pairs for step in compared)
+    compared = [step.metrics for step in steps if step.metrics["mismatch_tokens"]]
+    tokens = sum(step["mismatch_tokens"] for step in compared)
+    pairs = sum(step["mismatch_pairs"] for step in compared)
     return {
-        "k1": _significant(_mean((step.mismatch_k1, step.mismatch_tokens) for step in compared)),
-        "k3": _significant(_mean((step.mismatch_k3, step.mismatch_tokens) for step in compared)),
-        "p99": _significant(_mean((step.mismatch_p99, step.mismatch_tokens) for step in compared)),
-        "p99_worst": _significant(max((step.mismatch_p99 for step in compared), default=None)),
-        "max": _significant(max((step.mismatch_max for step in compared), default=None)),
-        "equal": _share(sum(step.mismatch_equal for step in compared), tokens),
-        "flips": _significant(_divide(sum(step.mismatch_flips for step in compared), pairs)),
-        "coverage": _ratio(_divide(tokens, sum(step.staleness_tokens for step in steps))),
+        "k1": _significant(_mean((step["k1"], step["mismatch_tokens"]) for step in compared)),
+        "k3": _significant(_mean((step["k3"], step["mismatch_tokens"]) for step in compared)),
+        "p99": _significant(_mean((step["mismatch_p99"], step["mismatch_tokens"]) for step in compared)),
+        "p99_worst": _significant(max((step["mismatch_p99"] for step in compared), default=None)),
+        "max": _significant(max((step["mismatch_max"] for step in compared), default=None)),
+        "equal": _share(sum(step["mismatch_equal"] for step in compared), tokens),
+        "flips": _significant(_divide(sum(step["mismatch_flips"] for step in compared), pairs)),
+        "coverage": _ratio(_divide(tokens, total(steps, "staleness_tokens"))),
         "warnings": len(run.warnings) if compared else None,
         "by_position": _breakdown(run, "position"),
         "by_version": _breakdown(run, "version"),
@@ -230,38 +231,37 @@ def _imitation_curve(run: RunMetrics, phase: str) -> list[Json]:
 
 
 def _curve(run: RunMetrics) -> list[Json]:
+    """Every metric of every step; ``None`` where the step cannot know it."""
     changed = run.changed
     return [
         {
             "step": timed.event.step,
             "seconds": _tenth(run.phase_s("rl", until_s=timed.at_s)),
-            "reward_mean": _ratio(timed.event.reward_mean),
-            "groups": timed.event.groups or None,
-            "groups_without_signal": timed.event.degenerate_groups,
+            **{name: _written(metric, timed.event.metrics.get(name)) for name, metric in METRICS.items()},
             "ended": dict(timed.event.ended),
             "cut_short": cut_short(Counter(timed.event.ended)),
-            "grad_norm": _significant(timed.event.grad_norm if timed.event.loss_tokens else None),
-            "loss_tokens": timed.event.loss_tokens,
-            "truncated_share": _ratio(timed.event.truncated_share if timed.event.loss_tokens else None),
-            "masked_share": _ratio(timed.event.masked_share if timed.event.loss_tokens else None),
             "weights_changed": changed.get(timed.event.step),
             "reward_parts": _ratios(timed.event.reward_parts),
-            "staleness_mean": _ratio(_divide(timed.event.staleness_sum, timed.event.staleness_tokens)),
-            "staleness_max": timed.event.staleness_max if timed.event.staleness_tokens else None,
-            "entropy": _ratio(timed.event.entropy if timed.event.loss_tokens else None),
-            "hinted_turns": timed.event.hinted_turns,
-            "hint_kl": _ratio(timed.event.hint_kl if timed.event.hinted_tokens else None),
-            "k3": _significant(timed.event.mismatch_k3 if timed.event.mismatch_tokens else None),
         }
         for timed in run.steps
     ]
+
+
+def _written(metric: Metric, value: float | None) -> float | None:
+    match metric.notation:
+        case Notation.COUNT:
+            return value
+        case Notation.DECIMAL:
+            return _ratio(value)
+        case Notation.SIGNIFICANT:
+            return _significant(value)
 
 
 def _divide(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _share(part: int, whole: int) -> float | None:
+def _share(part: float, whole: float) -> float | None:
     """A share that says 1 only of all: rounding never turns nearly all into all."""
     share = _divide(part, whole)
     return None if share is None else math.floor(share * 10_000) / 10_000
@@ -302,10 +302,10 @@ def learning_figures(run: RunMetrics) -> dict[str, Json]:
     """The section ``learning`` of a report; ``None`` before the first step."""
     steps = [timed.event for timed in run.steps]
     ended = ends(steps)
-    groups = sum(step.groups for step in steps)
+    groups = total(steps, "groups")
     return {
         "groups": groups or None,
-        "groups_without_signal": sum(step.degenerate_groups for step in steps) if groups else None,
+        "groups_without_signal": total(steps, "groups_without_signal") if groups else None,
         "ended": dict(ended.most_common()),
         "cut_short": cut_short(ended),
         "versions_unchanged": sum(not changed for changed in run.changed.values()) if run.changed else None,
@@ -341,7 +341,7 @@ def nothing_learnt(run: RunMetrics) -> str | None:
     """The reason why all steps of a run taught it nothing; ``None`` where they may have, or there is none."""
     steps = [timed.event for timed in run.steps]
     if steps and all(map(_is_in_vain, steps)):
-        groups = sum(step.groups for step in steps)
+        groups = total(steps, "groups")
         return f"nothing was learnt: none of {count(groups)} groups had a signal; {likely_cause(steps)}"
     if steps and run.changed and not any(run.changed.values()):
         return (
@@ -354,8 +354,8 @@ def nothing_learnt(run: RunMetrics) -> str | None:
 def likely_cause(steps: Sequence[StepDone]) -> str:
     """The likely cause of steps without a signal, and the fix."""
     ended = ends(steps)
-    lows = [step.reward_low for step in steps if step.reward_low is not None]
-    highs = [step.reward_high for step in steps if step.reward_high is not None]
+    lows = [step.metrics["reward_low"] for step in steps if "reward_low" in step.metrics]
+    highs = [step.metrics["reward_high"] for step in steps if "reward_high" in step.metrics]
     if ended and ended["length"] >= NEARLY_ALL * ended.total():
         return (
             f"{percent(ended['length'] / ended.total(), 0)} of rollouts were cut off by length: raise "
@@ -372,4 +372,5 @@ def likely_cause(steps: Sequence[StepDone]) -> str:
 
 def _is_in_vain(step: StepDone) -> bool:
     """True where there was nothing to learn from: hints teach without a signal."""
-    return step.groups > 0 and step.degenerate_groups == step.groups and not step.hinted_tokens
+    metrics = step.metrics
+    return metrics["groups_without_signal"] == metrics["groups"] and not metrics.get("hinted_tokens")

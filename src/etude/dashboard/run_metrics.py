@@ -13,7 +13,7 @@ of the event, and time is measured between events, never between arrivals.
 import math
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -232,6 +232,11 @@ class RunMetrics:
         segment = self.segments[index]
         segment.start_s = min(segment.start_s, at_s)
         segment.end_s = max(segment.end_s, at_s)
+
+
+def total(steps: Iterable[StepDone], metric: str) -> float:
+    """A metric summed over steps; those that do not know it add nothing."""
+    return sum(step.metrics.get(metric, 0) for step in steps)
 
 
 def _insert(timeline: list[Timed[E]], timed: Timed[E]) -> None:

@@ -20,8 +20,8 @@ from etude.dashboard import formatting
 from etude.dashboard.formatting import figure
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
 from etude.dashboard.report import ends, shares, warning
-from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally
-from etude.dashboard.text import outage_lines, summary
+from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally, total
+from etude.dashboard.text import live, outage_lines, summary
 from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
 
@@ -236,15 +236,14 @@ def _step_row(run: RunMetrics, config: RunConfig) -> Row:
     step = run.steps[-1].event.step if run.steps else 0
     words = Text.assemble(("step ", DIM), (f"{step}", "bold"), (f" of {config.trainer.steps}", DIM))
     if run.steps:
-        last = run.steps[-1].event
-        words.append(" · ", DIM).append(f"entropy {formatting.decimal(last.entropy if last.loss_tokens else None, 3)}")
+        words.append(" · ", DIM).append(" · ".join(live(run.steps[-1].event)))
     return "RL", Bar(step / config.trainer.steps), words
 
 
 def _reward_row(run: RunMetrics) -> Row:
     if not run.steps:
         return "reward", "", _missing()
-    rewards = [timed.event.reward_mean for timed in run.steps]
+    rewards = [timed.event.metrics["reward_mean"] for timed in run.steps]
     words = Text.assemble(("mean ", DIM), (f"{rewards[-1]:.3f}", "bold"))
     if len(rewards) > 1:
         words.append(f" · {formatting.decimal(rewards[0], 3)} at first", DIM)
@@ -254,19 +253,20 @@ def _reward_row(run: RunMetrics) -> Row:
 def _signal_row(run: RunMetrics) -> Row:
     """Groups of the newest step with something to learn from, and how its rollouts ended."""
     last = run.steps[-1].event if run.steps else None
-    if last is None or not last.groups:
+    if last is None:
         return "signal", "", _missing()
-    learnt_from, ended = last.groups - last.degenerate_groups, ends([last])
-    text = Text(f"in {learnt_from} of {last.groups} groups", "default" if learnt_from else WARN)
+    groups, ended = last.metrics["groups"], ends([last])
+    learnt_from = groups - last.metrics["groups_without_signal"]
+    text = Text(f"in {learnt_from:.0f} of {groups:.0f} groups", "default" if learnt_from else WARN)
     return "signal", text, _words(shares(ended)) if ended else _missing()
 
 
 def _trainer_row(run: RunMetrics) -> Row:
     recent = [timed.event for timed in run.steps[-RECENT_STEPS:]]
-    busy_s, wait_s = sum(step.busy_s for step in recent), sum(step.wait_s for step in recent)
+    busy_s, wait_s = total(recent, "busy_s"), total(recent, "wait_s")
     if busy_s + wait_s <= 0:
         return "trainer", Bar(0.0), _missing()
-    share, tokens = busy_s / (busy_s + wait_s), sum(step.trained_tokens for step in recent)
+    share, tokens = busy_s / (busy_s + wait_s), total(recent, "trained_tokens")
     rate = tokens / (busy_s + wait_s)
     return (
         "trainer",
@@ -295,27 +295,32 @@ def _engine_row(run: RunMetrics) -> Row:
 def _staleness_row(run: RunMetrics, config: RunConfig) -> Row:
     bound = config.rollouts.max_staleness
     recent = [timed.event for timed in run.steps[-RECENT_STEPS:]]
-    tokens = sum(step.staleness_tokens for step in recent)
+    tokens = total(recent, "staleness_tokens")
     if not tokens:
         return "staleness", "", _missing()
-    mean, highest = sum(step.staleness_sum for step in recent) / tokens, max(step.staleness_max for step in recent)
-    words = _words(f"mean {mean:.2f}", f"max {highest} of {bound} allowed")
+    mean, highest = (
+        total(recent, "staleness_sum") / tokens,
+        max(step.metrics.get("staleness_max", 0) for step in recent),
+    )
+    words = _words(f"mean {mean:.2f}", f"max {highest:.0f} of {bound} allowed")
     return "staleness", Bar(mean / bound if bound else 0.0), words
 
 
 def _mismatch_row(run: RunMetrics, config: RunConfig) -> Row:
-    compared = [timed.event for timed in run.steps if timed.event.mismatch_tokens]
+    compared = [timed.event.metrics for timed in run.steps if timed.event.metrics["mismatch_tokens"]]
     if not compared:
         return "mismatch", "", _missing()
     now, bound = compared[-1], config.numerics.warn_k3
-    words = _words(f"k3 {formatting.small(now.mismatch_k3)}", f"max {formatting.small(now.mismatch_max)}")
-    if now.mismatch_k3 > bound:
+    words = _words(f"k3 {formatting.small(now['k3'])}", f"max {formatting.small(now['mismatch_max'])}")
+    if now["k3"] > bound:
         words.append(f" · above {formatting.small(bound)}", WARN)
-    elif now.mismatch_equal == now.mismatch_tokens:
+    elif now["mismatch_equal"] == now["mismatch_tokens"]:
         words.append(" · equal to the last bit", GOOD)
-    elif now.mismatch_pairs:
-        words.append(" · ", DIM).append(f"{formatting.small_percent(now.mismatch_flips / now.mismatch_pairs)} flips")
-    return "mismatch", Sparkline([step.mismatch_k3 for step in compared], DIM), words
+    elif now["mismatch_pairs"]:
+        words.append(" · ", DIM).append(
+            f"{formatting.small_percent(now['mismatch_flips'] / now['mismatch_pairs'])} flips"
+        )
+    return "mismatch", Sparkline([step["k3"] for step in compared], DIM), words
 
 
 def _weights_row(run: RunMetrics) -> Row:

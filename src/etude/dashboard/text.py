@@ -20,9 +20,12 @@ from etude.dashboard.formatting import (
     size,
     small,
     small_percent,
+    write_metric,
 )
 from etude.dashboard.report import shares
-from etude.dashboard.run_metrics import RunMetrics
+from etude.dashboard.run_metrics import RunMetrics, total
+from etude.telemetry.events import StepDone
+from etude.telemetry.metrics import METRICS
 from etude.types import Json
 
 
@@ -153,15 +156,21 @@ def _progress(run: RunMetrics, config: RunConfig, now_s: float) -> str:
         )
     if run.phase == "rl" and run.steps:
         recent = [timed.event for timed in run.steps[-4:]]
-        reward = sum(step.reward_mean for step in recent) / len(recent)
-        last = recent[-1]
-        bound = config.numerics.warn_k3
-        warning = f" above {bound:g}!" if last.mismatch_k3 > bound else ""
-        entropy = decimal(last.entropy if last.loss_tokens else None, 3)
-        signal = f"signal in {last.groups - last.degenerate_groups} of {last.groups} groups, " if last.groups else ""
-        hints = f"{last.hinted_turns} turns hinted at {last.hint_kl:.2f} nats, " if last.hinted_turns else ""
+        reward, last = total(recent, "reward_mean") / len(recent), recent[-1].metrics
+        bound, k3 = config.numerics.warn_k3, last.get("k3", 0.0)
+        warning = f" above {bound:g}!" if k3 > bound else ""
+        staleness = f"staleness ≤ {last.get('staleness_max', 0):.0f}"
+        groups, hinted = last["groups"], last.get("hinted_turns")
+        signal = f"signal in {groups - last['groups_without_signal']:.0f} of {groups:.0f} groups"
+        hints = f"{hinted:.0f} turns hinted at {last.get('hint_kl', 0.0):.2f} nats, " if hinted else ""
         return (
-            f"{start}: step {last.step}/{config.trainer.steps}, reward {reward:.3f}, {signal}"
-            f"entropy {entropy}, {hints}staleness ≤ {last.staleness_max}, k3 {last.mismatch_k3:.1e}{warning}"
+            f"{start}: step {recent[-1].step}/{config.trainer.steps}, reward {reward:.3f}, {signal}, "
+            f"{', '.join(live(recent[-1]))}, {hints}{staleness}, k3 {k3:.1e}{warning}"
         )
     return start
+
+
+def live(step: StepDone) -> list[str]:
+    """The metrics of a step that are shown while a run lives, in words."""
+    shown = ((metric, step.metrics.get(name)) for name, metric in METRICS.items() if metric.live)
+    return [f"{metric.title} {write_metric(metric, value, digits=3)}" for metric, value in shown]

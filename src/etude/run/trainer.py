@@ -60,7 +60,7 @@ from etude.trainer.mismatch import (
     mismatch_level,
 )
 from etude.trainer.parallel import Grid, joined
-from etude.trainer.policy import StepStats, sample_share
+from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
 from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
@@ -122,11 +122,16 @@ class TrainerProcess:
             distillation = self._distillation(groups)
             trajectories = scored(batch, self.config, self._probe, self._reference)
             shares, release = self._shares(batch), self.publishing.release
-            stats = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
+            metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
             self._heartbeat.beat()
             busy_s = time.perf_counter() - started_s
-            done = _step_done(batch, stats, mismatch, len(distillation.examples), busy_s, wait_s)
-            self._events.write(replace(done, reward_parts=mean_parts(groups), ended=stop_reasons(groups)))
+            metrics |= batch_metrics(batch) | mismatch_metrics(mismatch)
+            metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
+            if metrics.get("hinted_tokens"):
+                metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
+            self._events.write(
+                StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=stop_reasons(groups))
+            )
             self._commit_published()
             self.trainer_group.save(step)
             self._heartbeat.beat()
@@ -384,41 +389,39 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             process.run()
 
 
-def _step_done(
-    batch: Batch, stats: StepStats, mismatch: Mismatch, hinted_turns: int, busy_s: float, wait_s: float
-) -> StepDone:
-    return StepDone(
-        step=batch.step,
-        busy_s=busy_s,
-        wait_s=wait_s,
-        reward_mean=float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
-        degenerate_groups=batch.num_degenerate_groups,
-        groups=batch.num_groups,
-        reward_low=float(batch.rewards.min()) if len(batch.rewards) else None,
-        reward_high=float(batch.rewards.max()) if len(batch.rewards) else None,
-        loss_tokens=batch.num_loss_tokens,
-        trained_tokens=stats.trained_tokens,
-        grad_norm=stats.grad_norm,
-        entropy=stats.entropy,
-        truncated_share=stats.truncated_share,
-        masked_share=stats.masked_share,
-        staleness_sum=int(batch.staleness.sum()),
-        staleness_tokens=len(batch.staleness),
-        staleness_max=int(batch.staleness.max(initial=0)),
-        mismatch_tokens=mismatch.tokens,
-        mismatch_k1=mismatch.k1,
-        mismatch_k3=mismatch.k3,
-        mismatch_p99=mismatch.p99,
-        mismatch_max=mismatch.max,
-        mismatch_equal=mismatch.equal,
-        mismatch_pairs=mismatch.pairs,
-        mismatch_flips=mismatch.flips,
-        replayed_pairs=stats.replayed_pairs,
-        replaced_pairs=stats.replaced_pairs,
-        hinted_turns=hinted_turns,
-        hinted_tokens=stats.hinted_tokens,
-        hint_kl=stats.hint_nats / max(1, stats.hinted_tokens),
-    )
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """The metrics of a batch before it is trained on."""
+    tokens = len(batch.staleness)
+    metrics: dict[str, float] = {
+        "reward_mean": float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
+        "groups": batch.num_groups,
+        "groups_without_signal": batch.num_degenerate_groups,
+        "loss_tokens": batch.num_loss_tokens,
+        "staleness_sum": int(batch.staleness.sum()),
+        "staleness_tokens": tokens,
+    }
+    if len(batch.rewards):
+        metrics |= {"reward_low": float(batch.rewards.min()), "reward_high": float(batch.rewards.max())}
+    if tokens:
+        staleness_max = int(batch.staleness.max())
+        metrics |= {"staleness_max": staleness_max, "staleness_mean": metrics["staleness_sum"] / tokens}
+    return metrics
+
+
+def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
+    """The metrics of a comparison with the engine."""
+    if not mismatch.tokens:
+        return {"mismatch_tokens": 0}
+    return {
+        "mismatch_tokens": mismatch.tokens,
+        "k1": mismatch.k1,
+        "k3": mismatch.k3,
+        "mismatch_p99": mismatch.p99,
+        "mismatch_max": mismatch.max,
+        "mismatch_equal": mismatch.equal,
+        "mismatch_pairs": mismatch.pairs,
+        "mismatch_flips": mismatch.flips,
+    }
 
 
 def _mismatch_rows(step: int, report: MismatchReport) -> Iterator[MismatchMeasured]:

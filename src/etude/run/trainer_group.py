@@ -13,7 +13,7 @@ rank dies the others' next act fails, ``torchrun`` ends them all, and the next s
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
@@ -28,6 +28,7 @@ from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, to_tensors, training_model, unfilled_model
+from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode, encode
 from etude.trainer.batching.packing import MicroBatch
 from etude.trainer.checkpoint import Checkpoints
@@ -35,7 +36,7 @@ from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, Disti
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
-from etude.trainer.policy import PolicyTrainer, StepStats
+from etude.trainer.policy import PolicyTrainer
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
@@ -115,8 +116,8 @@ class TrainerGroup:
         totals: Totals,
         before_update: Callable[[], None] = lambda: None,
         distillation: DistillationBatch = NO_DISTILLATION,
-    ) -> StepStats:
-        """One optimiser step on a batch and its hints, each divided into :attr:`shares`; statistics are of all ranks.
+    ) -> dict[str, float]:
+        """One optimiser step on a batch and its hints, each divided into :attr:`shares`; metrics are of all ranks.
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
@@ -174,15 +175,17 @@ class TrainerGroup:
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
 
-    def _step(self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]) -> StepStats:
+    def _step(
+        self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]
+    ) -> dict[str, float]:
         """``everything`` is the batch and, behind it, the two views of each example."""
         share = 0 if self._grid is None else self._grid.share
         pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
         views = everything[order.totals.trajectories :]
         examples = [DistillationExample(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
         taught = [tuple(examples[index] for index in piece) for piece in order.examples[share]] if examples else []
-        stats = self._policy.step(order.step, pieces, order.totals, before_update, taught)
-        return stats if self._grid is None else summed(stats, self._grid)
+        metrics = self._policy.step(order.step, pieces, order.totals, before_update, taught)
+        return metrics if self._grid is None else reduced(metrics, self._grid)
 
     def _tell(self, order: Order, payload: Callable[[], bytes] | None = None) -> None:
         if self._grid is None:
@@ -202,24 +205,16 @@ class TrainerGroup:
         return self._grid.broadcast(b"")
 
 
-def summed(stats: StepStats, grid: Grid) -> StepStats:
-    """The statistics of all ranks; ranks that share a context have counted the same tokens, and pairs of their own."""
-    counted = ("trained_tokens", "entropy", "truncated_share", "masked_share", "hinted_tokens", "hint_nats")
-    pairs = ("replayed_pairs", "flipped_pairs", "replaced_pairs")
-    totals = dict(zip(counted + pairs, grid.total([getattr(stats, name) for name in counted + pairs]), strict=True))
-    repeated = grid.world // grid.shares
-    return replace(
-        stats,
-        trained_tokens=round(totals["trained_tokens"]) // repeated,
-        entropy=totals["entropy"] / repeated,
-        truncated_share=totals["truncated_share"] / repeated,
-        masked_share=totals["masked_share"] / repeated,
-        hinted_tokens=round(totals["hinted_tokens"]) // repeated,
-        hint_nats=totals["hint_nats"] / repeated,
-        replayed_pairs=round(totals["replayed_pairs"]),
-        flipped_pairs=round(totals["flipped_pairs"]),
-        replaced_pairs=round(totals["replaced_pairs"]),
-    )
+def reduced(metrics: Mapping[str, float], grid: Grid) -> dict[str, float]:
+    """The metrics of a step over all ranks, each as its row of the table says."""
+    names = [name for name in metrics if METRICS[name].reduction is not Reduction.NONE]
+    totals = zip(names, grid.total([metrics[name] for name in names]), strict=True)
+    return {**metrics, **{name: _reduced(METRICS[name], total, grid.world // grid.shares) for name, total in totals}}
+
+
+def _reduced(metric: Metric, total: float, ranks_per_share: int) -> float:
+    times = ranks_per_share if metric.reduction is Reduction.SHARES else 1
+    return round(total) // times if metric.notation is Notation.COUNT else total / times
 
 
 def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> TrainerGroup:

@@ -91,65 +91,18 @@ class StepDone:
     """One optimiser step was computed. Written before it is saved: a step redone after a crash stands here twice."""
 
     step: int
-    busy_s: float
-    """Time the trainer computed for this step; saving and publishing come on top."""
-    wait_s: float
-    """Time it waited for the batch."""
-    reward_mean: float
-    degenerate_groups: int
-    """Those without a signal, such as all rewards equal."""
-    loss_tokens: int
-    trained_tokens: int
-    """Tokens that went through forward and backward, prompts included."""
-    grad_norm: float
-    entropy: float
-    """Mean nats per trained token."""
-    truncated_share: float
-    """Share of loss tokens whose importance weight hit the cap."""
-    masked_share: float
-    """Share of loss tokens that a correction or a clip left without gradient."""
-    staleness_sum: int
-    staleness_tokens: int
-    staleness_max: int
-    mismatch_tokens: int
-    """Tokens compared under the very weights that sampled them."""
-    mismatch_k1: float
-    mismatch_k3: float
-    mismatch_p99: float
-    """99th percentile of |trainer logprob − engine logprob|."""
-    mismatch_max: float
-    """The largest of them."""
-    mismatch_equal: int
-    """Of the compared tokens, those whose logprobs are equal to the last bit."""
-    mismatch_pairs: int
-    """Token-expert pairs, over all sparse layers, that the engine recorded for the compared tokens."""
-    mismatch_flips: int
-    """Of those, the pairs that the trainer's own router would not have chosen."""
-    replayed_pairs: int
-    """Token-expert pairs of the optimiser step that were routed as the engine had routed them."""
-    replaced_pairs: int
-    """Of those, the pairs below ``numerics.replay_floor``, which were routed otherwise after all."""
-    hinted_turns: int = 0
-    """Turns that were taught by a hint."""
-    hinted_tokens: int = 0
-    """Sampled tokens of these."""
-    hint_kl: float = 0.0
-    """Mean nats per token of these by which the policy differed, before the step, from itself with the hint; tokens to
-    which the hinted one would not have come count less (``hints.contexts``)."""
+    metrics: dict[str, float]
+    """By the names of :data:`etude.telemetry.metrics.METRICS`; what the step cannot know is absent."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
-    groups: int = 0
-    reward_low: float | None = None
-    """The lowest reward of the batch; ``None`` where every rollout was quarantined."""
-    reward_high: float | None = None
     ended: dict[str, int] = field(default_factory=dict)
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchMeasured:
-    """One row of a step's mismatch, broken down; statistics as in :class:`StepDone`. Like that, a step redone after a
-    crash stands here twice.
+    """One row of a step's mismatch, broken down; statistics as in :mod:`etude.telemetry.metrics`. Like that, a step
+    redone after a crash stands here twice.
     """
 
     step: int

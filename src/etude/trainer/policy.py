@@ -9,7 +9,7 @@ Owns how a micro-batch becomes a loss, and what is counted on the way. The step 
 :mod:`etude.run.trainer`'s.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -35,38 +35,13 @@ MicroBatch: TypeAlias = Sequence[Trajectory]
 """Trajectories that go through the model together, back to back; none: a pass that only keeps other ranks company."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """What one optimiser step measured."""
-
-    trained_tokens: int
-    """Tokens in the forward and backward pass, prompts included."""
-    grad_norm: float
-    entropy: float
-    """Mean nats per loss token, of the distribution that it was sampled from."""
-    truncated_share: float
-    """Of the loss tokens, those whose importance weight hit its cap."""
-    masked_share: float
-    """Of the loss tokens, those that a correction or a clip left out."""
-    replayed_pairs: int = 0
-    """Pairs of token and expert that were routed as the engine had routed them, over all sparse layers."""
-    flipped_pairs: int = 0
-    """Of those, the pairs that the live router would have routed otherwise."""
-    replaced_pairs: int = 0
-    """Of those, the pairs that it found implausible and routed otherwise after all."""
-    hinted_tokens: int = 0
-    """Tokens of the turns that were taught by hints."""
-    hint_nats: float = 0.0
-    """Σ over them of the weighted divergence from the hinted policy, before the step."""
-
-
-NOTHING_LEARNT = StepStats(trained_tokens=0, grad_norm=0.0, entropy=0.0, truncated_share=0.0, masked_share=0.0)
-"""The step of a batch without loss tokens, which changes nothing."""
+NOTHING_LEARNT: Mapping[str, float] = {"trained_tokens": 0}
+"""The metrics of a batch without loss tokens, whose step changes nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """What one micro-batch adds to the step's statistics."""
+class _MicroBatchStats:
+    """A micro-batch's part of the step's metrics."""
 
     entropy_sum: float = 0.0
     truncated: int = 0
@@ -119,7 +94,7 @@ class PolicyTrainer:
         totals: Totals,
         before_update: Callable[[], None] = lambda: None,
         examples: Sequence[Sequence[DistillationExample]] = (),
-    ) -> StepStats:
+    ) -> dict[str, float]:
         """Update the weights once from all micro-batches and examples; a batch without either leaves them as they are.
 
         ``totals`` are the whole batch's, over all ranks; ``microbatches`` and pieces of ``examples`` are this rank's,
@@ -127,37 +102,40 @@ class PolicyTrainer:
         change. Raises :class:`~etude.errors.DivergedError`, before anything changed, when the gradient is not finite.
         """
         if not totals.tokens and not examples:
-            return NOTHING_LEARNT
-        pieces: list[_Piece] = []
+            return dict(NOTHING_LEARNT)
+        counted: list[_MicroBatchStats] = []
 
         def losses() -> Iterator[Tensor]:
             for microbatch in microbatches:
-                loss, piece = self._loss(step, microbatch, totals)
-                pieces.append(piece)
+                loss, stats = self._loss(step, microbatch, totals)
+                counted.append(stats)
                 yield loss
-            for together in examples:
-                loss, piece = self._distillation_loss(together, totals)
-                pieces.append(piece)
+            for chunk in examples:
+                loss, stats = self._distillation_loss(chunk, totals)
+                counted.append(stats)
                 yield loss
 
         norm = self.optimisation.step(step, losses(), before_update)
         read = [t for microbatch in microbatches for t in microbatch]
-        read += [example.student for together in examples for example in together]
-        loss_tokens = max(1, totals.tokens)  # none of them: examples alone
-        return StepStats(
-            trained_tokens=sum(len(t.token_ids) for t in read),
-            grad_norm=norm,
-            entropy=sum(piece.entropy_sum for piece in pieces) / loss_tokens,
-            truncated_share=sum(piece.truncated for piece in pieces) / loss_tokens,
-            masked_share=sum(piece.masked for piece in pieces) / loss_tokens,
-            replayed_pairs=sum(piece.routing.pairs for piece in pieces if piece.routing),
-            flipped_pairs=sum(piece.routing.flips for piece in pieces if piece.routing),
-            replaced_pairs=sum(piece.routing.replaced for piece in pieces if piece.routing),
-            hinted_tokens=sum(piece.hinted for piece in pieces),
-            hint_nats=sum(piece.hint_nats for piece in pieces),
-        )
+        read += [example.student for chunk in examples for example in chunk]
+        metrics: dict[str, float] = {
+            "trained_tokens": sum(len(t.token_ids) for t in read),
+            "grad_norm": norm,
+            "replayed_pairs": sum(stats.routing.pairs for stats in counted if stats.routing),
+            "flipped_pairs": sum(stats.routing.flips for stats in counted if stats.routing),
+            "replaced_pairs": sum(stats.routing.replaced for stats in counted if stats.routing),
+            "hinted_tokens": sum(stats.hinted for stats in counted),
+            "hint_nats": sum(stats.hint_nats for stats in counted),
+        }
+        if totals.tokens:  # none: a step on hints alone
+            metrics |= {
+                "entropy": sum(stats.entropy_sum for stats in counted) / totals.tokens,
+                "truncated_share": sum(stats.truncated for stats in counted) / totals.tokens,
+                "masked_share": sum(stats.masked for stats in counted) / totals.tokens,
+            }
+        return metrics
 
-    def _loss(self, step: int, microbatch: MicroBatch, totals: Totals) -> tuple[Tensor, _Piece]:
+    def _loss(self, step: int, microbatch: MicroBatch, totals: Totals) -> tuple[Tensor, _MicroBatchStats]:
         """A micro-batch's share of the step's loss."""
         device = self.model.embedding.device
         tokens = sampled_tokens(microbatch, [t.loss_mask for t in microbatch], device)
@@ -165,7 +143,7 @@ class PolicyTrainer:
         with_entropies = self._config.entropy_coef > 0
         scores = score(self.model, tokens, routing, self._context, differentiate_entropies=with_entropies)
         if not microbatch:
-            return scores.logprobs_N.sum(), _Piece()
+            return scores.logprobs_N.sum(), _MicroBatchStats()
         proximal_N = tokens.old_logprobs_N
         if self._config.correction == "decoupled":
             staleness_N = step - 1 - tokens.versions_N
@@ -181,13 +159,17 @@ class PolicyTrainer:
         )
         found = policy_loss(of_loss, self._config, totals)
         entropy_sum = float(scores.entropies_N.detach().sum())
-        piece = _Piece(entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing)
-        return found.loss, piece
+        stats = _MicroBatchStats(
+            entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing
+        )
+        return found.loss, stats
 
-    def _distillation_loss(self, examples: Sequence[DistillationExample], totals: Totals) -> tuple[Tensor, _Piece]:
+    def _distillation_loss(
+        self, examples: Sequence[DistillationExample], totals: Totals
+    ) -> tuple[Tensor, _MicroBatchStats]:
         """What a piece of the examples adds to the step's loss."""
         found = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
-        return found.loss, _Piece(hinted=found.tokens, hint_nats=found.nats)
+        return found.loss, _MicroBatchStats(hinted=found.tokens, hint_nats=found.nats)
 
 
 def sample_share(members: Sequence[Member], share: float, step: int) -> list[Member]:

@@ -21,13 +21,13 @@ from etude.telemetry.events import (
     ProcessStarted,
     RolloutClosed,
     RunStarted,
-    StepDone,
     WeightsPublished,
     WeightsSwapped,
 )
 from etude.telemetry.log import Logged
 from etude.types import Json
 from evaluations import evaluation
+from steps import step_done
 
 STEPS, STATE_BYTES = 40, 1_480_000
 
@@ -115,12 +115,12 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
         status, reason = ("failed_infra", "engine gone") if step == 27 and slot < 5 else ("graded", "finished")
         yield _rollout(at_s + slot / 8, "train", step, slot, status, reason, reward)
     tokens, lag = 64 * 130, min(step - 1, 2)
-    done = StepDone(
-        step=step, busy_s=9.4 + chance.random(), wait_s=2.1, reward_mean=skill + chance.gauss(0, 0.05),
-        degenerate_groups=1, loss_tokens=tokens, trained_tokens=4 * tokens, grad_norm=0.4,
+    done = step_done(
+        step, busy_s=9.4 + chance.random(), wait_s=2.1, reward_mean=skill + chance.gauss(0, 0.05),
+        groups_without_signal=1, loss_tokens=tokens, trained_tokens=4 * tokens, grad_norm=0.4,
         entropy=0.42 * math.exp(-step / 30) + 0.01 * chance.random(), truncated_share=0.002, masked_share=0.0,
         staleness_sum=int(tokens * lag * (0.45 + 0.1 * chance.random())), staleness_tokens=tokens, staleness_max=lag,
-        mismatch_tokens=tokens // 10, mismatch_k1=1e-5, mismatch_k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
+        mismatch_tokens=tokens // 10, k1=1e-5, k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
         mismatch_p99=0.004 + 0.002 * chance.random(), mismatch_max=0.03 + 0.001 * step,
         mismatch_equal=tokens // 30, mismatch_pairs=6 * tokens // 10, mismatch_flips=step,
         replayed_pairs=500, replaced_pairs=1, groups=8, reward_low=0.0, reward_high=1.0,

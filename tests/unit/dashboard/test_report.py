@@ -13,17 +13,19 @@ from etude.dashboard.heldout import comparison, full_marks
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
-from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded, StepDone
+from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded
 from etude.telemetry.log import Logged
+from etude.telemetry.metrics import METRICS
 from etude.types import Json
 from evaluations import evaluation
+from steps import changed, step_done
 
-STEP = StepDone(
-    step=1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, degenerate_groups=0, loss_tokens=100, trained_tokens=300,
+STEP = step_done(
+    1, busy_s=3.0, wait_s=1.0, reward_mean=0.5, groups_without_signal=0, loss_tokens=100, trained_tokens=300,
     grad_norm=1.0, entropy=0.3, truncated_share=0.0, masked_share=0.0, staleness_sum=50, staleness_tokens=100,
     staleness_max=1,
-    mismatch_tokens=10, mismatch_k1=0.0, mismatch_k3=1e-6, mismatch_p99=0.001, mismatch_max=0.002,
-    mismatch_equal=4, mismatch_pairs=60, mismatch_flips=3, replayed_pairs=500, replaced_pairs=1,
+    mismatch_tokens=10, k1=0.0, k3=1e-6, mismatch_p99=0.001, mismatch_max=0.002,
+    mismatch_equal=4, mismatch_pairs=60, mismatch_flips=3, replayed_pairs=500, replaced_pairs=1, groups=8,
 )  # fmt: skip
 
 
@@ -154,8 +156,8 @@ def test_what_summaries_keep_stands_beside_the_pass_rates(config: RunConfig) -> 
 
 
 def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
-    heavy = replace(
-        STEP, step=2, staleness_sum=600, staleness_tokens=300, staleness_max=2, mismatch_tokens=30, mismatch_k3=5e-6,
+    heavy = changed(
+        STEP, number=2, staleness_sum=600, staleness_tokens=300, staleness_max=2, mismatch_tokens=30, k3=5e-6,
         mismatch_p99=0.005,
     )  # fmt: skip
     report = _report_of([STEP, heavy], config)
@@ -167,7 +169,7 @@ def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
 
 
 def test_the_mismatch_tells_bits_flips_and_the_worst(config: RunConfig) -> None:
-    heavy = replace(STEP, step=2, mismatch_tokens=30, mismatch_max=0.5, mismatch_equal=30, mismatch_pairs=180)
+    heavy = changed(STEP, number=2, mismatch_tokens=30, mismatch_max=0.5, mismatch_equal=30, mismatch_pairs=180)
     report = _report_of([STEP, heavy], config)
     assert figure(report, "mismatch.max") == 0.5
     assert figure(report, "mismatch.equal") == 34 / 40
@@ -176,7 +178,7 @@ def test_the_mismatch_tells_bits_flips_and_the_worst(config: RunConfig) -> None:
 
 
 def test_nearly_all_is_never_rounded_to_all(config: RunConfig) -> None:
-    nearly = replace(STEP, mismatch_tokens=1_000_000, mismatch_equal=999_999)
+    nearly = changed(STEP, mismatch_tokens=1_000_000, mismatch_equal=999_999)
     assert figure(_report_of([nearly], config), "mismatch.equal") == 0.9999
 
 
@@ -211,7 +213,7 @@ def test_a_step_done_again_counts_its_mismatch_once(events: list[Logged], config
 
 
 def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:
-    report = _report_of([replace(STEP, mismatch_tokens=0, mismatch_k3=math.nan)], config)
+    report = _report_of([changed(STEP, mismatch_tokens=0, k3=None)], config)
     assert figure(report, "mismatch.k3") is None
     assert figure(report, "mismatch.coverage") == 0
     curve = report["curve"]
@@ -255,3 +257,12 @@ def _report_of(events: Sequence[Event], config: RunConfig) -> dict[str, Json]:
     for at_s, event in enumerate(events):
         run.add(Logged(at_s=float(at_s), process="trainer", event=event))
     return build_report(run, config, machine={}, date="today", commit="")
+
+
+def test_every_metric_of_a_step_is_in_the_curve(config: RunConfig) -> None:
+    curve = _report_of([changed(STEP, entropy=None)], config)["curve"]
+    assert isinstance(curve, list)
+    (row,) = curve
+    assert isinstance(row, dict)
+    assert row.keys() >= METRICS.keys()
+    assert (row["entropy"], row["k3"], row["groups"]) == (None, 1e-6, 8)

@@ -14,6 +14,7 @@ from etude.dashboard.terminal import final_table, render, sparkline
 from etude.dashboard.text import render_line
 from etude.telemetry.log import Logged
 from etude.types import Json
+from steps import changed
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -31,7 +32,8 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
     text = _text(render(run, config, run.segments[-1].end_s), 100)
     step = run.steps[-1].event
     for words in (
-        "bugfix-tiny · seed 3", "● RL", "✓ midtrain 3:00", f"step {step.step} of 40", f"mean {step.reward_mean:.3f}",
+        "bugfix-tiny · seed 3", "● RL", "✓ midtrain 3:00", f"step {step.step} of 40",
+        f"mean {step.metrics['reward_mean']:.3f}",
         "max 2 of 2 allowed", "sampled 31.2% ± 2.4", "run resumed 1×", " left",
         "in 7 of 8 groups", "submit 81%, length 19%",
     ):  # fmt: skip
@@ -41,9 +43,9 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mismatch_k3": 2e-3}, "k3 0.002 · max 0.01 · above 0.001"),
-        ({"mismatch_k3": 0.0, "mismatch_equal": 100}, "k3 0 · max 0.01 · equal to the last bit"),
-        ({"mismatch_k3": 1e-6}, "k3 1.0×10⁻⁶ · max 0.01 · 0.5% flips"),
+        ({"k3": 2e-3}, "k3 0.002 · max 0.01 · above 0.001"),
+        ({"k3": 0.0, "mismatch_equal": 100}, "k3 0 · max 0.01 · equal to the last bit"),
+        ({"k3": 1e-6}, "k3 1.0×10⁻⁶ · max 0.01 · 0.5% flips"),
     ],
 )
 def test_the_mismatch_says_what_matters_most(
@@ -58,7 +60,7 @@ def test_the_mismatch_says_what_matters_most(
         "mismatch_flips": 3,
         **changes,
     }
-    run.steps[-1] = replace(last, event=replace(last.event, **figures))
+    run.steps[-1] = replace(last, event=changed(last.event, **figures))
     assert words in _text(render(run, config, run.segments[-1].end_s), 100)
 
 
@@ -66,7 +68,7 @@ def test_a_mismatch_above_its_bound_is_in_the_line(events: list[Logged], config:
     run = _run(events, 0.6)
     last = run.steps[-1]
     assert "above" not in render_line(run, config, last.at_s)
-    run.steps[-1] = replace(last, event=replace(last.event, mismatch_k3=2e-3))
+    run.steps[-1] = replace(last, event=changed(last.event, k3=2e-3))
     assert render_line(run, config, last.at_s).endswith("k3 2.0e-03 above 0.001!")
 
 

@@ -139,8 +139,8 @@ def test_steps_without_a_rollout_to_trust_are_done_and_then_training_stops_and_c
         assert ledger.progress().steps_done == MAX_EMPTY_STEPS + 2
     done = [logged.event for logged in EventReader(run.events).new() if isinstance(logged.event, StepDone)]
     assert [event.step for event in done] == list(range(1, MAX_EMPTY_STEPS + 3))
-    assert [event.loss_tokens for event in done] == [0] * MAX_EMPTY_STEPS + [4, 4]
-    assert [event.reward_mean for event in done] == [0.0] * MAX_EMPTY_STEPS + [0.5, 0.5]
+    assert [event.metrics["loss_tokens"] for event in done] == [0] * MAX_EMPTY_STEPS + [4, 4]
+    assert [event.metrics["reward_mean"] for event in done] == [0.0] * MAX_EMPTY_STEPS + [0.5, 0.5]
 
 
 def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:

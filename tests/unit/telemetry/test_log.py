@@ -22,11 +22,11 @@ from etude.telemetry.events import (
     ProcessStarted,
     RolloutClosed,
     RunStarted,
-    StepDone,
     WeightsPublished,
     WeightsSwapped,
 )
 from etude.telemetry.log import EventLog, EventReader
+from steps import step_done
 
 EXAMPLES: tuple[Event, ...] = (
     RunStarted(resumed=True),
@@ -36,11 +36,11 @@ EXAMPLES: tuple[Event, ...] = (
     ImitationProgress(phase="midtrain", step=5, steps=10, tokens=20_000, loss=1.25, action_loss=0.75, tokens_per_s=2e4),
     HeldoutLoss(phase="sft", step=5, tokens=20_000, loss=1.25, action_loss=0.75, sources={"chat:a.jsonl": 1.25}),
     PhaseEnded(phase="sft", steps=10, tokens=40_000, loss=1.125, digest="0" * 32, parent="1" * 32),
-    StepDone(
-        step=3, busy_s=1.5, wait_s=0.25, reward_mean=0.625, degenerate_groups=2, loss_tokens=900, trained_tokens=4000,
+    step_done(
+        3, busy_s=1.5, wait_s=0.25, reward_mean=0.625, groups_without_signal=2, loss_tokens=900, trained_tokens=4000,
         grad_norm=0.5, entropy=0.3, truncated_share=0.01, masked_share=0.0, staleness_sum=800, staleness_tokens=900,
         staleness_max=2,
-        mismatch_tokens=90, mismatch_k1=1e-7, mismatch_k3=3.25e-6, mismatch_p99=0.004,
+        mismatch_tokens=90, k1=1e-7, k3=3.25e-6, mismatch_p99=0.004,
         mismatch_max=0.01, mismatch_equal=30, mismatch_pairs=540, mismatch_flips=2,
         replayed_pairs=500, replaced_pairs=1,
     ),

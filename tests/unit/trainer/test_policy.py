@@ -80,8 +80,8 @@ def test_a_step_makes_the_good_likelier_and_the_bad_less() -> None:
     after = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
     assert after[0] > before[0]
     assert after[1] < before[1]
-    assert stats.trained_tokens == 9
-    assert stats.truncated_share == 0
+    assert stats["trained_tokens"] == 9
+    assert stats["truncated_share"] == 0
 
 
 def assert_same_weights(one: PolicyTrainer, other: PolicyTrainer) -> None:
@@ -120,8 +120,8 @@ def test_tokens_that_a_correction_leaves_out_are_counted() -> None:
     (good,), (bad,) = make_batch(trainer.model)
     unlikely = replace(bad, logprobs=bad.logprobs - 1)  # the trainer finds it e times likelier than its engine did
     stats = trainer.step(1, [(good, unlikely)], totals(3))
-    assert stats.masked_share == pytest.approx(1 / 3)
-    assert stats.truncated_share == 0
+    assert stats["masked_share"] == pytest.approx(1 / 3)
+    assert stats["truncated_share"] == 0
 
 
 @pytest.mark.parametrize(("step", "masked_share"), [(1, 0.0), (2, 0.0), (4, 1.0)])
@@ -131,7 +131,7 @@ def test_the_decoupled_form_takes_the_age_of_a_token_into_account(step: int, mas
     (good,), _ = make_batch(trainer.model)
     # A bad token that has become likelier is not clipped.
     stale = replace(good, logprobs=good.logprobs - 3, advantages=-good.advantages)
-    assert trainer.step(step, [(stale,)], totals(2)).masked_share == masked_share
+    assert trainer.step(step, [(stale,)], totals(2))["masked_share"] == masked_share
 
 
 def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
@@ -140,9 +140,9 @@ def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
     (good,), _ = make_batch(trainer.model)
     strange = replace(good, logprobs=good.logprobs - 3, old_logprobs=good.logprobs)
     stats = trainer.step(1, [(strange,)], totals(2))
-    assert (stats.masked_share, stats.truncated_share) == (0.0, 1.0)
+    assert (stats["masked_share"], stats["truncated_share"]) == (0.0, 1.0)
     moved = replace(good, old_logprobs=good.logprobs - 3)
-    assert trainer.step(2, [(moved,)], totals(2)).masked_share == 1.0
+    assert trainer.step(2, [(moved,)], totals(2))["masked_share"] == 1.0
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -161,7 +161,7 @@ def test_a_bonus_makes_what_is_drawn_from_more_even() -> None:
     trainer = make_trainer(std=0.2, loss=LossConfig(entropy_coef=1.0))
     (good,), _ = make_batch(trainer.model)
     still = replace(good, advantages=np.zeros_like(good.advantages))
-    entropies = [trainer.step(step, [(still,)], totals(2)).entropy for step in (1, 2, 3)]
+    entropies = [trainer.step(step, [(still,)], totals(2))["entropy"] for step in (1, 2, 3)]
     assert entropies == sorted(set(entropies))
 
 
@@ -264,8 +264,8 @@ def test_the_mode_says_whose_routes_are_replayed(mode: Literal["off", "completio
     trajectory = replace(make_trajectory(trainer.model, IDS, 3, 0.5), routes=routes)
     stats = trainer.step(1, [(trajectory,)], totals(3))
     pairs = rows * routes.shape[1] * routes.shape[2]
-    assert (stats.replayed_pairs, stats.replaced_pairs) == (pairs, 0)
-    assert (stats.flipped_pairs > 0) == (rows > 0)
+    assert (stats["replayed_pairs"], stats["replaced_pairs"]) == (pairs, 0)
+    assert (stats["flipped_pairs"] > 0) == (rows > 0)
 
 
 def test_replaying_what_the_router_chooses_anyway_changes_no_bit() -> None:
@@ -274,7 +274,7 @@ def test_replaying_what_the_router_chooses_anyway_changes_no_bit() -> None:
         trajectory = make_trajectory(trainer.model, IDS, 3, 0.5)
         trajectory = replace(trajectory, routes=own_routes(trainer.model, IDS))
         stats = trainer.step(1, [(trajectory, make_trajectory(trainer.model, [1, 2, 6], 1, -0.5))], totals(4))
-        assert (stats.flipped_pairs, stats.replaced_pairs) == (0, 0)
+        assert (stats["flipped_pairs"], stats["replaced_pairs"]) == (0, 0)
     assert_same_weights(live, replayed)
 
 
@@ -293,7 +293,7 @@ def test_implausible_experts_are_replaced_and_counted() -> None:
     routes = other_routes(own_routes(strict.model, IDS), experts=4)
     trajectory = replace(make_trajectory(strict.model, IDS, 3, 0.5), routes=routes)
     stats = strict.step(1, [(trajectory,)], totals(3))
-    assert stats.replaced_pairs == stats.flipped_pairs == stats.replayed_pairs == 12
+    assert stats["replaced_pairs"] == stats["flipped_pairs"] == stats["replayed_pairs"] == 12
 
 
 def test_the_temperature_is_part_of_the_policy() -> None:
@@ -305,8 +305,8 @@ def test_the_temperature_is_part_of_the_policy() -> None:
     trajectory = make_trajectory(trainer.model, IDS, 6, 0.5)
     engine = np.where(trajectory.loss_mask, np.append(np.float32(0), sharp.numpy()), 0).astype(np.float32)
     right = replace(trajectory, logprobs=engine, temperatures=np.where(trajectory.loss_mask, 0.2, 1).astype(np.float32))
-    assert trainer.step(1, [(right,)], totals(6)).truncated_share == 0
-    assert make_trainer(std=0.4).step(1, [(replace(trajectory, logprobs=engine),)], totals(6)).truncated_share > 0.3
+    assert trainer.step(1, [(right,)], totals(6))["truncated_share"] == 0
+    assert make_trainer(std=0.4).step(1, [(replace(trajectory, logprobs=engine),)], totals(6))["truncated_share"] > 0.3
 
 
 def test_an_undecided_replay_is_refused() -> None:

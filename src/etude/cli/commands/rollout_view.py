@@ -105,7 +105,7 @@ class RolloutReader:
         """The loss tokens of the optimiser step that a group went into, once that is done."""
         step = self._archive.step_of(purpose, index)
         events = (logged.event for logged in EventReader(self._folder.events, "trainer").new() if step is not None)
-        done = {event.step: event.loss_tokens for event in events if isinstance(event, StepDone)}
+        done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
     def _read(self, found: Found, rollout: Rollout, credit: "_Credit") -> ReadRollout:
