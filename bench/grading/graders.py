@@ -19,8 +19,8 @@ from etude.rewards.graders.kinds import GraderByKind
 from etude.rewards.graders.script import ScriptGrader
 from etude.rewards.graders.test_plans import module_of
 from etude.rewards.graders.test_report import ENVIRONMENT, Run
-from etude.rollouts.bounds import Limits
-from etude.rollouts.grading import grade_leftovers
+from etude.rollouts.sandbox import Limits
+from etude.rollouts.worker import grade_work
 from etude.sandbox_spec import SandboxSpec
 from etude.types import ScriptChecks, Task, TestChecks
 
@@ -99,8 +99,8 @@ async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> b
 
 async def _ours(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
     result = HarnessResult(reason=SUBMITTED, counts={})
-    reward = await grade_leftovers(task, sandbox, result, examiner.ours, Limits())
-    return reward.value > 0
+    grade = await grade_work(task, sandbox, result, examiner.ours, Limits())
+    return grade.value > 0
 
 
 def _checks(task: Task) -> TestChecks:

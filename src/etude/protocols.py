@@ -15,7 +15,6 @@ from etude.types import (
     MIN_TEMPERATURE,
     Finish,
     Floats,
-    Hint,
     Ids,
     Routes,
     SamplingMask,
@@ -23,6 +22,7 @@ from etude.types import (
     Task,
     TokenIds,
     Turn,
+    Verdict,
 )
 
 
@@ -312,38 +312,29 @@ class Harness(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """The verdict on one rollout and what it was combined from."""
+    """A grader's opinion of one rollout's work."""
 
     value: float
     parts: Mapping[str, float]
+    """The named figures that ``value`` comes from."""
 
 
 class Grader(Protocol):
-    """Judges the world an agent left behind, from outside of it."""
+    """Grades the files that an agent left behind, from outside of its sandbox."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """Grade a finished rollout. Infrastructure trouble raises; bad work is a low reward."""
+        """Grade a finished rollout. Infrastructure trouble raises; bad work has a low grade."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Appraisal:
-    """What a finished rollout is worth, all considered, and what can be learnt from its single turns."""
+class Score:
+    """The reward of one rollout, as it is stored; :func:`etude.rewards.score.score` alone decides it."""
 
-    reward: Grade
-    turn_rewards: tuple[float, ...] = ()
-    """One for each turn, or none at all."""
-    hints: tuple[Hint, ...] = ()
+    value: float
+    parts: Mapping[str, float]
+    """The named values that are recorded with it."""
+    verdict: Verdict | None = None
+    """``None`` where rollouts are not monitored for cheating, and nothing masks."""
     masked: str = ""
-    """Why it must not be trained on, though graded; empty: it may be."""
-
-
-class Appraiser(Protocol):
-    """Looks at a whole rollout after it was graded: what was said in it is known by then.
-
-    It ends by itself: whatever it waits for has a deadline of its own.
-    """
-
-    async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
-        """Infrastructure trouble raises: then the rollout is tried again, and is never worth zero for it."""
-        ...
+    """The reason why it must not be trained on, though graded; empty: it may be."""

@@ -430,21 +430,19 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was made of one graded rollout by whoever looked for cheating in it."""
+    """The judgement on one graded rollout by the policy against cheating."""
 
     disposition: Disposition
-    reward: float
-    """What it is worth now: the grader's word if kept, else 0."""
-    reason: str
+    reason: str = ""
     """The detector or part that decided; empty if kept."""
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
     """Every detector and ``cheat_`` part that spoke, sorted, low ones included."""
-    hacked: bool
-    """Whether it counts as a hack: something of weight was found, rewarded or not."""
+    hacked: bool = False
+    """True where it counts as a hack: something of weight was detected, rewarded or not."""
     graded: float
-    """The grader's word, whatever was made of it."""
+    """The grade, whatever became of it."""
     impossible: bool = False
-    """Whether nobody could honestly pass the task."""
+    """True where the task cannot be passed honestly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -494,7 +492,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     seconds: float = 0.0
     verdict: Verdict | None = None
-    """What was made of it; ``None`` where nobody looked for cheating. ``reward`` is the verdict's."""
+    """``None`` where rollouts are not monitored for cheating, and nothing masked it."""
     turn_rewards: tuple[float, ...] = ()
     """What each turn earned by itself, beside ``reward``; empty where turns are not rewarded."""
     hints: tuple[Hint, ...] = ()

@@ -17,7 +17,6 @@ from ledgers import NewPlace, rollout, task
 
 SUSPECT = Verdict(
     disposition=Disposition.QUARANTINE,
-    reward=0.0,
     reason="reads_tests",
     flags=("reads_tests",),
     hacked=True,

@@ -69,7 +69,7 @@ class Agent(FakeEngine):
         return await super().generate(prompt_ids, params, session=session)
 
 
-class Worlds:
+class Sandboxes:
     """Folders on this machine."""
 
     def __init__(self) -> None:
@@ -90,12 +90,12 @@ class Grader:
 
 @asynccontextmanager
 async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
-    worlds, setting = Worlds(), Setting(engine=agent, max_length=WINDOW)
+    sandboxes, setting = Sandboxes(), Setting(engine=agent, max_length=WINDOW)
     async with gateway(setting) as caller, aiohttp.ClientSession() as http:
         try:
             yield RolloutContext(
                 sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
-                sandboxes=worlds,
+                sandboxes=sandboxes,
                 harness=CodingHarness(HarnessConfig(max_turns=7), http),
                 grader=Grader(),
                 clock=SystemClock(),
@@ -103,7 +103,7 @@ async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
             )
             assert (await caller.send("GET", "/healthz")).at("sessions") == 0
         finally:
-            await worlds.local.close()
+            await sandboxes.local.close()
 
 
 async def play(folder: Path, agent: Agent) -> list[Group]:
@@ -112,11 +112,11 @@ async def play(folder: Path, agent: Agent) -> list[Group]:
         async with context(agent) as parts:
             for number in range(GROUPS):
                 ledger.admit_group(task(number), TRAIN, SIZE, 0)
-            flight = RolloutRunner(TRAIN, config, temperature=1.0, ledger=ledger, context=parts, events=events)
-            async with flight:
-                flight.launch(ledger.open_slots(TRAIN))
-                while len(flight):
-                    await flight.turn(0.05)
+            runner = RolloutRunner(TRAIN, config, temperature=1.0, ledger=ledger, context=parts, events=events)
+            async with runner:
+                runner.launch(ledger.open_slots(TRAIN))
+                while len(runner):
+                    await runner.turn(0.05)
         return list(ledger.groups(TRAIN))
 
 
@@ -131,7 +131,7 @@ def written(rollout: Rollout) -> float:
 
 
 def branches(groups: list[Group]) -> Iterator[tuple[Rollout, Rollout, int]]:
-    """ForkSpec, branch, shared turns."""
+    """Parent, fork, shared turns."""
     for group in groups:
         known = {rollout.rollout_id: rollout for rollout in group.rollouts}
         for rollout in group.rollouts:
@@ -154,7 +154,7 @@ def test_what_a_record_says_is_what_was_done_and_is_trained_once(tmp_path: Path)
         seen |= set(endings(groups))
         if seen == {"parted", "copied"}:
             return
-    raise AssertionError(f"of trunks that come to their fork and trunks that end before, {PLAYS} plays had only {seen}")
+    raise AssertionError(f"of parents that fork and parents that end before, {PLAYS} plays had only {seen}")
 
 
 def check(groups: list[Group], agent: Agent) -> None:
@@ -163,10 +163,10 @@ def check(groups: list[Group], agent: Agent) -> None:
         assert rollout.reward == written(rollout), rollout.reason
     pairs = list(branches(groups))
     assert len(pairs) == GROUPS * SIZE // 2
-    for trunk, branch, shared in pairs:
-        assert all(map(same, trunk.turns[:shared], branch.turns[:shared]))
-        if len(trunk.turns) > shared < len(branch.turns):
-            assert np.array_equal(trunk.turns[shared].prompt_ids, branch.turns[shared].prompt_ids)
+    for parent, branch, shared in pairs:
+        assert all(map(same, parent.turns[:shared], branch.turns[:shared]))
+        if len(parent.turns) > shared < len(branch.turns):
+            assert np.array_equal(parent.turns[shared].prompt_ids, branch.turns[shared].prompt_ids)
     batch = build_batch(1, groups, "leave_one_out", credit=CREDIT)
     sampled = sum(len(turn.completion_ids) for group in groups for rollout in group.rollouts
                   for turn in rollout.turns[rollout.branch.turns if rollout.branch else 0 :])  # fmt: skip
@@ -175,11 +175,11 @@ def check(groups: list[Group], agent: Agent) -> None:
 
 
 def endings(groups: list[Group]) -> Iterator[str]:
-    """What became of branches: they went on from the fork, or their trunk had ended before and they are its copy."""
-    for trunk, branch, shared in branches(groups):
+    """What became of branches: they went on from the fork, or their parent had ended before and they are its copy."""
+    for parent, branch, shared in branches(groups):
         if len(branch.turns) > shared:
             yield "parted"
-        elif len(trunk.turns) == len(branch.turns) == shared:
+        elif len(parent.turns) == len(branch.turns) == shared:
             yield "copied"
 
 

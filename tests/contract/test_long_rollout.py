@@ -2,7 +2,7 @@
 
 The whole way of a rollout: a client whose tools say thousands of tokens, contexts that fill up and are summarised, the
 real gateway in a process of its own, its turns fetched, recorded in a ledger, read back, built into trajectories, and
-appraised word for word.
+scored word for word.
 """
 
 import asyncio
@@ -26,11 +26,13 @@ from etude.harnesses.completions import CompletionClient, Message
 from etude.harnesses.summaries import KeptState, ask_for_summary, open_again
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.turns import encode_turns
-from etude.protocols import Appraisal, Grade, HarnessResult
+from etude.protocols import Grade, HarnessResult
+from etude.rewards.score import ScorePolicy
 from etude.rewards.shaping.hints import TOOL_RULES, HintFinder
 from etude.rollouts.sessions import GatewaySessions
-from etude.run.appraisal import RolloutAppraiser
+from etude.rollouts.worker import GradedRollout, ScoredRollout
 from etude.run.detokenize import turn_reader
+from etude.run.scoring import RewardScorer
 from etude.trainer.batching.build import build_trajectories
 from etude.types import Rollout, RolloutStatus, Trajectory, Turn, TurnKind
 from ledgers import task
@@ -150,17 +152,18 @@ def recorded(turns: tuple[Turn, ...], folder: Path) -> Rollout:
         return read
 
 
-async def appraised(rollout: Rollout) -> Appraisal:
-    """What it is worth, all its words read: its behaviour, slips turn by turn, hints."""
+async def scored(rollout: Rollout) -> ScoredRollout:
+    """Its score, all its text read: its behaviour, malformed calls turn by turn, hints."""
     behaved = PartConfig(name="behaved", source="behaviour.thinking_comments", version=1, weight=-1.0, range=(0.0, 1.0))
-    appraiser = RolloutAppraiser(
-        reward=RewardConfig(parts=(behaved,)),
+    scorer = RewardScorer(
+        policy=ScorePolicy(reward=RewardConfig(parts=(behaved,))),
         read=turn_reader(long_gateway.template()),
         hints=HintFinder(TOOL_RULES, most=1, fits=lambda prompt_ids: True),
         rewards_turns=True,
     )
     result = HarnessResult(reason="submit", counts={}, measures={})
-    return await appraiser.appraise(task("long"), result, Grade(value=1.0, parts={}), rollout.turns)
+    grade = Grade(value=1.0, parts={})
+    return await scorer.score(GradedRollout(task=task("long"), result=result, grade=grade, turns=rollout.turns))
 
 
 @pytest.mark.timeout(900)
@@ -194,11 +197,11 @@ def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) ->
     assert (tmp_path / "ledger.db").stat().st_size < 5 * tokens
 
     tracemalloc.start()
-    appraisal = asyncio.run(appraised(rollout))
+    scored_rollout = asyncio.run(scored(rollout))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < WORD_BYTES * tokens
-    assert len(appraisal.turn_rewards) == len(turns)
+    assert len(scored_rollout.turn_rewards) == len(turns)
 
 
 def assert_exact(turns: Sequence[Turn], contexts: Sequence[Context]) -> None:

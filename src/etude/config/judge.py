@@ -41,7 +41,7 @@ class JudgeConfig(Section):
     """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one judgement: all votes, pauses, second tries, and waiting until ``concurrency`` and the budget have
-    room. An appraisal is as many of these as it has aspects, and of hints one for each try.
+    room. A scoring is as many of these as it has aspects, and of hints one for each try.
     """
     concurrency: int = Field(default=16, ge=1)
     """Calls under way."""

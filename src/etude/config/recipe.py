@@ -287,16 +287,6 @@ class RunConfig(Section):
             self._check_external()
         return self
 
-    @property
-    def patient_rollouts(self) -> RolloutConfig:
-        """``[rollouts]`` as they are played. Who makes nothing but malformed calls touches no sandbox in any turn, and
-        is graded like anybody else: the built-in harness may be silent for all of them, each of which has a deadline.
-        """
-        if self.harness.kind == "command":
-            return self.rollouts
-        turns_s = (self.harness.max_turns + 1) * self.harness.turn_timeout_s
-        return self.rollouts.model_copy(update={"silence_timeout_s": max(self.rollouts.silence_timeout_s, turns_s)})
-
     def _check_external(self) -> None:
         """What cannot be known of an agent that counts nothing and has tools of its own."""
         if self.harness.timeout_s >= self.rollouts.timeout_s:

@@ -404,7 +404,7 @@ def _summed(rollout: ReadRollout) -> Text:
     summed = [part for part in rollout.parts if part.worth is not None]
     counts = rollout.verdict is None or rollout.verdict.disposition == "keep"
     for part in summed:
-        text.append("  " if part is not summed[0] else " = " if counts else " by its verdict; appraised at ", DIM)
+        text.append("  " if part is not summed[0] else " = " if counts else " by its verdict; scored at ", DIM)
         text.append(_signed(part.worth or 0.0)).append(f" {visible(part.name)} ({part.value:.4g})", DIM)
     return text
 

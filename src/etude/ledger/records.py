@@ -48,7 +48,7 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
-        "verdict": None if rollout.verdict is None else asdict(rollout.verdict),
+        "verdict": None if rollout.verdict is None else asdict(rollout.verdict) | {"reward": rollout.reward},
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
@@ -86,6 +86,7 @@ def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:
     if fields is None:
         return None
     disposition, flags = Disposition(fields.pop("disposition")), tuple(fields.pop("flags"))
+    fields.pop("reward", None)  # the rollout's own
     return Verdict(disposition=disposition, flags=flags, **fields)
 
 

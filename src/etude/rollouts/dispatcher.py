@@ -61,15 +61,15 @@ class Dispatcher:
     async def train(self, steps: int) -> None:
         """Fill the groups of ``steps`` optimiser steps; return when every one of them is complete."""
         admission = Admission(self._config, steps=steps)
-        async with self._flight(TRAIN, TRAIN_TEMPERATURE) as flight:
+        async with self._runner(TRAIN, TRAIN_TEMPERATURE) as runner:
             look_s = -math.inf
             while (progress := self._ledger.progress()).complete < admission.groups_needed:
                 if self._context.clock.now() >= look_s:
                     look_s = self._context.clock.now() + LOOK_S
-                    flight.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in flight)
+                    runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
                 version = self._serving_version()
-                self._admit(admission, flight, kept=progress.kept, version=version)
-                while not await flight.turn(POLL_S):
+                self._admit(admission, runner, kept=progress.kept, version=version)
+                while not await runner.turn(POLL_S):
                     if self._serving_version() != version or self._context.clock.now() >= look_s:
                         break
 
@@ -81,13 +81,13 @@ class Dispatcher:
         """
         for task in tasks[self._ledger.progress(label).admitted :]:
             self._ledger.admit_group(task, label, 1, self._serving_version())
-        async with self._flight(label, temperature) as flight:
-            flight.launch(self._ledger.open_slots(label))
-            while len(flight):
-                await flight.turn(POLL_S)
+        async with self._runner(label, temperature) as runner:
+            runner.launch(self._ledger.open_slots(label))
+            while len(runner):
+                await runner.turn(POLL_S)
         return self._ledger.rewards(label)
 
-    def _flight(self, purpose: str, temperature: float) -> RolloutRunner:
+    def _runner(self, purpose: str, temperature: float) -> RolloutRunner:
         return RolloutRunner(
             purpose,
             self._config,
@@ -97,9 +97,9 @@ class Dispatcher:
             events=self._events,
         )
 
-    def _admit(self, admission: Admission, flight: RolloutRunner, *, kept: int, version: int) -> None:
+    def _admit(self, admission: Admission, runner: RolloutRunner, *, kept: int, version: int) -> None:
         """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
-        for _ in range(admission.groups_to_admit(version=version, kept=kept, in_flight=len(flight))):
+        for _ in range(admission.groups_to_admit(version=version, kept=kept, in_flight=len(runner))):
             slots = self._ledger.admit_next(
                 partial(self._family.task, Split.TRAIN),
                 size=self._config.group_size,
@@ -108,4 +108,4 @@ class Dispatcher:
             )
             if slots is None:
                 return
-            flight.launch(slots)
+            runner.launch(slots)

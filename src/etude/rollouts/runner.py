@@ -5,13 +5,13 @@
                           └──────────────────────┘        no attempt left: the slot is lost; where half its group is,
                                                           the group is dropped and its other rollouts are cancelled
 
-Where rollouts branch, a bundle of slots starts with one of them, the trunk: the others are held until it forks and go
-on from there, or take its record where it ended before. A trunk that fails before it forked is tried again, and they
-with it; a branch that fails is tried again as a rollout of its own.
+Where rollouts branch, a bundle of slots starts with one of them, the parent: the others wait until it forks and go on
+from there, or take its record where it ended before. A parent that fails before it forked is tried again, and they
+with it; a fork that fails is tried again as a rollout of its own.
 
 - consumes: slots to fill
 - produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
-- waits for: attempts, each bounded (:mod:`etude.rollouts.bounds`); pauses, which the schedule knows the ends of
+- waits for: attempts, each bounded (:mod:`etude.rollouts.sandbox`); pauses, which the schedule knows the ends of
 - woken by: the end of an attempt, the end of a pause
 - on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
 
@@ -34,13 +34,12 @@ from etude.config.rollouts import RolloutConfig
 from etude.errors import UserError
 from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
 from etude.ledger.states import GroupState
-from etude.rollouts.bounds import Limits
 from etude.rollouts.branching import Bundles
 from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
-from etude.rollouts.worker import UNWATCHED, ForkSpec, RolloutContext, RolloutStart, Ties, give_back, run_rollout
+from etude.rollouts.worker import ForkSpec, RolloutContext, RolloutStart, close_start, run_rollout
 from etude.telemetry.events import OUTAGE_TOLD_S, Outage, RolloutClosed
 from etude.telemetry.log import EventLog
-from etude.types import Branch, Rollout, RolloutStatus, Task
+from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Verdict
 
 CLEANUP_S = 60.0
 """For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
@@ -60,21 +59,20 @@ class RolloutRunner:
         events: EventLog,
     ) -> None:
         self._purpose = purpose
-        self._limits = Limits.of(config)
         self._temperature = temperature
         self._ledger = ledger
-        self._context = context if purpose == TRAIN else context.for_measuring()
+        self._context = context if purpose == TRAIN else context.for_eval()
         self._events = events
         self._schedule = Schedule(
             concurrency=config.concurrency,
             max_attempts=config.max_attempts,
             outage_s=config.max_outage_s,
-            worked=any(ledger.progress(known).complete for known in {purpose, TRAIN}),
+            worked=any(ledger.progress(each).complete for each in {purpose, TRAIN}),
         )
-        self._told_s = -math.inf
+        self._reported_s = -math.inf
         self._branching = self._context.branching
         self._bundles = Bundles(1 if self._branching is None else self._branching.size)
-        self._beginnings = _RolloutStarts(self._context, self._limits)
+        self._starts = _RolloutStarts(self._context)
         self._attempts: dict[Place, asyncio.Task[None]] = {}
         self._closing = False
         self._failure: BaseException | None = None
@@ -91,20 +89,20 @@ class RolloutRunner:
         for attempt in running:
             if not attempt.cancelling():  # a second cancel would interrupt its closing
                 attempt.cancel()
-        running += self._beginnings.give_back()
+        running += self._starts.close_waiting()
         if running:
             await asyncio.wait(running, timeout=CLEANUP_S)
 
     def __len__(self) -> int:
-        """Slots that are running, or waiting for their next attempt or for another rollout to branch off."""
+        """Slots that are running, or waiting for their next attempt or for their parent to fork."""
         return len(self._schedule) + len(self._bundles)
 
     def __contains__(self, slot: OpenSlot) -> bool:
-        """Whether a slot is in hand."""
+        """True for a slot that was launched and has not ended."""
         return slot in self._schedule or slot in self._bundles
 
     def launch(self, slots: Iterable[OpenSlot]) -> None:
-        """Take slots in hand; those whose attempts a predecessor used up are lost, and their group may be with them."""
+        """Take over slots; those whose attempts a predecessor used up are lost, and their group may be with them."""
         self._start(self._bundles.admit(slots))
 
     async def turn(self, timeout_s: float) -> bool:
@@ -116,7 +114,7 @@ class RolloutRunner:
         now = self._context.clock.now()
         for slot in self._schedule.due(now):
             attempt = self._attempts[place_of(slot)] = asyncio.create_task(self._attempt(slot))
-            attempt.add_done_callback(partial(self._landed, slot))
+            attempt.add_done_callback(partial(self._completed, slot))
         next_s = self._schedule.next_time()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s if next_s is None else min(timeout_s, max(0.0, next_s - now))):
@@ -136,14 +134,18 @@ class RolloutRunner:
                 dropped.add(slot.group_index)
 
     async def _attempt(self, slot: OpenSlot) -> None:
-        rollout_id, temperature = uuid4().hex, self._temperature
-        ties = self._ties(slot, rollout_id)
+        rollout_id, start = uuid4().hex, self._starts.take(slot)
         try:
             rollout = await run_rollout(
-                slot, self._context, self._limits, rollout_id=rollout_id, temperature=temperature, ties=ties
+                slot,
+                self._context,
+                rollout_id=rollout_id,
+                temperature=self._temperature,
+                start=start,
+                fork=self._fork_spec(slot, rollout_id),
             )
         except asyncio.CancelledError:
-            if self._closing or slot in self._schedule:  # by us, at the end, or by somebody else
+            if self._closing or slot in self._schedule:  # by this runner, at the end, or from outside
                 raise
             rollout = _dropped(slot, rollout_id)
         copied = self._bundles.release(slot) if rollout.status is RolloutStatus.GRADED else []
@@ -152,24 +154,24 @@ class RolloutRunner:
             due = self._ledger.record(ended, self._purpose)
             self._events.write(_closed(ended, slot.task, self._purpose, self._context.pass_at))
         if slot in self._schedule:
-            self._go_on(slot, rollout, due)
+            self._after_attempt(slot, rollout, due)
 
-    def _ties(self, slot: OpenSlot, rollout_id: str) -> Ties:
-        """What a slot that starts shares with others."""
-        beginning, branches = self._beginnings.take(slot), self._bundles.waiting_for(slot)
-        if self._branching is None or not branches:
-            return Ties(beginning=beginning)
-        point, hand_over = self._branching.fork_point(slot), partial(self._branch_off, slot)
-        return Ties(trunk=ForkSpec(rollout_id=rollout_id, point=point, branches=branches, hand_over=hand_over))
+    def _fork_spec(self, slot: OpenSlot, rollout_id: str) -> ForkSpec | None:
+        """The fork that a slot's rollout has to make for those that wait for it; ``None`` where none do."""
+        count = self._bundles.waiting_for(slot)
+        if self._branching is None or not count:
+            return None
+        point, hand_over = self._branching.fork_point(slot), partial(self._start_forks, slot)
+        return ForkSpec(rollout_id=rollout_id, point=point, count=count, hand_over=hand_over)
 
-    def _branch_off(self, trunk: OpenSlot, beginnings: Sequence[RolloutStart]) -> None:
-        """A trunk has forked: the slots that waited for it go on from there."""
-        slots = self._bundles.release(trunk)
+    def _start_forks(self, parent: OpenSlot, starts: Sequence[RolloutStart]) -> None:
+        """Let the slots that waited for a parent go on from where it has forked."""
+        slots = self._bundles.release(parent)
         self._start(slots)
-        self._beginnings.put([slot for slot in slots if slot in self._schedule], beginnings)
+        self._starts.put([slot for slot in slots if slot in self._schedule], starts)
         self._changed.set()
 
-    def _go_on(self, slot: OpenSlot, rollout: Rollout, due: int | None) -> None:
+    def _after_attempt(self, slot: OpenSlot, rollout: Rollout, due: int | None) -> None:
         """Tell the schedule how an attempt ended; ``due`` is the next one, if the slot needs it."""
         if rollout.status is RolloutStatus.GRADED:
             self._schedule.graded(slot)
@@ -177,21 +179,21 @@ class RolloutRunner:
             self._abandon(slot.group_index)
         elif self._schedule.failed(slot, due=due, now=self._context.clock.now()) is SlotState.LOST:
             self._lose(slot, rollout.reason)
-        self._tell_of_outage(rollout)
+        self._report_outage(rollout)
         if self._schedule.breaker.gave_up:
             raise UserError(
                 f"no rollout has succeeded for a long time (rollouts.max_outage_s), the last failed because of "
                 f"{rollout.reason}; repair that and resume the run, nothing graded is lost"
             )
 
-    def _tell_of_outage(self, rollout: Rollout) -> None:
-        """Say, now and then, what rollouts wait for and since when, and that it is over."""
+    def _report_outage(self, rollout: Rollout) -> None:
+        """Report, now and then, what rollouts wait for and since when, and that it is over."""
         now_s, since_s = self._context.clock.now(), self._schedule.breaker.since_s
-        if since_s is None and self._told_s > -math.inf:
-            self._told_s = -math.inf
+        if since_s is None and self._reported_s > -math.inf:
+            self._reported_s = -math.inf
             self._events.write(Outage(what="rollouts", seconds=0.0, reason=""))
-        elif since_s is not None and now_s - self._told_s >= OUTAGE_TOLD_S:
-            self._told_s = now_s
+        elif since_s is not None and now_s - self._reported_s >= OUTAGE_TOLD_S:
+            self._reported_s = now_s
             self._events.write(Outage(what="rollouts", seconds=now_s - since_s, reason=rollout.reason))
 
     def _lose(self, slot: OpenSlot, reason: str) -> GroupState:
@@ -208,9 +210,9 @@ class RolloutRunner:
             attempt = self._attempts[place]
             if attempt is not asyncio.current_task():
                 attempt.cancel()
-        self._beginnings.give_back(group_index)
+        self._starts.close_waiting(group_index)
 
-    def _landed(self, slot: OpenSlot, attempt: asyncio.Task[None]) -> None:
+    def _completed(self, slot: OpenSlot, attempt: asyncio.Task[None]) -> None:
         if self._attempts.get(place_of(slot)) is attempt:
             del self._attempts[place_of(slot)]
         error: BaseException | None = None
@@ -225,40 +227,37 @@ class RolloutRunner:
 
 
 class _RolloutStarts:
-    """Where branches go on that have not started; what nobody goes on from is closed."""
+    """Starts of forks that do not run yet; those that no slot takes are closed."""
 
-    def __init__(self, context: RolloutContext, limits: Limits) -> None:
+    def __init__(self, context: RolloutContext) -> None:
         self._context = context
-        self._limits = limits
         self._waiting: dict[Place, RolloutStart] = {}
-        self._closings: set[asyncio.Task[None]] = set()  # the loop itself holds none of them
+        self._closings: set[asyncio.Task[None]] = set()  # the loop itself has no strong reference to them
 
-    def put(self, slots: Sequence[OpenSlot], beginnings: Sequence[RolloutStart]) -> None:
-        """One for each slot; those that are left over are closed."""
-        self._waiting |= {place_of(slot): beginning for slot, beginning in zip(slots, beginnings, strict=False)}
-        for beginning in beginnings[len(slots) :]:
-            self._close(beginning)
+    def put(self, slots: Sequence[OpenSlot], starts: Sequence[RolloutStart]) -> None:
+        """Assign one to each slot; those that are left over are closed."""
+        self._waiting |= {place_of(slot): start for slot, start in zip(slots, starts, strict=False)}
+        for start in starts[len(slots) :]:
+            self._close(start)
 
     def take(self, slot: OpenSlot) -> RolloutStart | None:
-        """What a slot that starts goes on from; it is its own from here on."""
+        """The start of a slot that runs now; the rollout closes it."""
         return self._waiting.pop(place_of(slot), None)
 
-    def give_back(self, group_index: int | None = None) -> list[asyncio.Task[None]]:
-        """Close what waits for branches of one group, or of all, that will not start any more; returns every closing
-        under way.
-        """
+    def close_waiting(self, group_index: int | None = None) -> list[asyncio.Task[None]]:
+        """Close the starts of one group, or of all, whose slots will not run any more; returns all under way."""
         for place in [place for place in self._waiting if group_index in (None, place[0])]:
             self._close(self._waiting.pop(place))
         return list(self._closings)
 
-    def _close(self, beginning: RolloutStart) -> None:
-        closing = asyncio.create_task(give_back(beginning, self._context, self._limits))
+    def _close(self, start: RolloutStart) -> None:
+        closing = asyncio.create_task(close_start(start, self._context))
         self._closings.add(closing)
         closing.add_done_callback(self._closings.discard)
 
 
 def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
-    """Of an attempt whose group is gone."""
+    """The record of an attempt whose group was dropped."""
     return Rollout(
         rollout_id=rollout_id,
         group_index=slot.group_index,
@@ -271,7 +270,7 @@ def _dropped(slot: OpenSlot, rollout_id: str) -> Rollout:
 
 
 def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
-    """A rollout that ended before it was to fork, as the record of a slot that was to branch off it."""
+    """A rollout that ended before it was to fork, as the record of a slot that was to fork off it."""
     return replace(
         rollout,
         rollout_id=uuid4().hex,
@@ -284,7 +283,7 @@ def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
 
 
 def _closed(rollout: Rollout, task: Task, purpose: str, pass_at: float) -> RolloutClosed:
-    verdict = rollout.verdict or UNWATCHED
+    verdict = rollout.verdict or Verdict(disposition=Disposition.KEEP, graded=rollout.reward or 0.0)
     shared = 0 if rollout.branch is None else rollout.branch.turns
     return RolloutClosed(
         rollout_id=rollout.rollout_id,
@@ -303,5 +302,5 @@ def _closed(rollout: Rollout, task: Task, purpose: str, pass_at: float) -> Rollo
         hacked=verdict.hacked,
         cheat_reason=verdict.reason,
         impossible=verdict.impossible,
-        passed=is_pass(verdict.graded if rollout.verdict else rollout.reward or 0.0, pass_at),
+        passed=is_pass(verdict.graded, pass_at),
     )

@@ -1,34 +1,46 @@
-"""One rollout, from an open session to a graded or failed record.
+"""One rollout, from an open slot to its record.
 
-    open a session ──▶ make a sandbox ──▶ the agent ──▶ kill, look, grade ──▶ fetch the turns ──▶ appraise
-                    └── or branch off another rollout    └─ out of its own time, in its own way: graded as it stands
+    slot ─▶ start ─────▶ play ───────▶ grade ───────────────▶ turns ───────▶ score ──▶ Rollout: graded
+            session      the harness   agent's processes      captured by    grade, findings, parts
+            sandbox      in the        killed, cheat monitor  the gateway
+            monitor      sandbox       looks, grader runs
+            └ or a fork of a parent rollout
 
-Owns the order of events in a rollout and the one decision whose fault a failure is: only here do errors become
-rollouts. Does not own how long each part may take (:mod:`etude.rollouts.bounds`), retries, or what the record is for
+Any step may fail by infrastructure: then the Rollout has no reward, and its slot is tried again. Work that used up its
+own time, or broke its own sandbox, is graded as it stands.
+
+Owns the order of these steps and the one decision whose fault a failure is: only here do errors become rollouts. An
+outcome that an agent could turn into a failure of ours would be tried again until it is a better one: a policy that
+passes with probability p would be measured as one that passes with 1 − (1 − p)^attempts. So the cause is determined
+where a command fails, not guessed here: :class:`~etude.errors.AgentFault` is worth zero, every other trouble is
+infrastructure's. Does not own time limits (:mod:`etude.rollouts.sandbox`), retries of slots or what the record is for
 (:mod:`etude.rollouts.runner`).
 """
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, Self
 
-from etude.errors import AgentFault, EngineUnavailable, InfrastructureError, OutOfTime
-from etude.ledger.ledger import OpenSlot
-from etude.protocols import Appraisal, Appraiser, Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Session
-from etude.rollouts.bounds import COPIES_S, AgentTime, BoundedSandbox, Limits, within
-from etude.rollouts.branching import Branching, ForkPoint
-from etude.rollouts.grading import INFRASTRUCTURE, grade_leftovers
-from etude.rollouts.replays import Note, NotedSandbox
-from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Turn, Verdict
+import aiohttp
 
-UNWATCHED = Verdict(disposition=Disposition.KEEP, reward=0.0, reason="", flags=(), hacked=False, graded=0.0)
-"""Of a rollout that nobody looked at."""
+from etude.errors import AgentFault, EngineUnavailable, InfrastructureError, OutOfTime
+from etude.harnesses.actions import Finding
+from etude.ledger.ledger import OpenSlot
+from etude.protocols import Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Score, Session
+from etude.rollouts.branching import Branching, ForkPoint
+from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, Limits, SandboxCall, within
+from etude.types import Branch, Hint, Rollout, RolloutStatus, Task, Turn
+
+INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
+"""Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Anything
+else that is raised is a bug, and passes.
+"""
 
 
 class Sessions(Protocol):
-    """The gateway as rollouts see it: it lends a way to the model and says afterwards what was sampled there."""
+    """Sessions of a gateway: access to the model, and afterwards the turns that were sampled."""
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached."""
@@ -50,31 +62,31 @@ class Sessions(Protocol):
         ...
 
     async def discard(self, session_id: str) -> None:
-        """End a session whose turns nobody wants. Raises like :meth:`close`, but at once."""
+        """End a session without its turns. Raises like :meth:`close`, but at once."""
         ...
 
 
 class TaskSandboxes(Protocol):
-    """Where tasks are worked on."""
+    """Sandboxes as tasks specify them."""
 
     async def open(self, task: Task) -> Sandbox:
-        """A fresh sandbox as the task says, with its files. Raises :class:`~etude.errors.SandboxError`."""
+        """A fresh sandbox with the task's files. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
 
 class MonitoredRollout(Protocol):
-    """A look at one rollout for cheating."""
+    """One rollout under the cheat monitor."""
 
     async def look(self) -> None:
-        """The agent is gone, and nothing was graded yet. Raises :class:`~etude.errors.SandboxError`."""
+        """Inspect the sandbox: the agent is gone, nothing is graded yet. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
-    def judge(self, reward: Grade, turns: Sequence[Turn]) -> Verdict:
-        """What becomes of it."""
+    def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
+        """All that was detected, in the sandbox and in ``turns``."""
         ...
 
-    def beside(self, sandbox: Sandbox) -> "MonitoredRollout":
-        """The same look at another rollout, which branches off this one and goes on in a copy of its sandbox."""
+    def fork(self, sandbox: Sandbox) -> "MonitoredRollout":
+        """The monitor of a rollout that forks off this one and goes on in a copy of its sandbox."""
         ...
 
 
@@ -82,266 +94,304 @@ class CheatMonitor(Protocol):
     """Looks for cheating in every rollout."""
 
     async def begin(self, task: Task, sandbox: Sandbox) -> MonitoredRollout:
-        """Get ready in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
+        """Prepare a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradedRollout:
+    """A finished rollout with all that its score is decided from."""
+
+    task: Task
+    result: HarnessResult
+    grade: Grade
+    turns: tuple[Turn, ...]
+    findings: Sequence[Finding] | None = None
+    """``None`` where rollouts are not monitored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRollout:
+    """The score of a rollout, and what can be learnt from its single turns."""
+
+    score: Score
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, or none at all."""
+    hints: tuple[Hint, ...] = ()
+
+
+class Scorer(Protocol):
+    """Decides what a graded rollout is worth (:mod:`etude.rewards.score`)."""
+
+    async def score(self, rollout: GradedRollout) -> ScoredRollout:
+        """The score. It has deadlines of its own; infrastructure trouble raises: then the rollout is tried again, and
+        is never worth zero for it.
+        """
+        ...
+
+
+class GradeScorer:
+    """Takes the grade as the score; implements :class:`Scorer`."""
+
+    async def score(self, rollout: GradedRollout) -> ScoredRollout:
+        """The grade alone: no parts, no cheat policy."""
+        return ScoredRollout(score=Score(value=rollout.grade.value, parts=rollout.grade.parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """The parts that every rollout is run with."""
+    """The dependencies that every rollout is run with."""
 
     sessions: Sessions
     sandboxes: TaskSandboxes
     harness: Harness
     grader: Grader
     clock: Clock
-    watch: CheatMonitor | None = None
-    """``None``: nobody looks for cheating."""
-    appraiser: Appraiser | None = None
-    """``None``: the grader's word is all."""
+    limits: Limits = field(default_factory=Limits)
+    monitor: CheatMonitor | None = None
+    """``None``: rollouts are not monitored for cheating."""
+    scorer: Scorer = field(default_factory=GradeScorer)
     branching: Branching | None = None
-    """How training rollouts branch; ``None``: each begins by itself."""
+    """``None``: no rollouts fork."""
     pass_at: float = 1.0
-    """Grade that is a pass; it decides what is told of a rollout, and nothing else."""
-    measures: bool = False
-    """Whether rollouts are for a measurement, to which one without a reward says nothing: what the appraiser masks has
-    failed then, and is tried again, instead of being kept and not trained on.
+    """Grade that is a pass; it decides what is reported of a rollout, and nothing else."""
+    is_eval: bool = False
+    """True where rollouts are for a measurement, to which one without a reward says nothing: a masked one has failed
+    then, and is tried again, instead of being recorded and not trained on.
     """
 
-    def for_measuring(self) -> Self:
-        """The same parts for rollouts that are not trained on."""
-        return replace(self, branching=None, measures=True)
+    def for_eval(self) -> Self:
+        """The same dependencies for rollouts that are not trained on."""
+        return replace(self, branching=None, is_eval=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStart:
-    """Where a rollout works, how it asks the model, and what it shares with another one."""
+    """The session and the sandbox that a rollout begins in, and what it shares with its parent."""
 
     session: Session
     sandbox: Sandbox
     """Bounded."""
-    watching: MonitoredRollout | None = None
-    seen: tuple[Note, ...] = ()
-    """The calls to the sandbox that the other one made before."""
+    monitored: MonitoredRollout | None = None
+    recorded: tuple[SandboxCall, ...] = ()
+    """The parent's calls to its sandbox before the fork."""
     branch: Branch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSpec:
-    """What a rollout has to do that others branch off."""
+    """When a parent rollout forks, and who takes over its forks."""
 
     rollout_id: str
-    """Its own."""
+    """The parent's own."""
     point: ForkPoint
-    branches: int
-    """How many rollouts branch off it, itself not counted."""
+    count: int
+    """Rollouts that fork off the parent."""
     hand_over: Callable[[Sequence[RolloutStart]], None]
-    """Takes them over; called once at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ties:
-    """How a rollout is bound up with others of its group."""
-
-    beginning: RolloutStart | None = None
-    """Where it branches off; it is closed with the rollout. ``None``: it begins anew."""
-    trunk: ForkSpec | None = None
-
-
-ALONE = Ties()
-"""Of a rollout that shares nothing."""
+    """Takes over the starts; called once at most."""
 
 
 async def run_rollout(
-    slot: OpenSlot, context: RolloutContext, limits: Limits, *, rollout_id: str, temperature: float, ties: Ties = ALONE
+    slot: OpenSlot,
+    context: RolloutContext,
+    *,
+    rollout_id: str,
+    temperature: float,
+    start: RolloutStart | None = None,
+    fork: ForkSpec | None = None,
 ) -> Rollout:
     """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
 
+        slot, context ─▶ start ─▶ result ─▶ grade ─▶ turns ─▶ scored ─▶ Rollout
+
     Bad or malformed work of the model is graded, and so is work that used up its own time. Cancellation and bugs are
-    raised. Whatever happens, sandbox and session are closed; those of branches once they were handed over are not.
+    raised. Whatever happens, sandbox and session are closed, also those of ``start``; those that were handed over by
+    ``fork`` are not.
     """
-    ended = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
-    started_s = context.clock.now()
+    task, started_s = slot.task, context.clock.now()
+    record = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     try:
-        played = await _play(slot, context, limits, temperature, ties)
-    except (*INFRASTRUCTURE, AgentFault) as error:  # the fault of an agent that has not begun is none
-        return ended(
+        start = start or await _start(task, context)
+        async with _closing(start, context):
+            result = await _play(task, start, fork, context, temperature=temperature)
+            grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
+        turns = await _fetch_turns(start.session, slot.admitted_version, result, context)
+        findings = None if start.monitored is None else start.monitored.findings(turns)
+        scored = await context.scorer.score(
+            GradedRollout(task=task, result=result, grade=grade, turns=turns, findings=findings)
+        )
+        if scored.score.masked and context.is_eval:
+            raise InfrastructureError(scored.score.masked)
+    except (*INFRASTRUCTURE, AgentFault) as error:  # an agent that has not begun is not at fault
+        return record(
             status=RolloutStatus.FAILED_INFRA,
             reward=None,
             reason=f"{type(error).__name__}: {error}",
             seconds=context.clock.now() - started_s,
         )
-    verdict, appraisal = played.verdict, played.appraisal
-    branch = None if ties.beginning is None else ties.beginning.branch
-    return ended(
+    shared = 0 if start.branch is None else start.branch.turns
+    return record(
         status=RolloutStatus.GRADED,
-        reward=appraisal.reward.value if verdict is None else verdict.reward,
-        reward_parts={**played.result.measures, **appraisal.reward.parts},
-        reason=played.result.reason,
-        counts=played.result.counts,
-        turns=played.turns,
+        reward=scored.score.value,
+        reward_parts={**result.measures, **scored.score.parts},
+        reason=result.reason,
+        counts=result.counts,
+        turns=turns,
         seconds=context.clock.now() - started_s,
-        verdict=verdict,
-        turn_rewards=appraisal.turn_rewards,
-        hints=tuple(hint for hint in appraisal.hints if branch is None or hint.turn >= branch.turns),
-        branch=branch,
+        verdict=scored.score.verdict,
+        turn_rewards=scored.turn_rewards,
+        hints=tuple(hint for hint in scored.hints if hint.turn >= shared),
+        branch=start.branch,
     )
 
 
-async def give_back(beginning: RolloutStart, context: RolloutContext, limits: Limits) -> None:
-    """Close what nobody is going to work in."""
-    await _quietly(limits, beginning.sandbox.close())
-    await _quietly(limits, context.sessions.discard(beginning.session.session_id))
+async def close_start(start: RolloutStart, context: RolloutContext) -> None:
+    """Close a start that no rollout goes on from."""
+    await _quietly(start.sandbox.close(), context)
+    await _quietly(context.sessions.discard(start.session.session_id), context)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Played:
-    """How a session went, what it is worth, and what was sampled in it."""
+async def grade_work(
+    task: Task,
+    sandbox: Sandbox,
+    result: HarnessResult,
+    grader: Grader,
+    limits: Limits,
+    monitored: MonitoredRollout | None = None,
+) -> Grade:
+    """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.
 
-    result: HarnessResult
-    appraisal: Appraisal
-    turns: tuple[Turn, ...]
-    verdict: Verdict | None
+    Nothing of it runs any more when it is graded. Every run that its checks may take has its whole time: else work that
+    hangs its verifier, or takes one run more for being right, would be infrastructure's trouble and no reward. A
+    grading that fails by infrastructure is tried again. Raises ``INFRASTRUCTURE``.
+    """
+    deadline_s = limits.grading_s + task.grading_s
+    try:
+        await sandbox.kill_processes()
+        if monitored is not None:
+            await monitored.look()
+        for _ in range(limits.gradings - 1):
+            with suppress(*INFRASTRUCTURE):
+                return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
+        return await within(deadline_s, "grading", grader.grade(task, sandbox, result))
+    except AgentFault:
+        return Grade(value=0.0, parts={AgentFault.REASON: 1.0})
 
 
-async def _play(slot: OpenSlot, context: RolloutContext, limits: Limits, temperature: float, ties: Ties) -> _Played:
-    task = slot.task
-    begun = ties.beginning or await _begin(task, context, limits)
-    session, watching = begun.session, begun.watching
+async def _start(task: Task, context: RolloutContext) -> RolloutStart:
+    start_s = context.limits.start_s
+    session = await within(start_s, "opening a session", context.sessions.open())
+    try:
+        sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", context.sandboxes.open(task)))
+        try:
+            monitored = None if context.monitor is None else await context.monitor.begin(task, sandbox)
+        except BaseException:
+            await _quietly(sandbox.close(), context)
+            raise
+    except BaseException:
+        await _quietly(context.sessions.discard(session.session_id), context)
+        raise
+    return RolloutStart(session=session, sandbox=sandbox, monitored=monitored)
+
+
+@asynccontextmanager
+async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterator[None]:
+    """The time in which a rollout uses its sandbox: closed at the end; the session only where the rollout failed."""
     try:
         try:
-            agent = AgentTime(limits)
-            hands = _hands(begun, ties, agent, context, limits)
-            try:
-                result = await agent.wait(context.harness.run(task, session, hands, temperature=temperature))
-            except (OutOfTime, AgentFault) as over:
-                result = HarnessResult(reason=over.REASON, counts={})  # of a harness that kept none
-            reward = await grade_leftovers(task, begun.sandbox, result, context.grader, limits, watching)
+            yield
         finally:
-            await _quietly(limits, begun.sandbox.close())
+            await _quietly(start.sandbox.close(), context)
     except BaseException:
-        await _quietly(limits, context.sessions.discard(session.session_id))
+        await _quietly(context.sessions.discard(start.session.session_id), context)
         raise
-    turns = await within(limits.start_s, "fetching the turns", context.sessions.close(session.session_id))
+
+
+async def _play(
+    task: Task, start: RolloutStart, fork: ForkSpec | None, context: RolloutContext, *, temperature: float
+) -> HarnessResult:
+    """Let the harness work; its sandbox bounds, charges and records its calls."""
+    agent = AgentTime(context.limits)
+    on_call = None if fork is None else _Forking(start, fork, agent, context).after_call
+    sandbox = BoundedSandbox(start.sandbox, agent, start.recorded, on_call)
+    try:
+        return await agent.wait(context.harness.run(task, start.session, sandbox, temperature=temperature))
+    except (OutOfTime, AgentFault) as over:
+        return HarnessResult(reason=over.REASON, counts={})  # of a harness that has none of its own
+
+
+async def _fetch_turns(
+    session: Session, admitted_version: int, result: HarnessResult, context: RolloutContext
+) -> tuple[Turn, ...]:
+    """The turns of a session: at least one, and no token older than what every engine served when its group was
+    admitted. The bound of staleness rests on that: an engine that was out of reach, and so not counted, may have come
+    back with old weights.
+    """
+    turns = await within(context.limits.start_s, "fetching the turns", context.sessions.close(session.session_id))
     if not turns:
         printed = f"; it printed: {result.printed}" if result.printed else ""
         raise InfrastructureError(
             f"the session has no turn: the harness never reached the gateway ({result.reason}){printed}"
         )
-    _check_versions(turns, slot.admitted_version)
-    appraisal = Appraisal(reward=reward)
-    if context.appraiser is not None:
-        appraisal = await context.appraiser.appraise(task, result, reward, turns)
-    if appraisal.masked and context.measures:
-        raise InfrastructureError(appraisal.masked)
-    verdict = None if watching is None else watching.judge(reward, turns)
-    return _Played(result=result, appraisal=appraisal, turns=turns, verdict=_weigh(verdict, appraisal, reward))
-
-
-async def _begin(task: Task, context: RolloutContext, limits: Limits) -> RolloutStart:
-    session = await within(limits.start_s, "opening a session", context.sessions.open())
-    try:
-        sandbox = BoundedSandbox(await within(limits.start_s, "making a sandbox", context.sandboxes.open(task)))
-        try:
-            watching = None if context.watch is None else await context.watch.begin(task, sandbox)
-        except BaseException:
-            await _quietly(limits, sandbox.close())
-            raise
-    except BaseException:
-        await _quietly(limits, context.sessions.discard(session.session_id))
-        raise
-    return RolloutStart(session=session, sandbox=sandbox, watching=watching)
-
-
-def _hands(begun: RolloutStart, ties: Ties, agent: AgentTime, context: RolloutContext, limits: Limits) -> Sandbox:
-    """The sandbox as the agent has it: its time is spent there, and what is shared with others noted or answered."""
-    hands = BoundedSandbox(begun.sandbox, agent)
-    if ties.trunk is not None:
-        return NotedSandbox(hands, agent, begun.seen, _Fork(begun, ties.trunk, agent, context, limits).note)
-    return NotedSandbox(hands, agent, begun.seen) if begun.seen else hands
-
-
-class _Fork:
-    """Watches what a trunk does in its sandbox, and forks it once."""
-
-    def __init__(
-        self, begun: RolloutStart, trunk: ForkSpec, agent: AgentTime, context: RolloutContext, limits: Limits
-    ) -> None:
-        self._begun = begun
-        self._trunk = trunk
-        self._agent = agent
-        self._context = context
-        self._limits = limits
-        self._notes: list[Note] = list(begun.seen)
-        self._is_over = False
-
-    async def note(self, note: Note) -> None:
-        """One more call was made. Raises like what is forked: then nothing is handed over, and the trunk has failed."""
-        if self._is_over:
-            return
-        self._notes.append(note)
-        if self._trunk.point.is_due(len(self._notes), failed=note.is_failure):
-            self._is_over = True
-            self._agent.sign_of_life(COPIES_S + self._trunk.branches * self._limits.start_s)
-            self._trunk.hand_over(await self._branches())
-            self._agent.sign_of_life()
-
-    async def _branches(self) -> list[RolloutStart]:
-        copies = await self._begun.sandbox.fork(self._trunk.branches)
-        branches: list[RolloutStart] = []
-        try:
-            for copy in copies:
-                branches.append(await self._branch(copy))  # noqa: PERF401  # what there is must be closed on failure
-        except BaseException:
-            for copy in copies[len(branches) :]:
-                await _quietly(self._limits, copy.close())
-            for branch in branches:
-                await give_back(branch, self._context, self._limits)
-            raise
-        return branches
-
-    async def _branch(self, sandbox: Sandbox) -> RolloutStart:
-        forking = self._context.sessions.fork(self._begun.session.session_id)
-        session, turns = await within(self._limits.start_s, "forking a session", forking)
-        watching = self._begun.watching
-        return RolloutStart(
-            session=session,
-            sandbox=sandbox,
-            watching=None if watching is None else watching.beside(sandbox),
-            seen=tuple(self._notes),
-            branch=Branch(rollout_id=self._trunk.rollout_id, turns=turns) if turns else None,
-        )
-
-
-def _weigh(verdict: Verdict | None, appraisal: Appraisal, graded: Grade) -> Verdict | None:
-    """The verdict on the rollout as a whole; ``None`` where nobody watched and nothing is masked.
-
-    One that keeps it takes the appraised reward, or becomes a quarantine where the appraiser masks; any other stands.
-    """
-    if verdict is None and not appraisal.masked:
-        return None
-    kept = verdict or replace(UNWATCHED, graded=graded.value)
-    if kept.disposition is not Disposition.KEEP:
-        return kept
-    if appraisal.masked:
-        return replace(kept, disposition=Disposition.QUARANTINE, reward=0.0, reason=appraisal.masked)
-    return replace(kept, reward=appraisal.reward.value)
-
-
-def _check_versions(turns: Sequence[Turn], admitted_version: int) -> None:
-    """No token is older than what every engine served when its group was admitted: the bound of staleness rests on it.
-
-    An engine that was out of reach, and so not counted, may have come back with old weights.
-    """
     oldest = min((int(turn.versions.min()) for turn in turns if len(turn.versions)), default=admitted_version)
     if oldest < admitted_version:
         raise EngineUnavailable(
             f"an engine sampled with weight version {oldest}; every engine had served {admitted_version} or a later "
             f"one when this group was admitted"
         )
+    return turns
 
 
-async def _quietly(limits: Limits, closing: Awaitable[object]) -> None:
+class _Forking:
+    """Follows a parent's calls to its sandbox, and forks it once."""
+
+    def __init__(self, start: RolloutStart, fork: ForkSpec, agent: AgentTime, context: RolloutContext) -> None:
+        self._start = start
+        self._fork = fork
+        self._agent = agent
+        self._context = context
+        self._calls: list[SandboxCall] = list(start.recorded)
+        self._is_over = False
+
+    async def after_call(self, call: SandboxCall) -> None:
+        """Take in one more call. Raises like a fork: then nothing is handed over, and the parent has failed."""
+        if self._is_over:
+            return
+        self._calls.append(call)
+        if self._fork.point.is_due(len(self._calls), failed=call.is_failure):
+            self._is_over = True
+            self._agent.sign_of_life(COPIES_S + self._fork.count * self._context.limits.start_s)
+            self._fork.hand_over(await self._starts())
+            self._agent.sign_of_life()
+
+    async def _starts(self) -> list[RolloutStart]:
+        copies = await self._start.sandbox.fork(self._fork.count)
+        starts: list[RolloutStart] = []
+        try:
+            for copy in copies:
+                starts.append(await self._start_in(copy))  # noqa: PERF401  # what there is must be closed on failure
+        except BaseException:
+            for copy in copies[len(starts) :]:
+                await _quietly(copy.close(), self._context)
+            for start in starts:
+                await close_start(start, self._context)
+            raise
+        return starts
+
+    async def _start_in(self, sandbox: Sandbox) -> RolloutStart:
+        forking = self._context.sessions.fork(self._start.session.session_id)
+        session, turns = await within(self._context.limits.start_s, "forking a session", forking)
+        monitored = self._start.monitored
+        return RolloutStart(
+            session=session,
+            sandbox=sandbox,
+            monitored=None if monitored is None else monitored.fork(sandbox),
+            recorded=tuple(self._calls),
+            branch=Branch(rollout_id=self._fork.rollout_id, turns=turns) if turns else None,
+        )
+
+
+async def _quietly(closing: Awaitable[object], context: RolloutContext) -> None:
     """Close in bounded time; what matters is what happened before, so trouble here is not reported over it."""
     with suppress(*INFRASTRUCTURE):
-        await within(limits.closing_s, "closing", closing)
+        await within(context.limits.closing_s, "closing", closing)

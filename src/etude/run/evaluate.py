@@ -21,7 +21,7 @@ from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive, Outcome
 from etude.ledger.ledger import Ledger
-from etude.rewards.shaping.parts import GRADER, grade_of
+from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
 from etude.run.folder import RunFolder
 from etude.run.rollouts import TEMPERATURES, RolloutParts, open_parts

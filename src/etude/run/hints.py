@@ -1,4 +1,4 @@
-"""Hints of a run: who finds them, and whether its model can be given any.
+"""Hints of a run: their finder, and their place in the contexts of its model.
 
 Wiring only: rules are :mod:`etude.rewards.shaping.hints`', the place of a hint :mod:`etude.tokens.reminders`'. What the
 trainer makes of them is :mod:`etude.run.distillation`'.
@@ -6,13 +6,13 @@ trainer makes of them is :mod:`etude.run.distillation`'.
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.shaping.hints import TOOL_RULES, Adviser, HintFinder, Rule
+from etude.rewards.shaping.hints import TOOL_RULES, HintFinder, HintProvider, Rule
 from etude.tokens.messages import ChatFormat
 from etude.tokens.reminders import Reminders
 
 
-def open_hints(config: RunConfig, chat: ChatFormat, judge: Adviser | None) -> HintFinder | None:
-    """Who finds the hints of a run's rollouts; ``None`` where the recipe wants none.
+def open_hints(config: RunConfig, chat: ChatFormat, judge: HintProvider | None) -> HintFinder | None:
+    """Finder of hints in a run's rollouts; ``None`` where the recipe asks for none.
 
     ``judge`` is there exactly where the recipe asks for one. Raises :class:`~etude.errors.ConfigError` where the
     model's chat template takes no hint.
@@ -25,12 +25,12 @@ def open_hints(config: RunConfig, chat: ChatFormat, judge: Adviser | None) -> Hi
         (*map(Rule.of, hints.rules), *(TOOL_RULES if hints.tools else ())),
         most=hints.max_per_rollout,
         fits=reminders_of(chat).fits,
-        adviser=judge,
+        provider=judge,
     )
 
 
 def reminders_of(chat: ChatFormat) -> Reminders:
-    """Where hints go in a model's contexts. Raises :class:`~etude.errors.ConfigError` if nowhere."""
+    """Insertion points of hints in a model's contexts. Raises :class:`~etude.errors.ConfigError` if there are none."""
     try:
         return Reminders(chat)
     except ValueError as error:

@@ -1,14 +1,9 @@
-"""What is taken off rewards before the rollouts of a group are compared: their effort, their way from the reference.
+"""Inputs of :func:`etude.rewards.score.penalty`: the rollouts of groups, and how far each is from the reference."""
 
-Neither is part of the reward that a grader gave: the ledger and every statistic keep that one, evaluations are measured
-with it, and it decides what a rollout that cheated is worth.
-"""
-
-from collections import defaultdict
 from collections.abc import Sequence
 
 from etude.config.recipe import RunConfig
-from etude.rewards.shaping.effort import effort_penalty
+from etude.rewards.score import penalty
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.reference import Reference
@@ -28,17 +23,20 @@ class Penalties:
         self._reference = reference
 
     def of(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Rollout → weight · C(effort) + β · k1, for :func:`~etude.trainer.batching.batch.build_batch`; empty if both
-        are off. Payloads of turns must have been fetched.
+        """Rollout → penalty, for :func:`~etude.trainer.batching.batch.build_batch`; empty if effort and reference are
+        off. Payloads of turns must have been fetched.
         """
+        if not self._effort.weight and self._reference is None:
+            return {}
         rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_quarantined]
-        penalties: defaultdict[str, float] = defaultdict(float)
-        for rollout in rollouts if self._effort.weight else ():
-            penalties[rollout.rollout_id] += effort_penalty(rollout, self._effort)
+        nats = dict.fromkeys((rollout.rollout_id for rollout in rollouts), 0.0)
         if self._reference is not None:
-            for rollout_id, nats in self._divergences(self._reference, rollouts):
-                penalties[rollout_id] += self._beta * nats
-        return dict(penalties)
+            for rollout_id, divergence in self._divergences(self._reference, rollouts):
+                nats[rollout_id] += divergence
+        return {
+            rollout.rollout_id: penalty(rollout, self._effort, reference_beta=self._beta, nats=nats[rollout.rollout_id])
+            for rollout in rollouts
+        }
 
     def _divergences(self, reference: Reference, rollouts: Sequence[Rollout]) -> list[tuple[str, float]]:
         """k1 of every trajectory, with the rollout that it belongs to."""

@@ -30,16 +30,16 @@ from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
 from etude.rewards.graders.answers import AnswerGrader
 from etude.rewards.graders.functions import HiddenTests
 from etude.rewards.graders.kinds import GraderByKind
-from etude.rewards.shaping.parts import grade_of, make_up, mean_parts
+from etude.rewards.score import grade_of
+from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.sandbox import Limits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
-from etude.run.appraisal import hold_reward, open_appraiser
-from etude.run.cheat_monitor import BaitingMonitor, policy_of
-from etude.run.detokenize import decoder
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import (
@@ -200,13 +200,13 @@ async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutP
         lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(EventLog(folder.events, name))
-        hold_reward(ledger.facts, make_up(config.reward, judge_fingerprints(config)))
-        context = await stack.enter_async_context(_context(folder, config, http, events, seat))
+        freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
+        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, seat))
         family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
         dispatcher = Dispatcher(
-            config.patient_rollouts,
+            config.rollouts,
             ledger=ledger,
             family=family,
             context=context,
@@ -306,30 +306,25 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 
 @contextlib.asynccontextmanager
-async def _context(
+async def _rollout_context(
     folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, seat: int
 ) -> AsyncIterator[RolloutContext]:
-    """The parts that rollouts are run with."""
+    """The dependencies of rollouts."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await _stage(stack, folder, config, http)
         memory = JudgeState(folder.path, seat)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
-        watch = BaitingMonitor(
-            decode=decoder(chat),
-            policy=policy_of(config.cheating),
-            honeypots=config.cheating.honeypots,
-            bare_shell=config.harness.kind == "command",
-        )
         yield RolloutContext(
             sessions=sessions,
             sandboxes=sandboxes,
             harness=harness,
             grader=grader,
             clock=SystemClock(),
-            watch=watch,
-            appraiser=open_appraiser(config, chat, judge),
+            limits=Limits.of(config.rollouts, config.harness),
+            monitor=open_monitor(config, chat),
+            scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
             pass_at=config.eval.pass_at,
         )

@@ -15,7 +15,7 @@ Honest work meets none. The folders' names begin with a dot, which test runners 
 to ignore them, and shows the branch only to who asks for other refs; a marker stands in a line of its own, so that a
 search for code does not show it. To see a name in a listing is no touch.
 
-Owns the baits. What follows from a touch is :mod:`etude.rewards.monitor.policy`'s.
+Owns the baits. What follows from a touch is :mod:`etude.rewards.score`'s.
 """
 
 import re

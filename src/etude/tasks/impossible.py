@@ -9,7 +9,7 @@ remembers how often it was asked. In every other one of those that show cases to
 them: honest work says so, or gives up.
 
 ImpossibleBench (arXiv 2510.20270) measures models with such tasks; here they are a share of training, whose passes are
-never trained on (:mod:`etude.rewards.monitor.policy`). Held-out tasks stay as they are.
+never trained on (:mod:`etude.rewards.score`). Held-out tasks stay as they are.
 
 Owns the draw and the contradictions. Does not judge.
 """

@@ -103,7 +103,7 @@ def test_a_quarantine_is_drawn_with_its_reason() -> None:
     verdict = ReadVerdict(disposition="quarantine", reason="spy", flags=("spy", "touch"), graded=1.0)
     page = drawn(rollout_page(replace(ROLLOUT, verdict=verdict)))
     assert "quarantine, by spy; graded 1  spy, touch" in page
-    assert "by its verdict; appraised at" in page
+    assert "by its verdict; scored at" in page
 
 
 def test_tokens_are_a_table_of_what_is_known() -> None:

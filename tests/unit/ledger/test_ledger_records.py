@@ -30,7 +30,6 @@ TEXT = st.text(max_size=20)
 VERDICTS = st.builds(
     Verdict,
     disposition=st.sampled_from(Disposition),
-    reward=st.floats(allow_nan=False),
     reason=TEXT,
     flags=st.lists(TEXT, max_size=2).map(tuple),
     hacked=st.booleans(),

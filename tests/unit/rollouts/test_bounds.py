@@ -12,8 +12,8 @@ from etude.config.loading import parse_config
 from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
-from etude.rollouts.bounds import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
 from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
+from etude.rollouts.sandbox import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
 from etude.rollouts.worker import run_rollout
 from etude.types import Finish, Rollout, RolloutStatus, Task, Turn
 from records import TASK
@@ -94,8 +94,10 @@ def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
         raise NotImplementedError
 
     world = FakeWorld(play, lambda task: 1.0)
-    context = replace(world.context, harness=Agent(world, act), sandboxes=Ground(sandbox), grader=TestingGrader())
-    ended = run_virtually(run_rollout(SLOT, context, limits, rollout_id="r", temperature=1.0))
+    context = replace(
+        world.context, harness=Agent(world, act), sandboxes=Ground(sandbox), grader=TestingGrader(), limits=limits
+    )
+    ended = run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
     assert len(world.sessions) == 0
     return ended
 
@@ -224,6 +226,6 @@ def test_limits_are_those_of_a_recipe() -> None:
 
 
 def test_turns_that_touch_no_sandbox_are_no_silence() -> None:
-    played = parse_config({"harness": {"max_turns": 19, "turn_timeout_s": 60.0}}, source="t").patient_rollouts
-    assert played.silence_timeout_s == 1200.0
-    assert parse_config({"harness": {"max_turns": 2}}, source="t").patient_rollouts.silence_timeout_s == 600.0
+    for harness, expected_s in (({"max_turns": 19, "turn_timeout_s": 60.0}, 1200.0), ({"max_turns": 2}, 600.0)):
+        config = parse_config({"harness": harness}, source="t")
+        assert Limits.of(config.rollouts, config.harness).silence_s == expected_s

@@ -1,4 +1,4 @@
-"""Which slots wait for which, and where trunks fork."""
+"""Which slots wait for which, and where parents fork."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ def places(slots: list[OpenSlot]) -> list[tuple[int, int]]:
     return [(one.group_index, one.slot) for one in slots]
 
 
-def test_trunks_start_and_the_rest_of_their_bundles_is_held() -> None:
+def test_parents_start_and_the_rest_of_their_bundles_is_held() -> None:
     bundles = Bundles(4)
     started = bundles.admit([slot(0, number) for number in range(8)])
     assert places(started) == [(0, 0), (0, 4)]
@@ -35,7 +35,7 @@ def test_trunks_start_and_the_rest_of_their_bundles_is_held() -> None:
     assert (len(bundles), bundles.waiting_for(slot(0, 4))) == (3, 0)
 
 
-def test_slots_whose_trunk_is_filled_or_has_forked_start_by_themselves() -> None:
+def test_slots_whose_parent_is_filled_or_has_forked_start_by_themselves() -> None:
     bundles = Bundles(2)
     assert places(bundles.admit([slot(0, 1), slot(0, 3), slot(0, 2)])) == [(0, 1), (0, 2)]
     bundles.release(slot(0, 2))
@@ -58,16 +58,16 @@ def test_without_branches_nothing_is_held() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(size=st.integers(1, 5), admitted=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), unique=True))
-def test_every_slot_starts_or_waits_for_a_trunk_that_starts(size: int, admitted: list[tuple[int, int]]) -> None:
+def test_every_slot_starts_or_waits_for_a_parent_that_starts(size: int, admitted: list[tuple[int, int]]) -> None:
     bundles = Bundles(size)
     started = bundles.admit([slot(*place) for place in admitted])
     assert len(started) + len(bundles) == len(admitted)
-    released = [one for trunk in started for one in bundles.release(trunk)]
+    released = [one for parent in started for one in bundles.release(parent)]
     assert len(bundles) == 0
     assert sorted(places(started) + places(released)) == sorted(admitted)
 
 
-def test_a_trunk_forks_where_the_seed_says_in_every_attempt() -> None:
+def test_a_parent_forks_where_the_seed_says_in_every_attempt() -> None:
     branching = Branching.of(RANDOM, seed=7)
     assert branching is not None
     points = [branching.fork_point(slot(group, 0)) for group in range(300)]

@@ -75,7 +75,7 @@ class Walkers:
 
 
 @contextmanager
-def flight(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Iterator[tuple[RolloutRunner, Ledger]]:
+def runner_of(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Iterator[tuple[RolloutRunner, Ledger]]:
     with Ledger.open(folder / "ledger.db") as ledger, EventLog(folder / "events", "rollouts") as events:
         ledger.admit_group(task(0), purpose, SIZE, 0)
         yield (
@@ -84,19 +84,19 @@ def flight(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Iterator[tup
         )
 
 
-async def land(flying: RolloutRunner, ledger: Ledger, purpose: str) -> None:
-    async with flying:
-        flying.launch(ledger.open_slots(purpose))
-        assert len(flying) == SIZE
-        assert all(slot in flying for slot in ledger.open_slots(purpose))
-        while len(flying):
-            await flying.turn(0.05)
+async def complete(runner: RolloutRunner, ledger: Ledger, purpose: str) -> None:
+    async with runner:
+        runner.launch(ledger.open_slots(purpose))
+        assert len(runner) == SIZE
+        assert all(slot in runner for slot in ledger.open_slots(purpose))
+        while len(runner):
+            await runner.turn(0.05)
 
 
 def played(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Group:
     """The group, once all of its slots have ended."""
-    with flight(folder, walkers, purpose) as (flying, ledger):
-        run_virtually(land(flying, ledger, purpose))
+    with runner_of(folder, walkers, purpose) as (runner, ledger):
+        run_virtually(complete(runner, ledger, purpose))
         assert walkers.world.is_tidy
         return ledger.group(purpose, 0)
 
@@ -111,7 +111,7 @@ def walk(rollout: Rollout) -> list[float]:
     return [round(float(turn.logprobs[0]), 3) for turn in rollout.turns]
 
 
-def test_branches_share_their_trunks_turns_and_its_world(tmp_path: Path) -> None:
+def test_branches_share_their_parents_turns_and_its_world(tmp_path: Path) -> None:
     walkers = Walkers([4, 5, 4, 4])
     group = played(tmp_path, walkers)
     one, two, three, four = group.rollouts
@@ -120,17 +120,17 @@ def test_branches_share_their_trunks_turns_and_its_world(tmp_path: Path) -> None
     assert two.branch is not None and two.branch.rollout_id == one.rollout_id
     assert four.branch is not None and four.branch.rollout_id == three.rollout_id
     assert walkers.runs == 4
-    for trunk, branch in ((one, two), (three, four)):
+    for parent, branch in ((one, two), (three, four)):
         assert branch.branch is not None
         shared = branch.branch.turns
-        assert walk(branch)[:shared] == walk(trunk)[:shared]
-        assert not set(walk(branch)[shared:]) & set(walk(trunk)[shared:])
-        assert 0 < shared < len(trunk.turns)
+        assert walk(branch)[:shared] == walk(parent)[:shared]
+        assert not set(walk(branch)[shared:]) & set(walk(parent)[shared:])
+        assert 0 < shared < len(parent.turns)
     logs = sorted(" ".join(f"{logprob:.3f}" for logprob in walk(rollout)[:-1]) + " " for rollout in group.rollouts)
     assert sorted(filter(None, walkers.left)) == logs
 
 
-def test_a_trunk_that_ends_before_it_forks_fills_its_bundle(tmp_path: Path) -> None:
+def test_a_parent_that_ends_before_it_forks_fills_its_bundle(tmp_path: Path) -> None:
     """Nothing is played for the others, and its turns are trained on once."""
     walkers = Walkers([1])
     group = played(tmp_path, walkers)
@@ -151,7 +151,7 @@ def fail_in(run: int, turn: int) -> Callable[[int, int], None]:
     return trouble
 
 
-def test_a_trunk_that_fails_before_it_forks_is_tried_again_with_its_bundle(tmp_path: Path) -> None:
+def test_a_parent_that_fails_before_it_forks_is_tried_again_with_its_bundle(tmp_path: Path) -> None:
     walkers = Walkers([4], fail_in(0, 1))
     group = played(tmp_path, walkers)
     assert [rollout.attempt for rollout in group.rollouts] == [1, 0, 0, 0]
@@ -160,7 +160,7 @@ def test_a_trunk_that_fails_before_it_forks_is_tried_again_with_its_bundle(tmp_p
     assert (walkers.runs, len(failed(tmp_path))) == (5, 1)
 
 
-def test_a_trunk_that_fails_after_it_forked_leaves_its_branches_alone(tmp_path: Path) -> None:
+def test_a_parent_that_fails_after_it_forked_leaves_its_branches_alone(tmp_path: Path) -> None:
     walkers = Walkers([4], fail_in(0, 3))
     group = played(tmp_path, walkers)
     first, second, *_ = group.rollouts
@@ -177,11 +177,11 @@ def test_a_branch_that_fails_is_tried_again_as_a_rollout_of_its_own(tmp_path: Pa
     assert len(failed(tmp_path)) == 1
 
 
-def test_a_trunk_without_attempts_left_lets_its_bundle_start_by_itself(tmp_path: Path) -> None:
+def test_a_parent_without_attempts_left_lets_its_bundle_start_by_itself(tmp_path: Path) -> None:
     left = [CONFIG.max_attempts]
 
     def trouble(number: int, turn: int) -> None:
-        if number != 1 and turn == 1 and left[0]:  # run 1 is the other trunk
+        if number != 1 and turn == 1 and left[0]:  # run 1 is the other parent
             left[0] -= 1
             raise SandboxError("always")
 
@@ -190,7 +190,7 @@ def test_a_trunk_without_attempts_left_lets_its_bundle_start_by_itself(tmp_path:
     assert [(rollout.slot, rollout.branch is None) for rollout in group.rollouts] == [(1, True), (2, True), (3, False)]
 
 
-def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
+def test_a_fork_that_fails_is_the_parents_failure(tmp_path: Path) -> None:
     walkers = Walkers([4])
     real, broken = FakeSandbox.fork, [True]
 
@@ -200,11 +200,11 @@ def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
                 raise SandboxError("no memory left")
             return await real(self, count)
 
-    class Worlds:
+    class Sandboxes:
         async def open(self, task: Task) -> FakeSandbox:
             return Unforkable({}, lambda _: None)
 
-    walkers.context = replace(walkers.context, sandboxes=Worlds())
+    walkers.context = replace(walkers.context, sandboxes=Sandboxes())
     group = played(tmp_path, walkers)
     (row,) = failed(tmp_path)
     assert row.reason == "SandboxError: no memory left"
@@ -215,17 +215,17 @@ def test_a_fork_that_fails_is_the_trunks_failure(tmp_path: Path) -> None:
 def test_whoever_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
     walkers = Walkers([50])
 
-    async def leave(flying: RolloutRunner, ledger: Ledger, after_s: float) -> None:
-        async with flying:
-            flying.launch(ledger.open_slots(TRAIN))
+    async def leave(runner: RolloutRunner, ledger: Ledger, after_s: float) -> None:
+        async with runner:
+            runner.launch(ledger.open_slots(TRAIN))
             deadline = asyncio.get_running_loop().time() + after_s
             while asyncio.get_running_loop().time() < deadline:
-                await flying.turn(0.01)
+                await runner.turn(0.01)
 
     for number, after_s in enumerate((0.05, 0.1, 0.15, 0.2, 0.25, 0.3)):
         (tmp_path / str(number)).mkdir()
-        with flight(tmp_path / str(number), walkers) as (flying, ledger):
-            run_virtually(leave(flying, ledger, after_s))
+        with runner_of(tmp_path / str(number), walkers) as (runner, ledger):
+            run_virtually(leave(runner, ledger, after_s))
             assert walkers.world.is_tidy
 
 

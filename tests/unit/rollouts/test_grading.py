@@ -1,16 +1,17 @@
 """Grading what an agent left behind: nothing of it runs meanwhile, and what it broke is no failure of ours."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from etude.errors import AgentFault, SandboxError
+from etude.harnesses.actions import Finding
 from etude.protocols import Grade, HarnessResult, Sandbox
-from etude.rollouts.bounds import Limits
 from etude.rollouts.fake import FakeSandbox
-from etude.rollouts.grading import GRADINGS, grade_leftovers
-from etude.types import Split, Task
+from etude.rollouts.sandbox import Limits
+from etude.rollouts.worker import grade_work
+from etude.types import Split, Task, Turn
 from records import CHECKS
 
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
@@ -26,6 +27,12 @@ class Bar:
     async def look(self) -> None:
         self.calls.append("look")
 
+    def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
+        raise NotImplementedError
+
+    def fork(self, sandbox: Sandbox) -> "Bar":
+        raise NotImplementedError
+
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         self.calls.append("grade")
         return self._verdict()
@@ -38,9 +45,7 @@ class Bar:
                 bar.calls.append("kill")
 
         sandbox = Watched({}, lambda sandbox: None)
-        return asyncio.run(
-            grade_leftovers(TASK, sandbox, HarnessResult(reason="submit", counts={}), self, Limits(), self)
-        )
+        return asyncio.run(grade_work(TASK, sandbox, HarnessResult(reason="submit", counts={}), self, Limits(), self))
 
 
 def fails(error: Exception) -> Callable[[], Grade]:
@@ -66,4 +71,4 @@ def test_what_a_machine_broke_is_tried_again_and_then_said() -> None:
     bar = Bar(fails(SandboxError("it died")))
     with pytest.raises(SandboxError, match="it died"):
         bar.judge()
-    assert bar.calls == ["kill", "look", *["grade"] * GRADINGS]
+    assert bar.calls == ["kill", "look", *["grade"] * Limits().gradings]

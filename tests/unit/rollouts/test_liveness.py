@@ -17,6 +17,7 @@ from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeSandbox, FakeSessions, FakeWorld, run_virtually
+from etude.rollouts.sandbox import Limits
 from etude.telemetry.log import EventLog
 from etude.types import Finish, RolloutStatus, Split, Task, Turn
 from records import CHECKS
@@ -138,8 +139,14 @@ async def _unused(task: Task, session: Session) -> str:
 async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) -> None:
     """The rollouts process, restarted when it is killed, and a trainer beside it."""
     misery = Misery(troubles)
-    parts = FakeWorld(_unused, lambda task: 0.0).context
-    context = replace(parts, sessions=Doors(misery), sandboxes=Grounds(misery), harness=misery, grader=misery)
+    context = replace(
+        FakeWorld(_unused, lambda task: 0.0).context,
+        sessions=Doors(misery),
+        sandboxes=Grounds(misery),
+        harness=misery,
+        grader=misery,
+        limits=Limits.of(CONFIG),
+    )
     dispatcher = Dispatcher(
         CONFIG,
         ledger=ledger,

@@ -1,4 +1,4 @@
-"""A branch is told what its trunk was told, spends what that one spent, and then goes its own way."""
+"""A fork is told what its parent was told, spends what that one spent, and then goes its own way."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -7,9 +7,8 @@ import pytest
 
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult
-from etude.rollouts.bounds import AgentTime, BoundedSandbox, Limits
 from etude.rollouts.fake import FakeSandbox, run_virtually
-from etude.rollouts.replays import Note, NotedSandbox
+from etude.rollouts.sandbox import AgentTime, BoundedSandbox, Limits, SandboxCall
 
 FILES = {"a.py": "1"}
 
@@ -45,7 +44,7 @@ class CountedSandbox(FakeSandbox):
         return await super().read_file(path)
 
 
-async def work(sandbox: NotedSandbox) -> list[object]:
+async def work(sandbox: BoundedSandbox) -> list[object]:
     seen: list[object] = [await sandbox.read_file("a.py")]
     with pytest.raises(ValueError, match="/etc is out of the sandbox"):
         await sandbox.read_file("/etc")
@@ -55,44 +54,44 @@ async def work(sandbox: NotedSandbox) -> list[object]:
 
 
 T = TypeVar("T")
-Script: TypeAlias = Callable[[NotedSandbox], Awaitable[T]]
+Script: TypeAlias = Callable[[BoundedSandbox], Awaitable[T]]
 
 
-async def play(script: Script[T], real: FakeSandbox, seen: Sequence[Note] = ()) -> tuple[T, list[Note]]:
+async def play(script: Script[T], real: FakeSandbox, seen: Sequence[SandboxCall] = ()) -> tuple[T, list[SandboxCall]]:
     """What an agent with 100 s of commands heard, and what was noted."""
-    agent, notes = AgentTime(Limits(commands_s=100)), list[Note]()
+    agent, calls = AgentTime(Limits(commands_s=100)), list[SandboxCall]()
 
-    async def keep(note: Note) -> None:
-        notes.append(note)
+    async def keep(call: SandboxCall) -> None:
+        calls.append(call)
 
-    sandbox = NotedSandbox(BoundedSandbox(real, agent), agent, seen, keep)
-    return await agent.wait(script(sandbox)), notes
+    sandbox = BoundedSandbox(real, agent, seen, keep)
+    return await agent.wait(script(sandbox)), calls
 
 
-def test_a_branch_hears_what_its_trunk_heard_and_touches_nothing() -> None:
-    heard, notes = run_virtually(play(work, CountedSandbox()))
-    assert [note.call[0] for note in notes] == ["read_file", "read_file", "write_file", "exec", "read_file"]
-    assert [note.is_failure for note in notes] == [False, False, False, True, False]
+def test_a_fork_hears_what_its_parent_heard_and_touches_nothing() -> None:
+    heard, calls = run_virtually(play(work, CountedSandbox()))
+    assert [each.call[0] for each in calls] == ["read_file", "read_file", "write_file", "exec", "read_file"]
+    assert [call.is_failure for call in calls] == [False, False, False, True, False]
 
-    async def work_and_read(sandbox: NotedSandbox) -> tuple[list[object], str | None]:
+    async def work_and_read(sandbox: BoundedSandbox) -> tuple[list[object], str | None]:
         return await work(sandbox), await sandbox.read_file("a.py")
 
     untouched = CountedSandbox({"a.py": "another world"})
-    (again, own), taken = run_virtually(play(work_and_read, untouched, notes))
+    (again, own), taken = run_virtually(play(work_and_read, untouched, calls))
     assert again == heard == ["1", "1", "2"]
     assert (own, untouched.commands) == ("another world", 0)
-    assert [note.outcome for note in taken] == ["another world"]
+    assert [call.outcome for call in taken] == ["another world"]
 
 
-def test_a_branch_goes_on_in_the_middle() -> None:
-    heard, notes = run_virtually(play(work, CountedSandbox()))
+def test_a_fork_goes_on_in_the_middle() -> None:
+    heard, calls = run_virtually(play(work, CountedSandbox()))
     copy = CountedSandbox({"a.py": "2"})
-    again, taken = run_virtually(play(work, copy, notes[:3]))
+    again, taken = run_virtually(play(work, copy, calls[:3]))
     assert again == heard
     assert (copy.commands, len(taken)) == (1, 2)
 
 
-async def three_commands(sandbox: NotedSandbox) -> int:
+async def three_commands(sandbox: BoundedSandbox) -> int:
     await sandbox.exec(["true"], timeout_s=60)
     await sandbox.exec(["true"], timeout_s=60)
     with pytest.raises(OutOfTime):
@@ -100,26 +99,26 @@ async def three_commands(sandbox: NotedSandbox) -> int:
     return 3
 
 
-def test_time_that_the_trunk_took_is_gone_for_its_branches() -> None:
+def test_time_that_the_parent_took_is_gone_for_its_forks() -> None:
     """100 s are there: two commands of 40 s, and the third is cut after 20."""
-    _, notes = run_virtually(play(three_commands, CountedSandbox()))
-    assert len(notes) == 2
-    assert run_virtually(play(three_commands, CountedSandbox(), notes))[0] == 3
+    _, calls = run_virtually(play(three_commands, CountedSandbox()))
+    assert len(calls) == 2
+    assert run_virtually(play(three_commands, CountedSandbox(), calls))[0] == 3
 
 
-async def something_else(sandbox: NotedSandbox) -> str | None:
+async def something_else(sandbox: BoundedSandbox) -> str | None:
     await sandbox.read_file("a.py")
     return await sandbox.read_file("b.py")
 
 
 def test_a_harness_that_does_something_else_has_failed() -> None:
-    _, notes = run_virtually(play(work, CountedSandbox()))
+    _, calls = run_virtually(play(work, CountedSandbox()))
     with pytest.raises(InfrastructureError, match=r"was to do .*'read_file', '/etc'.* but did .*'b\.py'"):
-        run_virtually(play(something_else, CountedSandbox(), notes))
+        run_virtually(play(something_else, CountedSandbox(), calls))
 
 
 def test_what_would_hold_an_unfinished_beginning_is_refused() -> None:
-    with pytest.raises(Unsupported, match="takes no snapshots"):
-        run_virtually(play(NotedSandbox.snapshot, CountedSandbox()))
-    with pytest.raises(Unsupported, match="does not fork"):
-        run_virtually(play(NotedSandbox.fork, CountedSandbox()))
+    with pytest.raises(Unsupported, match=r"set credit\.branches = 1"):
+        run_virtually(play(BoundedSandbox.snapshot, CountedSandbox()))
+    with pytest.raises(Unsupported, match=r"set credit\.branches = 1"):
+        run_virtually(play(BoundedSandbox.fork, CountedSandbox()))

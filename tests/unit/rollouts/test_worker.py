@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from etude.errors import EngineUnavailable, JudgeUnavailable, SandboxError
+from etude.harnesses.actions import Finding
 from etude.ledger.ledger import OpenSlot
-from etude.protocols import Appraisal, Grade, HarnessResult, Sandbox, Session
-from etude.rollouts.bounds import Limits
+from etude.protocols import Grade, HarnessResult, Sandbox, Score, Session
 from etude.rollouts.fake import FakeWorld, run_virtually
-from etude.rollouts.grading import GRADINGS
-from etude.rollouts.worker import run_rollout
+from etude.rollouts.sandbox import Limits
+from etude.rollouts.worker import GradedRollout, ScoredRollout, run_rollout
 from etude.types import Disposition, Finish, Rollout, RolloutStatus, ScriptChecks, Split, Task, Turn, Verdict
 from records import CHECKS
 
@@ -37,8 +37,8 @@ class World(FakeWorld):
 
         super().__init__(play, judge)
 
-    async def attempt(self, limits: Limits = LIMITS) -> Rollout:
-        return await run_rollout(SLOT, self.context, limits, rollout_id="r", temperature=1.0)
+    async def attempt(self) -> Rollout:
+        return await run_rollout(SLOT, self.context, rollout_id="r", temperature=1.0)
 
 
 async def submit(world: World) -> str:
@@ -114,7 +114,7 @@ def test_trouble_while_grading_is_infrastructure() -> None:
 
     world = World(submit, judge)
     assert run_virtually(world.attempt()).reason == "SandboxError: died under the grader"
-    assert len(tries) == GRADINGS
+    assert len(tries) == LIMITS.gradings
     assert world.is_tidy
 
 
@@ -151,7 +151,7 @@ class SlowGrader:
 def test_every_run_of_a_verifier_has_its_whole_time(runs: int, status: RolloutStatus) -> None:
     slot = replace(SLOT, task=replace(TASK, checks=ScriptChecks(files={})))
     context = replace(World(submit).context, grader=SlowGrader(runs))
-    rollout = run_virtually(run_rollout(slot, context, LIMITS, rollout_id="r", temperature=1.0))
+    rollout = run_virtually(run_rollout(slot, context, rollout_id="r", temperature=1.0))
     assert rollout.status is status
     if status is RolloutStatus.FAILED_INFRA:
         assert rollout.reason == "InfrastructureError: grading: no end within 2700 s"
@@ -171,7 +171,7 @@ def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
 def test_tokens_of_older_weights_than_the_group_was_admitted_at_are_infrastructure() -> None:
     for admitted_version, status in ((1, RolloutStatus.GRADED), (2, RolloutStatus.FAILED_INFRA)):
         world, slot = World(submit), replace(SLOT, admitted_version=admitted_version)
-        rollout = run_virtually(run_rollout(slot, world.context, LIMITS, rollout_id="r", temperature=1.0))
+        rollout = run_virtually(run_rollout(slot, world.context, rollout_id="r", temperature=1.0))
         assert rollout.status is status
     assert "sampled with weight version 1; every engine had served 2" in rollout.reason
     assert world.is_tidy
@@ -190,7 +190,7 @@ def test_a_session_without_a_turn_is_infrastructure() -> None:
         return "submit"
 
     world = FakeWorld(play, lambda task: 1.0)
-    rollout = run_virtually(run_rollout(SLOT, world.context, LIMITS, rollout_id="r", temperature=1.0))
+    rollout = run_virtually(run_rollout(SLOT, world.context, rollout_id="r", temperature=1.0))
     assert rollout.status is RolloutStatus.FAILED_INFRA
     assert rollout.reason.endswith(
         "no turn: the harness never reached the gateway (submit); it printed: the end is submit"
@@ -227,11 +227,10 @@ def test_a_cancelled_rollout_cleans_up() -> None:
 
 
 class Lookout:
-    """Watches a rollout, notes what it saw and finds what it was told to find."""
+    """Monitors a rollout and records what it is asked for; finds nothing."""
 
-    def __init__(self, disposition: Disposition) -> None:
+    def __init__(self) -> None:
         self.seen: list[str] = []
-        self._disposition = disposition
 
     async def begin(self, task: Task, sandbox: Sandbox) -> "Lookout":
         self.seen.append(f"begin {task.task_id}")
@@ -240,86 +239,66 @@ class Lookout:
     async def look(self) -> None:
         self.seen.append("look")
 
-    def beside(self, sandbox: Sandbox) -> "Lookout":
+    def fork(self, sandbox: Sandbox) -> "Lookout":
         return self
 
-    def judge(self, reward: Grade, turns: Sequence[Turn]) -> Verdict:
-        self.seen.append(f"judge {reward.value} over {len(turns)} turn")
-        return Verdict(
-            disposition=self._disposition, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=reward.value
-        )
+    def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
+        self.seen.append(f"findings in {len(turns)} turn")
+        return ()
 
 
-def test_a_watched_rollout_is_worth_what_its_verdict_says() -> None:
-    lookout = Lookout(Disposition.QUARANTINE)
-    world = World(submit)
-    context = replace(world.context, watch=lookout)
-    rollout = run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
-    assert lookout.seen == ["begin a", "look", "judge 1.0 over 1 turn"]
+class FixedScorer:
+    """Scores every rollout as it was told, after ``seconds``."""
+
+    def __init__(self, score: Score | Exception, seconds: float = 0.0) -> None:
+        self._score = score
+        self._seconds = seconds
+        self.rollouts: list[GradedRollout] = []
+
+    async def score(self, rollout: GradedRollout) -> ScoredRollout:
+        await asyncio.sleep(self._seconds)
+        self.rollouts.append(rollout)
+        if isinstance(self._score, Exception):
+            raise self._score
+        return ScoredRollout(score=self._score, turn_rewards=(0.5,))
+
+
+VERDICT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+
+
+def scored(scorer: FixedScorer, lookout: Lookout | None = None) -> Rollout:
+    """A rollout whose grade is 1."""
+    context = replace(World(submit).context, scorer=scorer, monitor=lookout)
+    return run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
+
+
+def test_a_rollout_is_worth_its_score_decided_when_all_is_known() -> None:
+    scorer, lookout = FixedScorer(Score(value=0.0, parts={"style": 0.5}, verdict=VERDICT)), Lookout()
+    rollout = scored(scorer, lookout)
+    assert lookout.seen == ["begin a", "look", "findings in 1 turn"]
     assert (rollout.status, rollout.reward, rollout.is_quarantined) == (RolloutStatus.GRADED, 0.0, True)
-    assert dict(rollout.reward_parts) == {"judge": 1.0}
-
-
-class Valued:
-    """Appraises every rollout as it was told."""
-
-    def __init__(self, value: float, masked: str = "", error: Exception | None = None) -> None:
-        self._appraisal = Appraisal(reward=Grade(value=value, parts={"style": 0.5}), masked=masked)
-        self._error = error
-
-    async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
-        if self._error is not None:
-            raise self._error
-        return self._appraisal
-
-
-def appraised(appraiser: Valued, lookout: Lookout | None = None) -> Rollout:
-    """A rollout that its grader found worth 1."""
-    world = World(submit)
-    context = replace(world.context, appraiser=appraiser, watch=lookout)
-    return run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
-
-
-def test_a_rollout_is_worth_what_it_is_appraised_at() -> None:
-    rollout = appraised(Valued(-0.5))
-    assert (rollout.reward, dict(rollout.reward_parts), rollout.verdict) == (-0.5, {"style": 0.5}, None)
-
-
-def test_the_verdict_is_on_what_the_grader_saw_and_its_zero_is_above_every_bonus() -> None:
-    kept, zeroed = (Lookout(disposition) for disposition in (Disposition.KEEP, Disposition.ZERO))
-    rollout = appraised(Valued(1.25), kept)
-    assert kept.seen[-1] == "judge 1.0 over 1 turn"
-    assert rollout.verdict is not None
-    assert (rollout.reward, rollout.verdict.reward, rollout.verdict.graded) == (1.25, 1.25, 1.0)
-    assert appraised(Valued(1.25, masked="no judge"), zeroed).reward == 0.0
-
-
-def test_what_its_appraiser_masks_is_kept_out_of_training() -> None:
-    for lookout in (None, Lookout(Disposition.KEEP)):
-        rollout = appraised(Valued(1.0, masked="no judge"), lookout)
-        assert rollout.is_quarantined
-        assert rollout.verdict is not None
-        assert (rollout.reward, rollout.verdict.reason, rollout.verdict.graded) == (0.0, "no judge", 1.0)
+    assert (dict(rollout.reward_parts), rollout.verdict, rollout.turn_rewards) == ({"style": 0.5}, VERDICT, (0.5,))
+    (graded,) = scorer.rollouts
+    assert (graded.grade.value, graded.turns, graded.findings) == (1.0, (TURN,), ())
+    unmonitored = FixedScorer(Score(value=-0.5, parts={}))
+    assert scored(unmonitored).reward == -0.5
+    assert unmonitored.rollouts[0].findings is None
 
 
 def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
     """A measurement would take its 0 for a failure of the model."""
-    context = replace(World(submit).context, appraiser=Valued(1.0, masked="no judge")).for_measuring()
-    rollout = run_virtually(run_rollout(SLOT, context, LIMITS, rollout_id="r", temperature=1.0))
+    scorer = FixedScorer(Score(value=0.0, parts={}, verdict=VERDICT, masked="no judge"))
+    assert scored(scorer).is_quarantined
+    context = replace(World(submit).context, scorer=scorer).for_eval()
+    rollout = run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "InfrastructureError: no judge")
 
 
-def test_an_appraisal_may_take_longer_than_a_grading() -> None:
+def test_a_scoring_may_take_longer_than_a_grading() -> None:
     """Its judge has deadlines of its own, one for each aspect."""
-
-    class Slow(Valued):
-        async def appraise(self, task: Task, result: HarnessResult, reward: Grade, turns: Sequence[Turn]) -> Appraisal:
-            await asyncio.sleep(1.5 * LIMITS.grading_s)
-            return await super().appraise(task, result, reward, turns)
-
-    assert appraised(Slow(0.5)).reward == 0.5
+    assert scored(FixedScorer(Score(value=0.5, parts={}), 1.5 * LIMITS.grading_s)).reward == 0.5
 
 
-def test_an_appraiser_that_cannot_is_infrastructure() -> None:
-    rollout = appraised(Valued(1.0, error=JudgeUnavailable("down")))
+def test_a_scorer_that_cannot_is_infrastructure() -> None:
+    rollout = scored(FixedScorer(JudgeUnavailable("down")))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "JudgeUnavailable: down")

@@ -34,7 +34,7 @@ from records import TASK
 CHAT = ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)
 REMINDERS = Reminders(CHAT)
 HINT = "edit FILE N"
-SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 
 
 def make_turn(*said: str, kind: TurnKind = TurnKind.ACT) -> Turn:

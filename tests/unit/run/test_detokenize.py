@@ -6,8 +6,7 @@ import pytest
 
 from chat_formats import FAMILIES, every_format
 from etude.harnesses import tools
-from etude.rewards.shaping.hints import TOOL_RULES, ruled
-from etude.rewards.shaping.malformed_calls import slip_rewards
+from etude.rewards.shaping.hints import TOOL_RULES, malformed_call_rewards, ruled
 from etude.run.detokenize import turn_reader
 from etude.tokens.messages import ChatFormat, Message
 from etude.types import Turn
@@ -38,5 +37,5 @@ def test_calls_that_were_turned_away_are_found_in_every_format(formats: dict[str
     spoken = turn_reader(chat)(list(session(chat)))
     assert [turn.said for turn in spoken] == list(SAID)
     assert [turn.answered for turn in spoken] == [*ANSWERED, ""]
-    assert slip_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
+    assert malformed_call_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
     assert [(hint.turn, hint.source) for hint in ruled(spoken, TOOL_RULES)] == [(0, "malformed call"), (2, "bad edit")]

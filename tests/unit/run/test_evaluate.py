@@ -66,7 +66,7 @@ def test_a_missing_task_gets_one_more_round_with_every_call(tmp_path: Path) -> N
             ] == expected
 
 
-SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reward=0.0, reason="spy", f
     [
         ({"reward": 0.2, "reward_parts": {"grader": 0.0, "style": 1.0}}, 0.0),
         ({"reward": 1.2, "reward_parts": {"grader": 1.0, "style": 1.0}}, 1.0),
-        ({"reward": 0.2, "verdict": replace(SEEN_THROUGH, disposition=Disposition.KEEP, reward=0.2, graded=0.0)}, 0.0),
+        ({"reward": 0.2, "verdict": replace(SEEN_THROUGH, disposition=Disposition.KEEP, graded=0.0)}, 0.0),
         ({"reward": 0.0, "reward_parts": {"grader": 1.0, "style": 1.0}, "verdict": SEEN_THROUGH}, 0.0),
         ({"reward": 0.5, "reward_parts": {"hidden_passed": 0.5}}, 0.5),  # of a recipe without parts
     ],

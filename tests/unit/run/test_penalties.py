@@ -24,7 +24,7 @@ EFFORT = EffortConfig(weight=0.5, turn=1.0)
 torch.set_num_threads(1)
 
 
-SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 PLAIN = make_rollout("plain", make_turn([1, 2], [3, 4]), make_turn([1, 2, 3, 4, 5], [6]))
 BRANCHED = make_rollout("branched", make_turn([1, 2], [3, 4, 4]), make_turn([7], [8, 9]))
 GROUPS = [

@@ -125,9 +125,7 @@ def admit(folder: RunFolder, number: int, verdict: Verdict | None = None) -> Non
 
 
 def test_steps_without_a_rollout_to_trust_are_done_and_then_training_stops_and_can_go_on(run: RunFolder) -> None:
-    masked = Verdict(
-        disposition=Disposition.QUARANTINE, reward=0.0, reason="no judge.style", flags=(), hacked=False, graded=0.0
-    )
+    masked = Verdict(disposition=Disposition.QUARANTINE, reason="no judge.style", flags=(), hacked=False, graded=0.0)
     for number in range(MAX_EMPTY_STEPS):
         admit(run, number, masked)
     with pytest.raises(UserError, match=f"step {MAX_EMPTY_STEPS}: every rollout was masked or quarantined"):

@@ -11,9 +11,9 @@ from etude.config.imitation import TranscriptConfig
 from etude.config.loading import load_recipe, parse_config
 from etude.errors import ConfigError
 from etude.harnesses.tools import Submit, parse_call
-from etude.protocols import HarnessResult
+from etude.protocols import Grade, HarnessResult
 from etude.rewards.graders.answers import AnswerGrader
-from etude.rewards.shaping.parts import combine
+from etude.rewards.score import ScorePolicy, score
 from etude.rollouts.fake import FakeSandbox
 from etude.tasks.corpora.corpus import stdlib_texts
 from etude.tasks.corpora.mixture import Side
@@ -124,16 +124,16 @@ def test_the_recipe_pays_for_right_suggestions_and_not_for_silence() -> None:
     config = load_recipe(RECIPES / "tab")
     task = FAMILY.task(Split.TRAIN, 0)
     assert isinstance(task.checks, AnswerChecks)
-    worth = {}
+    policy, worth = ScorePolicy(reward=config.reward), {}
     for answer in (task.checks.answer, "", task.prompt):
         result = HarnessResult(reason="submit", counts={}, answer=answer)
         graded = asyncio.run(AnswerGrader().grade(task, FakeSandbox({}, lambda sandbox: None), result))
-        found = {"grader": graded.value, "behaviour.sampled_tokens": 10.0, "behaviour.malformed_calls": 0.0}
-        worth[answer] = combine(config.reward, found | {"grader.wrong": graded.parts["wrong"]}).value
+        values = {"behaviour.sampled_tokens": 10.0, "behaviour.malformed_calls": 0.0}
+        worth[answer] = score(graded, None, values, policy).value
     assert list(worth.values()) == [1.0, 0.0, -0.5]
     assert config.reward.bounds[1] == 1.0
-    cut = {"grader": 0.0, "grader.wrong": 0.0, "behaviour.sampled_tokens": 16.0}
-    assert combine(config.reward, cut).value == -0.5
+    truncated = Grade(value=0.0, parts={"wrong": 0.0})
+    assert score(truncated, None, {"behaviour.sampled_tokens": 16.0}, policy).value == -0.5
 
 
 def test_keys_without_effect_are_refused() -> None:

@@ -33,7 +33,7 @@ from etude.ledger.archive import Archive, Found, Search
 from etude.ledger.changes import TRAIN
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import GroupState
-from etude.rewards.shaping.effort import effort_penalty
+from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
 from etude.run.detokenize import decoder, turn_reader
 from etude.run.folder import RunFolder
@@ -236,7 +236,7 @@ def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int |
         said = (f"not trained on: {why}",)
         return _Credit(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=said)
     baseline = config.loss.baseline
-    penalties = {rollout.rollout_id: effort_penalty(rollout, config.effort) for rollout in trained}
+    penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
     batch = build_batch(1, [group], baseline, penalties, config.credit)
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
@@ -245,7 +245,7 @@ def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int |
     comparisons = {
         rollout.rollout_id: ReadComparison(
             penalty=penalties[rollout.rollout_id],
-            compared=(rollout.reward or 0.0) - penalties[rollout.rollout_id],
+            compared=trained_value(rollout, penalties[rollout.rollout_id]),
             rollouts=len(trained),
             quarantined=len(group.rollouts) - len(trained),
             lost=group.lost,

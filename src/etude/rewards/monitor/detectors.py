@@ -9,7 +9,7 @@ Sources of the ways: the leaks of SWE-bench (its issue 465), Multi-SWE-bench (70
 Composer 2.5 report for caches and byte code; ImpossibleBench (arXiv 2510.20270) for special cases and edited tests.
 
 Owns the patterns. Does not own how an action is taken apart, or what follows from a finding
-(:mod:`etude.rewards.monitor.policy`).
+(:mod:`etude.rewards.score`).
 """
 
 import re

@@ -5,7 +5,7 @@
                             └──the task's own name── ┘
 
 A finding is a reason to look, never a proof: what follows from it is a policy's choice
-(:mod:`etude.rewards.monitor.policy`). What leaves no trace in the words of a call, a program that reads a file under
+(:mod:`etude.rewards.score`). What leaves no trace in the words of a call, a program that reads a file under
 a computed name for instance, is not found here; hidden tests in a world of their own hold without this.
 
 Owns how patterns are applied, and the two detectors that need to know the task.

@@ -86,8 +86,8 @@ TOOL_RULES: tuple[Rule, ...] = (
 """What the built-in tools answer to calls that went wrong → what helps."""
 
 
-class Adviser(Protocol):
-    """Somebody who reads a rollout and says what would have helped, e.g. a judge model."""
+class HintProvider(Protocol):
+    """Reads a rollout and says what would have helped, e.g. a judge model."""
 
     async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
         """Hints for some turns, by their index in ``transcript_turns``.
@@ -107,29 +107,29 @@ class HintFinder:
         *,
         most: int,
         fits: Callable[[Ids], bool],
-        adviser: Adviser | None = None,
+        provider: HintProvider | None = None,
     ) -> None:
-        """``most`` hints a rollout, for turns whose context ``fits`` one. The adviser is asked after the rules."""
+        """``most`` hints a rollout, for turns whose context ``fits`` one. The provider is asked after the rules."""
         self._rules = tuple(rules)
         self._most = most
         self._fits = fits
-        self._adviser = adviser
+        self._provider = provider
 
     async def find(self, task: Task, turns: Sequence[Turn], spoken: Sequence[SpokenTurn]) -> tuple[Hint, ...]:
         """The hints of a rollout, by turn; ``spoken`` are its turns in words.
 
-        Where the adviser cannot be asked there are fewer: a rollout is worth as much without one.
+        Where the provider cannot be asked there are fewer: a rollout is worth as much without one.
         """
         teachable = {index for index, turn in enumerate(turns) if self._is_teachable(turn)}
-        found = chosen(ruled(spoken, self._rules), teachable, self._most)
-        if self._adviser is None or len(found) == self._most:
-            return found
+        hints = chosen(ruled(spoken, self._rules), teachable, self._most)
+        if self._provider is None or len(hints) == self._most:
+            return hints
         try:
-            advised = await self._adviser.hints(task, [page(turn) for turn in spoken])
+            provided = await self._provider.hints(task, [page(turn) for turn in spoken])
         except JudgeUnavailable as error:
             logger.warning("a rollout of %s has no hints of a judge: %s", task.task_id, error)
-            return found
-        return chosen([*found, *advised], teachable, self._most)
+            return hints
+        return chosen([*hints, *provided], teachable, self._most)
 
     def _is_teachable(self, turn: Turn) -> bool:
         return len(turn.completion_ids) > 0 and self._fits(turn.prompt_ids)
@@ -155,6 +155,16 @@ def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint,
     return tuple(Hint(turn=hint.turn, text=hint.text[:HINT_CHARACTERS], source=hint.source) for hint in kept)
 
 
+def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
+    """One reward for each turn: −1 where the built-in tools turned its call away, else 0 (``credit.kind = "shaped"``).
+
+    A turn whose call could not be read, or named what is not there, cost a call and moved nothing, whatever came of the
+    rollout. It is a reward of its own and no potential: a model that makes no calls at all makes no bad ones, so
+    ``credit.shaping`` has to be small against what is at stake in a rollout.
+    """
+    return tuple(-1.0 if any(rule.applies(turn) for rule in TOOL_RULES) else 0.0 for turn in turns)
+
+
 def page(turn: SpokenTurn) -> str:
-    """A turn as an adviser reads it."""
+    """A turn as a hint provider reads it."""
     return attributed(heard=turn.heard, said=turn.said, answered=turn.answered)

@@ -37,7 +37,7 @@ TASK = Task(
     checks=AnswerChecks(answer="49", facts=("tax 42", "fee 7", "rate 3", "tax 4")),
 )  # fmt: skip
 SUMMARISES = ("harness.context=summary", "harness.summary_at_tokens=100", "harness.max_tokens_per_summary=20")
-SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0)
+SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 
 
 class Scribe:

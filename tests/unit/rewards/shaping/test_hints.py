@@ -49,7 +49,7 @@ WRONG = session(
 
 
 class Scripted:
-    """An adviser who has something to say of some turns, or is out of reach."""
+    """A provider that has hints for some turns, or is out of reach."""
 
     def __init__(self, *hints: Hint, trouble: JudgeUnavailable | None = None) -> None:
         self._hints = hints
@@ -63,8 +63,8 @@ class Scripted:
         return self._hints
 
 
-def find(turns: Sequence[Turn], *rules: Rule, most: int = 9, adviser: Scripted | None = None) -> tuple[Hint, ...]:
-    finder = HintFinder(rules, most=most, fits=lambda ids: len(ids) < 200, adviser=adviser)
+def find(turns: Sequence[Turn], *rules: Rule, most: int = 9, provider: Scripted | None = None) -> tuple[Hint, ...]:
+    finder = HintFinder(rules, most=most, fits=lambda ids: len(ids) < 200, provider=provider)
     return asyncio.run(finder.find(TASK, turns, read_turns(turns, decode)))
 
 
@@ -103,26 +103,26 @@ def test_turns_that_cannot_be_taught_have_none() -> None:
 
 def test_a_judge_is_asked_where_rules_leave_room() -> None:
     told = Scripted(Hint(turn=0, text="no", source="judge"), Hint(turn=3, text="test first", source="judge"))
-    found = find(WRONG, STYLE, most=2, adviser=told)
+    found = find(WRONG, STYLE, most=2, provider=told)
     assert [(hint.turn, hint.source) for hint in found] == [(0, "style"), (3, "judge")]
     assert [page.split("|")[0] for page in told.pages[0]] == ["heard"] * 4
     busy = Scripted()
-    assert len(find(WRONG, STYLE, most=1, adviser=busy)) == 1
+    assert len(find(WRONG, STYLE, most=1, provider=busy)) == 1
     assert busy.pages == []
 
 
 def test_a_judge_that_cannot_be_asked_costs_hints_and_no_rollout() -> None:
     away = Scripted(trouble=JudgeUnavailable("the judge is down"))
-    assert [hint.source for hint in find(WRONG, STYLE, adviser=away)] == ["style"]
+    assert [hint.source for hint in find(WRONG, STYLE, provider=away)] == ["style"]
     assert len(away.pages) == 1
 
 
 def test_a_judges_hints_for_turns_that_are_not_there_are_none() -> None:
-    assert find(WRONG, adviser=Scripted(Hint(turn=17, text="x", source="judge"))) == ()
+    assert find(WRONG, provider=Scripted(Hint(turn=17, text="x", source="judge"))) == ()
 
 
 def test_long_hints_are_cut() -> None:
-    (hint,) = find(WRONG, adviser=Scripted(Hint(turn=1, text="x" * 5000, source="judge")))
+    (hint,) = find(WRONG, provider=Scripted(Hint(turn=1, text="x" * 5000, source="judge")))
     assert len(hint.text) == HINT_CHARACTERS
 
 

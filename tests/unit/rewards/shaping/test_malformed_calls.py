@@ -3,7 +3,7 @@
 import pytest
 
 from etude.harnesses import tools
-from etude.rewards.shaping.malformed_calls import slip_rewards
+from etude.rewards.shaping.hints import malformed_call_rewards
 from etude.rewards.transcript import SpokenTurn
 from etude.types import TurnKind
 
@@ -20,13 +20,13 @@ def test_each_turn_is_charged_for_itself() -> None:
         spoken("edit a.py 1\nx", tools.OK),
         spoken("submit", ""),
     ]
-    assert slip_rewards(turns) == (0.0, -1.0, -1.0, 0.0, 0.0)
+    assert malformed_call_rewards(turns) == (0.0, -1.0, -1.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("shown", ["1 bad call", "FAIL f(1) = 2 want 3", tools.PASS, f"text\n{tools.NO_FILE}"])
 def test_bad_news_and_files_that_hold_such_words_are_no_slips(shown: str) -> None:
-    assert slip_rewards([spoken("test", shown)]) == (0.0,)
+    assert malformed_call_rewards([spoken("test", shown)]) == (0.0,)
 
 
 def test_nothing_was_said() -> None:
-    assert slip_rewards([]) == ()
+    assert malformed_call_rewards([]) == ()

@@ -33,7 +33,7 @@ def test_the_same_group_is_dealt_the_same_again() -> None:
 
 
 def test_a_quarantined_rollout_takes_no_part() -> None:
-    verdict = Verdict(disposition=Disposition.QUARANTINE, reward=0.0, reason="", flags=(), hacked=True, graded=1.0)
+    verdict = Verdict(disposition=Disposition.QUARANTINE, reason="", flags=(), hacked=True, graded=1.0)
     quarantined = make_rollout("q", make_turn([1], [2]), slot=0, reward=9.0, verdict=verdict)
     others = [make_rollout(f"r{slot}", make_turn([1], [2]), slot=slot, reward=float(slot)) for slot in range(1, 5)]
     shuffled = shuffle_rewards(group_of(quarantined, *others), seed=0)

@@ -49,9 +49,7 @@ def test_a_batch_without_any_signal_is_empty_but_counted() -> None:
 
 
 def quarantined(rollout: Rollout) -> Rollout:
-    verdict = Verdict(
-        disposition=Disposition.QUARANTINE, reward=0.0, reason="spy", flags=("spy",), hacked=True, graded=1.0
-    )
+    verdict = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
     return replace(rollout, verdict=verdict)
 
 

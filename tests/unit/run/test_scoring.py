@@ -1,4 +1,4 @@
-"""What a rollout is worth, all considered."""
+"""Scores of a run: what is gathered for them, and how long a judge is waited for."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,13 @@ from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
-from etude.protocols import Appraisal, Grade, HarnessResult
-from etude.rewards.shaping.parts import make_up
+from etude.protocols import Grade, HarnessResult, Score
+from etude.rewards.score import ScorePolicy
+from etude.rewards.shaping.parts import reward_spec
 from etude.rewards.transcript import SpokenTurn, read_turns
 from etude.rollouts.breaker import MAX_PAUSE_S
-from etude.run.appraisal import RolloutAppraiser, hold_reward, open_appraiser
+from etude.rollouts.worker import GradedRollout, ScoredRollout
+from etude.run.scoring import RewardScorer, freeze_reward, open_scorer
 from etude.tokens.chat import ChatTemplate
 from etude.types import AnswerChecks, Finish, Split, Task, Turn, TurnKind
 from records import CHECKS
@@ -77,20 +79,24 @@ def read(turns: Sequence[Turn]) -> Sequence[SpokenTurn]:
     return read_turns(turns, lambda ids: " ".join(WORDS[i] for i in ids))
 
 
-def appraise(config: RewardConfig, judge: Judge | None = None, graded: Grade = GRADED) -> Appraisal:
-    appraiser = RolloutAppraiser(reward=config, read=read, judge=judge, clock=VirtualClock())
-    return asyncio.run(appraiser.appraise(TASK, RESULT, graded, TURNS))
+ROLLOUT = GradedRollout(task=TASK, result=RESULT, grade=GRADED, turns=TURNS)
+
+
+def scored(config: RewardConfig, judge: Judge | None = None) -> Score:
+    scorer = RewardScorer(policy=ScorePolicy(reward=config), read=read, judge=judge, clock=VirtualClock())
+    return asyncio.run(scorer.score(ROLLOUT)).score
 
 
 def test_without_parts_the_graders_word_stands_untouched() -> None:
-    assert appraise(RewardConfig()) == Appraisal(reward=GRADED)
-    assert open_appraiser(RunConfig(), ChatTemplate.train(["a"], 300), None) is None
+    scorer = open_scorer(RunConfig(), ChatTemplate.train(["a"], 300), None)  # which cannot read these tokens
+    whole = ScoredRollout(score=Score(value=GRADED.value, parts=GRADED.parts))
+    assert asyncio.run(scorer.score(ROLLOUT)) == whole
 
 
 def test_the_parts_are_added_up_and_all_that_is_known_is_recorded() -> None:
-    found = appraise(reward(TESTS, MALFORMED)).reward
-    assert found.value == 1.0 - 0.5 * 0.5
-    assert found.parts == {
+    score = scored(reward(TESTS, MALFORMED))
+    assert score.value == 1.0 - 0.5 * 0.5
+    assert score.parts == {
         "hidden_passed": 1.0,
         "cheat_canary": 0.0,
         "grader": 1.0,
@@ -116,13 +122,13 @@ def test_the_parts_are_added_up_and_all_that_is_known_is_recorded() -> None:
 
 def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     judge = Judge({"style": 0.5, "tone": 0.25})
-    found = appraise(reward(TESTS, STYLE), judge).reward
-    assert found.value == 1.125
-    assert (found.parts["style"], found.parts["judge.tone"]) == (0.5, 0.25)
+    score = scored(reward(TESTS, STYLE), judge)
+    assert score.value == 1.125
+    assert (score.parts["style"], score.parts["judge.tone"]) == (0.5, 0.25)
     (shown,) = judge.shown
     assert all(shown.count(word) >= 1 for word in WORDS[:THOUGHT])
     assert shown.count(WORDS[0]) == 1
-    appraise(reward(TESTS), judge)
+    scored(reward(TESTS), judge)
     assert len(judge.shown) == 1
 
 
@@ -144,21 +150,22 @@ def test_a_judge_of_the_answer_reads_the_last_words(
     task: Task, answer: str, turns: tuple[Turn, ...], shown: str
 ) -> None:
     judge = Judge({"style": 0.5})
-    appraiser = RolloutAppraiser(reward=reward(TESTS, STYLE), read=read, judge=judge)
-    asyncio.run(appraiser.appraise(task, replace(RESULT, answer=answer), GRADED, turns))
+    scorer = RewardScorer(policy=ScorePolicy(reward=reward(TESTS, STYLE)), read=read, judge=judge)
+    rollout = GradedRollout(task=task, result=replace(RESULT, answer=answer), grade=GRADED, turns=turns)
+    asyncio.run(scorer.score(rollout))
     assert judge.answers == [shown]
 
 
 def test_a_judge_that_is_down_is_waited_for_or_masked_but_never_a_zero() -> None:
     back = Judge({"style": 0.5}, away=9)
-    assert appraise(reward(TESTS, STYLE), back).reward.value == 1.125
+    assert scored(reward(TESTS, STYLE), back).value == 1.125
     assert len(back.shown) == 10
     gone = Judge({}, away=1_000)
     with pytest.raises(JudgeUnavailable):
-        appraise(reward(TESTS, STYLE), gone)
+        scored(reward(TESTS, STYLE), gone)
     assert 300 / MAX_PAUSE_S < len(gone.shown) < 30
     down = Judge({}, away=1_000)
-    masked = appraise(reward(TESTS, STYLE | {"missing": "mask"}), down)
+    masked = scored(reward(TESTS, STYLE | {"missing": "mask"}), down)
     assert (masked.masked, len(down.shown)) == ("reward part 'style' is missing", 1)
     with pytest.raises(ValidationError, match="set missing = 'wait' or 'mask'"):
         reward(TESTS, STYLE | {"missing": 0.0})
@@ -167,30 +174,33 @@ def test_a_judge_that_is_down_is_waited_for_or_masked_but_never_a_zero() -> None
 def test_nobody_waits_for_what_patience_does_not_bring() -> None:
     spent = Judge({}, away=1_000, error=JudgeLost)
     with pytest.raises(JudgeLost):
-        appraise(reward(TESTS, STYLE), spent)
+        scored(reward(TESTS, STYLE), spent)
     declined, undecided = Judge({}, away=1_000, error=JudgeDeclined), Judge({"unreadable_votes": 1.0})
     for judge in (declined, undecided):
-        assert appraise(reward(TESTS, STYLE), judge).masked == "reward part 'style' is missing"
+        assert scored(reward(TESTS, STYLE), judge).masked == "reward part 'style' is missing"
     assert [len(judge.shown) for judge in (spent, declined, undecided)] == [1, 1, 1]
 
 
 def test_a_name_stands_for_one_thing() -> None:
     with pytest.raises(ConfigError, match=r"'hidden_passed' is of 'grader', but the grader or the harness records"):
-        appraise(reward(TESTS | {"name": "hidden_passed"}))
-    same = appraise(reward(TESTS | {"name": "hidden_passed", "source": "grader.hidden_passed"}))
-    assert same.reward.value == 1.0
+        scored(reward(TESTS | {"name": "hidden_passed"}))
+    same = scored(reward(TESTS | {"name": "hidden_passed", "source": "grader.hidden_passed"}))
+    assert same.value == 1.0
 
 
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path: Path) -> None:
     with Ledger.open(tmp_path / "ledger.db") as ledger:
-        made = make_up(reward(TESTS, STYLE), {"style": "abc"})
+        made = reward_spec(reward(TESTS, STYLE), {"style": "abc"})
         for _ in range(2):
-            hold_reward(ledger.facts, made)
+            freeze_reward(ledger.facts, made)
         for other, said in (
-            (make_up(reward(TESTS, STYLE), {"style": "abd"}), "'style' has rubric = 'abd' instead of 'abc'"),
-            (make_up(reward(TESTS | {"weight": 0.5}, STYLE), {"style": "abc"}), r"'tests' has weight = 0\.5 instead"),
+            (reward_spec(reward(TESTS, STYLE), {"style": "abd"}), "'style' has rubric = 'abd' instead of 'abc'"),
+            (
+                reward_spec(reward(TESTS | {"weight": 0.5}, STYLE), {"style": "abc"}),
+                r"'tests' has weight = 0\.5 instead",
+            ),
             ({}, "'style' is gone; 'tests' is gone"),
         ):
             with pytest.raises(ConfigError, match=said):
-                hold_reward(ledger.facts, other)
-        hold_reward(ledger.facts, made)
+                freeze_reward(ledger.facts, other)
+        freeze_reward(ledger.facts, made)

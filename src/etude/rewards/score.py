@@ -1,0 +1,202 @@
+"""The one place that decides what a rollout is worth: what is stored, and what is trained on. Pure.
+
+    grade ───────────────┐
+    values of parts ─────┤ (behaviour, harness, judge)
+    findings ────────────┼──score──▶ Score: value, recorded parts, verdict ──▶ stored with the rollout
+    policy ──────────────┘                    │
+    effort, way from the reference ──penalty──┴──trained_value──▶ compared within the group
+
+    value    Σ weight · part, or the grade where the recipe names no parts;
+             0 for a rollout that cheated, and for one that a missing part masks
+    trained  value − w · C(effort) − β · k1
+
+What becomes of a rollout in which cheating was detected:
+
+- *keep*: trained on with its value. So is work that earned nothing, whatever was found: a cheat that failed is bad
+  work, and to drop it would teach the model to produce it.
+- *zero*: trained on with a value of zero. For what honest work never does.
+- *quarantine*: not trained on at all, stored and readable, counted under its reason. For what honest work hardly ever
+  does, where a zero would punish the honest ones; for an impossible task that was passed; and for a masked one.
+
+What is certain weighs more than what is suspected: a cheat cannot escape its zero by looking suspicious as well, nor by
+a part that masks. The penalty is taken off where rewards are compared, not where they are stored: an evaluation is not
+measured with it, and a rollout that is worth nothing because it cheated is not better off than an honest failure.
+
+Does not own where values come from (:mod:`etude.run.scoring` gathers them) or who is trained on what
+(:mod:`etude.trainer.batching`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from etude.config.reward import PartConfig, RewardConfig
+from etude.config.training import EffortConfig
+from etude.errors import ConfigError, InfrastructureError
+from etude.harnesses.actions import Finding, Severity
+from etude.protocols import Grade, Score
+from etude.rewards.shaping.effort import effort_penalty
+from etude.types import Disposition, Rollout, Verdict
+
+GRADER = "grader"
+"""The grade, as a source of parts and in the record of a reward that has parts."""
+MEASURE = "measure."
+"""How sources begin that the harness measured: they are recorded by their own name."""
+CHEAT_PART = "cheat_"
+"""How the names of a grade's parts begin by which a grader says that it was cheated; 1 is yes."""
+IMPOSSIBLE_PASSED = "impossible_passed"
+"""Reason of a pass where there was nothing to pass."""
+CERTAIN = 0.5
+"""From here on a part says yes."""
+WEIGHT = MappingProxyType({Disposition.KEEP: 0, Disposition.QUARANTINE: 1, Disposition.ZERO: 2})
+BY_SEVERITY = MappingProxyType(
+    {
+        Severity.LOW: Disposition.KEEP,
+        Severity.MEDIUM: Disposition.QUARANTINE,
+        Severity.HIGH: Disposition.ZERO,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorePolicy:
+    """The parts that a recipe adds up, and how strict it is with cheating."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    by_severity: Mapping[Severity, Disposition] = field(default_factory=lambda: BY_SEVERITY)
+    by_name: Mapping[str, Disposition] = field(default_factory=dict)
+    """Exceptions: name of a detector or of a ``cheat_`` part → what follows from it."""
+    cheat_parts: Disposition = Disposition.ZERO
+    """Consequence of a ``cheat_`` part."""
+
+    def __post_init__(self) -> None:
+        missing = set(Severity) - set(self.by_severity)
+        if missing:
+            raise ValueError(f"by_severity says nothing of {', '.join(sorted(level.name for level in missing))}")
+
+    def of(self, finding: Finding) -> Disposition:
+        """Consequence of one finding."""
+        return self.by_name.get(finding.detector, self.by_severity[finding.severity])
+
+
+def score(
+    grade: Grade,
+    findings: Sequence[Finding] | None,
+    values: Mapping[str, float],
+    policy: ScorePolicy,
+    *,
+    impossible: bool = False,
+) -> Score:
+    """The score of one graded rollout.
+
+    Args:
+        grade: The grader's opinion.
+        findings: Signs of cheating; ``None`` where rollouts are not monitored.
+        values: Source of a part → its value; one that is no finite number, or is absent, is missing.
+        policy: The recipe's.
+        impossible: The task cannot be passed honestly.
+
+    Raises :class:`~etude.errors.ConfigError` for a missing value that is an error, and
+    :class:`~etude.errors.InfrastructureError` for one that is waited for.
+    """
+    value, parts, masked = _sum_of_parts(grade, values, policy.reward)
+    verdict = None if findings is None else _verdict(grade, findings, policy, impossible=impossible)
+    if masked and (verdict is None or verdict.disposition is Disposition.KEEP):
+        unmonitored = Verdict(disposition=Disposition.KEEP, graded=grade.value)
+        verdict = replace(verdict or unmonitored, disposition=Disposition.QUARANTINE, reason=masked)
+    is_kept = verdict is None or verdict.disposition is Disposition.KEEP
+    return Score(value=value if is_kept else 0.0, parts=parts, verdict=verdict, masked=masked)
+
+
+def penalty(rollout: Rollout, effort: EffortConfig, *, reference_beta: float = 0.0, nats: float = 0.0) -> float:
+    """Reward that is taken off a rollout where its group is compared: w · C(effort) + β · k1, with ``nats`` = k1, by
+    which the rollout is likelier under its own policy than under the reference.
+    """
+    return effort_penalty(rollout, effort) + reference_beta * nats
+
+
+def trained_value(rollout: Rollout, taken_off: float) -> float:
+    """Value that a rollout is compared by within its group: its stored reward less its :func:`penalty`."""
+    return (rollout.reward or 0.0) - taken_off
+
+
+def grade_of(rollout: Rollout) -> float:
+    """Value of the grade of a stored rollout; 0 where the verdict did not let it stand."""
+    if rollout.verdict is not None:
+        return rollout.verdict.graded if rollout.verdict.disposition is Disposition.KEEP else 0.0
+    return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)
+
+
+def _sum_of_parts(
+    grade: Grade, values: Mapping[str, float], config: RewardConfig
+) -> tuple[float, Mapping[str, float], str]:
+    """The sum of a recipe's parts, what is recorded of them, and why they mask the rollout; the grade without parts.
+
+    A value outside of its range is clipped and counted instead of being an error: most values are in some way the
+    model's doing, and what a model does must neither buy more than the recipe promises nor stop the run. The record has
+    the value as it was.
+    """
+    if not config.parts:
+        return grade.value, grade.parts, ""
+    sources = {**values, GRADER: grade.value, **{f"{GRADER}.{name}": value for name, value in grade.parts.items()}}
+    given = {part.name: sources.get(part.source, math.nan) for part in config.parts}
+    stand_ins = {part.name: _stand_in(part) for part in config.parts if not math.isfinite(given[part.name])}
+    assumed = {name: value for name, value in stand_ins.items() if value is not None}
+    masking = sorted(stand_ins.keys() - assumed.keys())
+    counted = {name: value for name, value in given.items() if name not in stand_ins} | assumed
+    counting = [part for part in config.parts if part.name in counted]
+    clipped = sum(not part.range[0] <= counted[part.name] <= part.range[1] for part in counting)
+    recorded = {
+        **grade.parts,
+        GRADER: grade.value,
+        **{source: value for source, value in values.items() if not source.startswith(MEASURE)},
+        **counted,
+        "clipped": float(clipped),
+        "assumed": float(len(assumed)),
+    }
+    total = math.fsum(part.contribution(counted[part.name]) for part in counting)
+    return total, recorded, f"reward part {masking[0]!r} is missing" if masking else ""
+
+
+def _stand_in(part: PartConfig) -> float | None:
+    """The number for a missing value; ``None``: the rollout is masked. A judge's value masks instead of being waited
+    for: it was asked and has no verdict, and to play again until it has one would prefer work that is easily judged.
+    """
+    match part.missing:
+        case "error":
+            raise ConfigError(
+                f"reward.parts: {part.name!r} has no value: {part.source!r} says nothing of this rollout; correct the "
+                f"source, or set missing = 'wait', 'mask' or a number"
+            )
+        case "wait" if not part.source.startswith("judge."):
+            raise InfrastructureError(f"reward part {part.name!r} is missing: {part.source!r} said nothing")
+        case "wait" | "mask":
+            return None
+        case number:
+            return number
+
+
+def _verdict(grade: Grade, findings: Sequence[Finding], policy: ScorePolicy, *, impossible: bool) -> Verdict:
+    """Consequence of all findings: the heaviest one counts, where the work was rewarded at all."""
+    parts = sorted(name for name, value in grade.parts.items() if name.startswith(CHEAT_PART) and value >= CERTAIN)
+    grounds = [(policy.of(finding), finding.detector) for finding in findings]
+    grounds += [(policy.by_name.get(name, policy.cheat_parts), name) for name in parts]
+    if impossible and grade.value > 0:
+        grounds.append((Disposition.QUARANTINE, IMPOSSIBLE_PASSED))
+    heaviest = max((disposition for disposition, _ in grounds), key=WEIGHT.__getitem__, default=Disposition.KEEP)
+    disposition = heaviest if grade.value > 0 else Disposition.KEEP
+    return Verdict(
+        disposition=disposition,
+        reason="" if disposition is Disposition.KEEP else _reason(disposition, grounds),
+        flags=tuple(sorted({name for _, name in grounds})),
+        hacked=heaviest is not Disposition.KEEP,
+        graded=grade.value,
+        impossible=impossible,
+    )
+
+
+def _reason(disposition: Disposition, grounds: Sequence[tuple[Disposition, str]]) -> str:
+    """The first ground of that weight; a pass of the impossible before all others, since it alone is no guess."""
+    names = [name for weight, name in grounds if weight is disposition]
+    return IMPOSSIBLE_PASSED if IMPOSSIBLE_PASSED in names else names[0]

@@ -1,0 +1,276 @@
+"""An agent's sandbox: every call ends in bounded time, the agent's own time is spent, and calls can be replayed.
+
+    agent ──call──▶ replayed from the parent rollout's calls?  ── yes ─▶ its outcome, and its time spent
+                        │ no
+                        └─▶ bounded call in the real sandbox ──▶ time spent ──▶ recorded, where rollouts fork
+
+Two kinds of limit, never mixed up. What the *model* may use up is counted as its own: turns and tokens by the harness,
+the time of its commands here, as the sandbox measured it. A rollout that used it up is graded as it stands
+(:class:`~etude.errors.OutOfTime`): to try again until one is short would teach the model nothing but luck. What
+*machines* may take is no reward and no fault of the model's: a call that hangs is given up, and the rollout is tried
+again. Waiting for the model costs the model nothing.
+
+A rollout that forks off another one goes through the parent's calls once more: a harness is a function of what it
+hears, so given the same outcomes, and by the forked session the same replies, it is where the parent was, whatever it
+keeps in mind. No harness needs to know of forks. One that does something else with the same outcomes has failed, and
+is tried again as a rollout of its own.
+
+Owns every time limit of a rollout (:class:`Limits`) and the record of calls. Does not decide when to fork
+(:mod:`etude.rollouts.branching`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, TypeVar, cast
+
+from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.errors import InfrastructureError, OutOfTime, Unsupported
+from etude.protocols import ExecResult, Sandbox
+from etude.sandbox_spec import Image, SandboxStats
+
+GRACE_S = 30.0
+"""How much later than a command's own limit its sandbox may say so: providers have a grace of their own, a third."""
+FILES_S = 120.0
+"""For files to be read or written, also a whole archive of them."""
+COPIES_S = 300.0
+"""For a snapshot or a fork, which may copy all of a machine's memory."""
+NO_COPY = "an agent's sandbox is not copied by its harness where rollouts fork: set credit.branches = 1"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Time limits of a rollout, in seconds, and the number of tries of its grading: the one place that has them."""
+
+    start_s: float = 120.0
+    """Opening a session; starting a sandbox; fetching a session's turns."""
+    commands_s: float = 120.0
+    """All commands of the agent together: the model's own time."""
+    silence_s: float = 600.0
+    """Between two signs of life of a harness."""
+    grading_s: float = 900.0
+    """One grading, beside what its task's own runs take at most."""
+    gradings: int = 2
+    """Tries to grade what an agent left behind: cheaper than the rollout once more, and long ones are not lost."""
+    closing_s: float = 10.0
+    """Closing a sandbox, or discarding a session."""
+
+    @classmethod
+    def of(cls, config: RolloutConfig, harness: HarnessConfig | None = None) -> Self:
+        """Limits of a recipe. The built-in ``harness`` touches no sandbox in a turn of malformed calls, so it may be
+        silent for as long as all of its turns take, each of which has a deadline.
+        """
+        turns_s = 0.0
+        if harness is not None and harness.kind == "coding":
+            turns_s = (harness.max_turns + 1) * harness.turn_timeout_s
+        return cls(
+            start_s=config.start_timeout_s,
+            commands_s=config.timeout_s,
+            silence_s=max(config.silence_timeout_s, turns_s),
+            grading_s=config.grading_timeout_s,
+        )
+
+
+async def within(seconds: float, action: str, work: Awaitable[T]) -> T:
+    """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it takes longer than it may."""
+    deadline = asyncio.timeout(seconds)
+    try:
+        async with deadline:
+            return await work
+    except TimeoutError as error:
+        if not deadline.expired():
+            raise
+        raise InfrastructureError(f"{action}: no end within {seconds:g} s") from error
+
+
+class AgentTime:
+    """The time of one agent: what its commands have used up, and for how long it gave no sign of life."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._left_s = limits.commands_s
+        self._silence_s = limits.silence_s
+        self._deadline = asyncio.timeout(None)
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it falls silent."""
+        try:
+            async with self._deadline:
+                self.sign_of_life()
+                return await work
+        except TimeoutError as error:
+            if not self._deadline.expired():
+                raise
+            raise InfrastructureError(f"the agent: no sign of life within {self._silence_s:g} s") from error
+
+    def sign_of_life(self, then_s: float = 0.0) -> None:
+        """Note that it does something; the next sign may be later by ``then_s``."""
+        self._deadline.reschedule(asyncio.get_running_loop().time() + then_s + self._silence_s)
+
+    def grant(self, timeout_s: float) -> float:
+        """Seconds that a command may run that asks for ``timeout_s``. Raises :class:`~etude.errors.OutOfTime`."""
+        if self._left_s <= 0:
+            raise OutOfTime
+        return min(timeout_s, self._left_s)
+
+    def spend(self, result: ExecResult, *, requested_s: float, granted_s: float) -> None:
+        """Take off what a command used. Raises :class:`~etude.errors.OutOfTime` if it was stopped for it."""
+        self._left_s -= result.seconds
+        if result.timed_out and granted_s < requested_s:
+            raise OutOfTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxCall:
+    """One call to a sandbox and its outcome."""
+
+    call: tuple[object, ...]
+    """The method and its arguments."""
+    outcome: object
+    """What it returned, or the ``ValueError`` that it raised."""
+
+    @property
+    def is_failure(self) -> bool:
+        """True for a command that failed."""
+        return isinstance(self.outcome, ExecResult) and self.outcome.exit_code != 0
+
+    def replay(self) -> object:
+        """Return, or raise, the outcome once more."""
+        if isinstance(self.outcome, ValueError):
+            raise ValueError(*self.outcome.args)
+        return self.outcome
+
+
+class BoundedSandbox:
+    """A sandbox that answers every call in bounded time or fails; implements :class:`~etude.protocols.Sandbox`."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        agent: AgentTime | None = None,
+        recorded: Sequence[SandboxCall] = (),
+        on_call: Callable[[SandboxCall], Awaitable[None]] | None = None,
+    ) -> None:
+        """``sandbox`` is closed with this; used by an ``agent``, its time is spent.
+
+        The first calls must be the ``recorded`` ones and have their outcomes, else
+        :class:`~etude.errors.InfrastructureError`; later ones are reported to ``on_call``, which is awaited.
+        """
+        self._sandbox = sandbox
+        self._agent = agent
+        self._recorded = iter(recorded)
+        self._on_call = on_call
+        self._may_fork = bool(recorded) or on_call is not None
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: str = "",
+        timeout_s: float = 5.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> ExecResult:
+        """Run one command. Raises :class:`~etude.errors.OutOfTime` where the agent has no time left."""
+
+        async def run() -> ExecResult:
+            granted_s = timeout_s if self._agent is None else self._agent.grant(timeout_s)
+            running = self._sandbox.exec(argv, stdin=stdin, timeout_s=granted_s, environment=environment)
+            result = await self._bounded(granted_s + GRACE_S, "a command", running)
+            if self._agent is not None:
+                self._agent.spend(result, requested_s=timeout_s, granted_s=granted_s)
+            return result
+
+        call = ("exec", tuple(argv), stdin, timeout_s, dict(environment or {}))
+        recorded = self._next_recorded(call)
+        if recorded is None:
+            return await self._record(call, run())
+        result = cast("ExecResult", recorded.replay())
+        if self._agent is not None:  # the parent's agent had no more time behind this command either
+            granted_s = self._agent.grant(timeout_s)
+            self._agent.spend(result, requested_s=timeout_s, granted_s=granted_s)
+        return result
+
+    async def read_file(self, path: str) -> str | None:
+        """The text of a file."""
+        return await self._call(("read_file", path), "reading a file", lambda: self._sandbox.read_file(path))
+
+    async def write_file(self, path: str, text: str) -> None:
+        """Replace a file."""
+        call = ("write_file", path, text)
+        await self._call(call, "writing a file", lambda: self._sandbox.write_file(path, text))
+
+    async def export(self, paths: Sequence[str], *, limit_bytes: int = 64 << 20) -> bytes:
+        """A tar of files and folders."""
+        call = ("export", tuple(paths), limit_bytes)
+        return await self._call(call, "an export", lambda: self._sandbox.export(paths, limit_bytes=limit_bytes))
+
+    async def load(self, tar: bytes) -> None:
+        """Unpack a tar."""
+        await self._call(("load", tar), "an import", lambda: self._sandbox.load(tar))
+
+    async def stats(self) -> SandboxStats:
+        """Resources in use now."""
+        return await self._call(("stats",), "reading statistics", self._sandbox.stats)
+
+    async def kill_processes(self) -> None:
+        """Kill what runs inside."""
+        await self._call(("kill_processes",), "killing processes", self._sandbox.kill_processes)
+
+    async def snapshot(self) -> Image:
+        """The files as they are; refused where rollouts fork: the image would hold what a fork has not done yet."""
+        if self._may_fork:
+            raise Unsupported(NO_COPY)
+        return await self._bounded(COPIES_S, "a snapshot", self._sandbox.snapshot())
+
+    async def fork(self, count: int = 1) -> Sequence[Sandbox]:
+        """Copies, each as bounded as this one; refused likewise."""
+        if self._may_fork:
+            raise Unsupported(NO_COPY)
+        copies = await self._bounded(COPIES_S, "a fork", self._sandbox.fork(count))
+        return [BoundedSandbox(copy) for copy in copies]
+
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self._sandbox.close()
+
+    async def _call(self, call: tuple[object, ...], action: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Outcome of a call that takes no time of the agent's own."""
+        recorded = self._next_recorded(call)
+        if recorded is None:
+            return await self._record(call, self._bounded(FILES_S, action, work()))
+        return cast("T", recorded.replay())
+
+    def _next_recorded(self, call: tuple[object, ...]) -> SandboxCall | None:
+        """The recorded call that this one has to be; ``None`` behind the last of them."""
+        recorded = next(self._recorded, None)
+        if recorded is None:
+            return None
+        if recorded.call != call:
+            raise InfrastructureError(
+                f"a forked rollout was to do {str(recorded.call)[:120]} as its parent did, but did {str(call)[:120]}: "
+                f"its harness does not do the same again; set credit.branches = 1"
+            )
+        if self._agent is not None:
+            self._agent.sign_of_life()
+        return recorded
+
+    async def _record(self, call: tuple[object, ...], work: Awaitable[T]) -> T:
+        """Outcome of ``work``, after it was reported."""
+        if self._on_call is None:
+            return await work
+        try:
+            outcome = await work
+        except ValueError as error:
+            await self._on_call(SandboxCall(call=call, outcome=error))
+            raise
+        await self._on_call(SandboxCall(call=call, outcome=outcome))
+        return outcome
+
+    async def _bounded(self, seconds: float, action: str, work: Awaitable[T]) -> T:
+        if self._agent is not None:
+            self._agent.sign_of_life(seconds)
+        outcome = await within(seconds, f"{action} in a sandbox", work)
+        if self._agent is not None:
+            self._agent.sign_of_life()
+        return outcome

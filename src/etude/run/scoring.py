@@ -1,0 +1,263 @@
+"""The scorer and the cheat monitor of a run: they gather what :func:`etude.rewards.score.score` decides from.
+
+    sandbox ──baits──▶ findings ────────────────────┐
+    turns ──text──▶ actions ──detectors──▶ findings ┤
+              ├───▶ behaviour ──────────────────────┤
+              ├───▶ effort (recorded only) ─────────┼──▶ score ──▶ ScoredRollout
+    grade, harness's measures ──────────────────────┤                   ▲
+    a judge, where a part asks for one ─────────────┘     hints, rewards of single turns
+
+Wiring only: terms, rules, rubrics, detectors and the score are :mod:`etude.rewards`'s, baits :mod:`etude.tasks`'s.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Protocol
+
+import orjson
+
+from etude.clock import SystemClock
+from etude.config.recipe import RunConfig
+from etude.config.reward import RewardConfig
+from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
+from etude.harnesses.actions import THOUGHTS, Finding, Severity, read_actions
+from etude.ledger.ledger import Facts
+from etude.protocols import Clock, HarnessResult, Sandbox
+from etude.rewards.monitor.monitor import inspect, scene_of
+from etude.rewards.score import ScorePolicy, score
+from etude.rewards.shaping.behaviour import measure, observe
+from etude.rewards.shaping.effort import effort_of
+from etude.rewards.shaping.hints import HintFinder, malformed_call_rewards
+from etude.rewards.shaping.parts import RewardSpec, check_behaviours, differences, digest_of, to_json
+from etude.rewards.transcript import SpokenTurn, attributed
+from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
+from etude.rollouts.worker import GradedRollout, ScoredRollout, Scorer
+from etude.run.detokenize import TurnReader, decoder, turn_reader
+from etude.run.hints import open_hints
+from etude.run.judging import OpenJudge
+from etude.tasks.honeypots import Bait, draw_baits, lift, look, plant, touches
+from etude.tasks.impossible import is_impossible
+from etude.tokens.messages import ChatFormat
+from etude.types import AnswerChecks, Disposition, Ids, Task, Turn, TurnKind
+
+REWARD_FACT, REWARD_SPEC_FACT = "reward", "reward_made_of"
+"""Keys of the ledger for the digest of a run's reward, and for what it is the digest of."""
+
+
+class PartJudge(Protocol):
+    """Judges rollouts, one value for each rubric."""
+
+    async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
+        """Rubric → value in [0, 1]. Raises :class:`~etude.errors.JudgeUnavailable`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardScorer:
+    """Scores every rollout of a run; implements :class:`~etude.rollouts.worker.Scorer`."""
+
+    policy: ScorePolicy
+    read: TurnReader
+    """Turns as text."""
+    bare_shell: bool = False
+    """True where replies are shell commands without any mark."""
+    thinking_end_id: int = -1
+    """The token that ends a turn's thinking; −1: the model does not think."""
+    judge: PartJudge | None = None
+    hints: HintFinder | None = None
+    rewards_turns: bool = False
+    """True where single turns have rewards of their own."""
+    clock: Clock = field(default_factory=SystemClock)
+    outage_s: float = 300.0
+    """Time that a part may wait for a judge that is unavailable."""
+
+    async def score(self, rollout: GradedRollout) -> ScoredRollout:
+        """The score, hints and rewards of turns.
+
+        Raises like :func:`~etude.rewards.score.score`, and :class:`~etude.errors.JudgeUnavailable` where a part has
+        waited for a judge in vain.
+        """
+        needs_text = self.policy.reward.parts or self.rewards_turns or self.hints is not None
+        # Millions of tokens take seconds: others go on meanwhile.
+        spoken = await asyncio.to_thread(self.read, rollout.turns) if needs_text else ()
+        _check_names(self.policy.reward, rollout.grade.parts.keys() | rollout.result.measures.keys())
+        values = await self._values(rollout, spoken) if self.policy.reward.parts else {}
+        impossible = is_impossible(rollout.task)
+        return ScoredRollout(
+            score=score(rollout.grade, rollout.findings, values, self.policy, impossible=impossible),
+            turn_rewards=malformed_call_rewards(spoken) if self.rewards_turns else (),
+            hints=() if self.hints is None else await self.hints.find(rollout.task, rollout.turns, spoken),
+        )
+
+    async def _values(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
+        """All values beside the grade, by source."""
+        result = rollout.result
+        conduct = observe(
+            spoken,
+            counts=result.counts,
+            measures=result.measures,
+            sampled_tokens=sum(len(turn.completion_ids) for turn in rollout.turns),
+            bare_shell=self.bare_shell,
+        )
+        effort = effort_of(rollout.turns, result.counts, self.thinking_end_id)
+        kinds = {
+            "behaviour": measure(conduct),
+            "judge": await self._judged(rollout, spoken),
+            "measure": result.measures,
+            "effort": asdict(effort),
+        }
+        return {f"{kind}.{name}": value for kind, values in kinds.items() for name, value in values.items()}
+
+    async def _judged(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
+        """The judge's values, where a part asks for them; none while it is out of reach and no part waits for it, or
+        where it will say nothing of this rollout.
+
+        Else the rollout, which is finished and graded, waits until the judge is back, for as long as machines may be
+        out of order at all.
+        """
+        judged_parts = [part for part in self.policy.reward.parts if part.source.startswith("judge.")]
+        if self.judge is None or not judged_parts:
+            return {}
+        result = replace(rollout.result, answer=_answer_of(rollout, spoken))
+        transcript = transcript_of(spoken)
+        until_s, pause_s = self.clock.now() + self.outage_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return await self.judge.parts(rollout.task, result, transcript)
+            except JudgeUnavailable as error:
+                if isinstance(error, JudgeDeclined) or all(part.missing == "mask" for part in judged_parts):
+                    return {}
+                if isinstance(error, JudgeLost) or self.clock.now() + pause_s > until_s:
+                    raise
+            await self.clock.sleep(pause_s)
+            pause_s = min(MAX_PAUSE_S, 2.0 * pause_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaitingMonitor:
+    """Monitors every rollout of a run; implements :class:`~etude.rollouts.worker.CheatMonitor`."""
+
+    decode: Callable[[Ids], str]
+    """The text of token ids."""
+    honeypots: bool
+    bare_shell: bool
+    """True where replies are shell commands without any mark (``recipes/external-harness``)."""
+
+    async def begin(self, task: Task, sandbox: Sandbox) -> "BaitedRollout":
+        """Lay baits in a fresh sandbox. Raises :class:`~etude.errors.SandboxError`."""
+        baits = await plant(sandbox, draw_baits()) if self.honeypots else ()
+        return BaitedRollout(self, task, sandbox, baits)
+
+
+class BaitedRollout:
+    """One rollout under the monitor; implements :class:`~etude.rollouts.worker.MonitoredRollout`."""
+
+    def __init__(self, monitor: BaitingMonitor, task: Task, sandbox: Sandbox, baits: Sequence[Bait]) -> None:
+        self._monitor = monitor
+        self._task = task
+        self._sandbox = sandbox
+        self._baits = tuple(baits)
+        self._touched: tuple[Finding, ...] = ()
+
+    async def look(self) -> None:
+        """Look at the baits and take them away, so that none is graded. Raises :class:`~etude.errors.SandboxError`."""
+        if self._baits:
+            self._touched = await look(self._sandbox, self._baits)
+            await lift(self._sandbox, self._baits)
+
+    def fork(self, sandbox: Sandbox) -> "BaitedRollout":
+        """The monitor of a fork: the same baits lie in the copy."""
+        return BaitedRollout(self._monitor, self._task, sandbox, self._baits)
+
+    def findings(self, turns: Sequence[Turn]) -> Sequence[Finding]:
+        """Touched baits, and all that detectors see in the actions."""
+        actions = read_actions(tuple(turns), self._monitor.decode, bare_shell=self._monitor.bare_shell)
+        return (*self._touched, *touches(actions, self._baits), *inspect(actions, scene_of(self._task)))
+
+
+def open_monitor(config: RunConfig, chat: ChatFormat) -> BaitingMonitor:
+    """The cheat monitor of a recipe."""
+    return BaitingMonitor(
+        decode=decoder(chat),
+        honeypots=config.cheating.honeypots,
+        bare_shell=config.harness.kind == "command",
+    )
+
+
+def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) -> Scorer:
+    """The scorer of a recipe.
+
+    Raises :class:`~etude.errors.ConfigError` for a part whose source is not there, or is of another version, and where
+    the model's chat template takes no hint.
+    """
+    check_behaviours(config.reward)
+    return RewardScorer(
+        policy=policy_of(config),
+        read=turn_reader(chat),
+        bare_shell=config.harness.kind == "command",
+        thinking_end_id=config.effort.thinking_end_id,
+        judge=None if judge is None else judge.parts,
+        hints=open_hints(config, chat, judge.hints if judge is not None and config.hints.judge else None),
+        rewards_turns=config.credit.kind == "shaped",
+        outage_s=config.rollouts.outage_s,
+    )
+
+
+def policy_of(config: RunConfig) -> ScorePolicy:
+    """The score policy of a recipe."""
+    cheating = config.cheating
+    return ScorePolicy(
+        reward=config.reward,
+        by_severity={
+            Severity.LOW: Disposition(cheating.on_low),
+            Severity.MEDIUM: Disposition(cheating.on_medium),
+            Severity.HIGH: Disposition(cheating.on_high),
+        },
+        by_name={name: Disposition(disposition) for name, disposition in cheating.exceptions.items()},
+    )
+
+
+def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
+    """A rollout as a judge reads it: everything once, in order, and before every line its speaker."""
+    turns = enumerate(spoken)
+    pages = (attributed(heard=turn.heard, said=turn.said, before=f"turn {number} ") for number, turn in turns)
+    return "\n".join(pages)
+
+
+def freeze_reward(facts: Facts, spec: RewardSpec) -> None:
+    """Remember what a run's reward is made of, so that it is the same until its end: rewards of two specifications
+    cannot be compared. Raises :class:`~etude.errors.ConfigError` for another one than it began with.
+    """
+    before, now = facts.get(REWARD_FACT), digest_of(spec)
+    if before is None:
+        facts.set(REWARD_SPEC_FACT, to_json(spec).decode())
+        facts.set(REWARD_FACT, now)
+    elif before != now:
+        old: RewardSpec = orjson.loads(facts.get(REWARD_SPEC_FACT) or "{}")
+        changes = "; ".join(differences(old, orjson.loads(to_json(spec))))
+        raise ConfigError(
+            f"[reward] is {now[:12]}, but this run began with {before[:12]}: {changes}. Put it back as it was, or "
+            f"start another run"
+        )
+
+
+def _answer_of(rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> str:
+    """The text that a judge of the answer reads: what was handed in; of a task that asks for none, what an agent said
+    last, its thoughts left out.
+    """
+    answer = rollout.result.answer
+    if answer.strip() or isinstance(rollout.task.checks, AnswerChecks):
+        return answer
+    texts = (THOUGHTS.sub("", turn.said).strip() for turn in reversed(spoken) if turn.kind is TurnKind.ACT)
+    return next(filter(None, texts), "")
+
+
+def _check_names(config: RewardConfig, taken: set[str]) -> None:
+    """A name of the record stands for one thing. Raises :class:`~etude.errors.ConfigError`."""
+    for part in config.parts:
+        if part.name in taken and part.source not in (f"grader.{part.name}", f"measure.{part.name}"):
+            raise ConfigError(
+                f"reward.parts: {part.name!r} is of {part.source!r}, but the grader or the harness records something "
+                f"else under that name; choose another"
+            )
