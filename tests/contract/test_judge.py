@@ -27,12 +27,9 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
 from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
-from etude.rewards.judge.fingerprint import JudgeParams
 from etude.rewards.judge.judge import JudgeLimits
-from etude.rewards.judge.prompts import JudgeInput
-from etude.rewards.judge.rules import rules_app
-from etude.rewards.judge.summary_rules import SUMMARY_RULES
-from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.prompts import Fault, JudgeInput, JudgeParams
+from etude.rewards.judge.rules import SUMMARY_RULES, rules_app
 from etude.rewards.judge.votes import Judgement
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.clock import VirtualClock
-from etude.rewards.judge.budget import Budget, BudgetLimit, Prices, Spend
-from etude.rewards.judge.cache import VoteCache
-from etude.rewards.judge.drift import Alarm, IdentityWatch
+from etude.rewards.judge.budget import Budget, BudgetLimit, JudgePause, Prices, Spend
+from etude.rewards.judge.calibration import Alarm, IdentityWatch
 from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
-from etude.rewards.judge.fingerprint import JudgeParams
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits
-from etude.rewards.judge.pause import JudgePause
-from etude.rewards.judge.rubrics import Rubric, parse_rubric
+from etude.rewards.judge.prompts import JudgeParams, Rubric, parse_rubric
+from etude.rewards.judge.votes import VoteCache
 from etude.rollouts.breaker import Breaker
 
 STYLE = """

@@ -20,22 +20,24 @@ from etude.clock import SystemClock, date_utc
 from etude.config.judge import RULES, JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.judge.budget import Budget, BudgetLimit, Prices
-from etude.rewards.judge.cache import VoteCache
-from etude.rewards.judge.calibration import Calibration, Item, agreement_of, bias_of, distrust, parse_calibration
-from etude.rewards.judge.drift import Alarm, IdentityWatch
+from etude.rewards.judge.budget import Budget, BudgetLimit, JudgePause, Prices, SpendFile
+from etude.rewards.judge.calibration import (
+    Alarm,
+    Calibration,
+    IdentityWatch,
+    Item,
+    agreement_of,
+    bias_of,
+    distrust,
+    parse_calibration,
+)
 from etude.rewards.judge.endpoint import Address, Call, ChatEndpoint, ChatReply, Endpoint
-from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
 from etude.rewards.judge.parts import BESIDE, DriftCheck, JudgedParts
-from etude.rewards.judge.pause import JudgePause
-from etude.rewards.judge.prompts import JudgeInput
-from etude.rewards.judge.rubrics import Rubric, parse_rubric
-from etude.rewards.judge.rules import MODEL, Rule, rules_app
-from etude.rewards.judge.spending import SpendFile
-from etude.rewards.judge.summary_rules import SUMMARY_RULES, SUMMARY_RULES_VERSION
-from etude.rewards.judge.votes import Judgement
+from etude.rewards.judge.prompts import JudgeInput, JudgeParams, Rubric, judge_fingerprint, parse_rubric
+from etude.rewards.judge.rules import MODEL, SUMMARY_RULES, SUMMARY_RULES_VERSION, Rule, rules_app
+from etude.rewards.judge.votes import Judgement, VoteCache
 from etude.rollouts.breaker import Breaker
 from etude.run.endpoints import HOST
 from etude.run.serving import listening

@@ -16,9 +16,8 @@ from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, DamagedError, JudgeLost, JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judge.budget import Spend
+from etude.rewards.judge.budget import Spend, SpendFile
 from etude.rewards.judge.calibration import parse_calibration
-from etude.rewards.judge.spending import SpendFile
 from etude.run.judging import JudgeState, check_judge, judge_fingerprints, open_judge, rubrics_of
 from etude.telemetry.events import JudgeAlarm
 from etude.types import AnswerChecks, Split, Task

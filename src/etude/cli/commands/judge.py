@@ -15,11 +15,9 @@ from etude.config.judge import JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.judge.budget import Spend
-from etude.rewards.judge.calibration import Calibration, Item, distrust, dump_calibration, parse_items
+from etude.rewards.judge.calibration import Calibration, Estimate, Item, distrust, dump_calibration, parse_items
 from etude.rewards.judge.hints import HintJudge
-from etude.rewards.judge.prompts import JudgeInput
-from etude.rewards.judge.statistics import Estimate
-from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.prompts import Fault, JudgeInput
 from etude.rewards.judge.votes import Judgement
 from etude.run.judging import (
     calibrate,

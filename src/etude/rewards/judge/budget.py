@@ -1,18 +1,27 @@
-"""What judging may still cost: calls and tokens, of a rollout and of the whole run. Pure.
+"""Budgets of judging: calls and tokens of a rollout and of the whole run, what is spent, and a pause after an alarm.
 
     reserve the most that a call can take ──▶ call ──▶ settle what it took; the rest is free again
 
 Because the most is set aside first, a limit is never overstepped, however many calls are under way. Most calls take
 far less, so one for which there is not enough waits until those under way have settled, and is turned down only where
 what they give back could not be enough either: what that costs is that the last bit of a budget cannot be spent. A
-rollout's budget is filled out of the run's. Several processes know of each other what was settled: together they may
-overstep by what is under way in the others.
+rollout's budget is a portion of the run's. Several processes know of each other what was settled: together they may
+overstep by what is under way in the others. When a budget is empty the judge is *unavailable*, as when it is down:
+nothing is worth zero for it.
 
-When a budget is empty the judge is *unavailable*, as when it is down: nothing is worth zero for it.
+Spend and pause are files of the run folder, so that a restarted process begins neither with a full budget nor with a
+judge that raised an alarm. Each process that judges has a spend file of its own and reads those of the others; the
+pause is one for all, and a person removes it. Both are written whole and renamed into place.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
+from uuid import uuid4
+
+import orjson
+
+from etude.errors import DamagedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,3 +136,61 @@ class Budget:
     def cost(self) -> float:
         """What was used, in money."""
         return self._prices.cost(self.spent)
+
+
+class SpendFile:
+    """Remembers a :class:`~etude.rewards.judge.budget.Spend`; ``None`` is a run without a folder: nothing is."""
+
+    def __init__(self, folder: Path | None, seat: int = 0) -> None:
+        """``seat`` tells the processes of a run from each other."""
+        self._folder = folder
+        self._name = f"judge-spend-{seat}.json"
+
+    def load(self) -> Spend:
+        """What this process spent so far. Raises :class:`~etude.errors.DamagedError` for a file that does not say."""
+        return Spend() if self._folder is None else _read(self._folder / self._name)
+
+    def save(self, spent: Spend) -> Spend:
+        """Remember, and return what all others have spent. Raises like :meth:`load`, about their files."""
+        if self._folder is None:
+            return Spend()
+        fresh = self._folder / f"{self._name}.new"
+        fresh.write_bytes(orjson.dumps(asdict(spent)))
+        fresh.replace(self._folder / self._name)
+        return self.others()
+
+    def others(self) -> Spend:
+        """What the other processes have spent. Raises like :meth:`load`, about their files."""
+        files = [] if self._folder is None else self._folder.glob("judge-spend-*.json")
+        return sum((_read(file) for file in files if file.name != self._name), Spend())
+
+
+def _read(file: Path) -> Spend:
+    if not file.exists():
+        return Spend()
+    try:
+        return Spend(**orjson.loads(file.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{file} does not say what was spent: {error}; remove it to begin at 0") from error
+
+
+class JudgePause:
+    """Whether judging is held, and why."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @property
+    def reason(self) -> str:
+        """Why, and what ends it; empty: judging goes on."""
+        try:
+            why = self._file.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+        return f"the judge is held after an alarm: {why}; look at it, calibrate it again, then remove {self._file}"
+
+    def begin(self, why: str) -> None:
+        """Pause from now on."""
+        fresh = self._file.with_name(f"{self._file.name}.{uuid4().hex}")  # several processes may hear of it at once
+        fresh.write_text(why, encoding="utf-8", errors="replace")
+        fresh.replace(self._file)

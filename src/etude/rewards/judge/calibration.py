@@ -1,37 +1,99 @@
-"""How far a judge agrees with people, and where it leans: from labelled items and its judgements of them. Pure.
+"""Trust in a judge: its agreement with people, its biases, and alarms when it is no longer what was calibrated.
 
     items (JSON lines: task, work, label, author) ─┐
-    what the judge made of each ───────────────────┴─▶ agreement, bias ──▶ report, good for one pin
+    the judgement of each ─────────────────────────┴─▶ agreement, bias ──▶ report, good for one fingerprint
 
-A run trusts a judge whose report is about the very pin it would use and whose agreement reaches
+A run trusts a judge whose report is about the very fingerprint it would use and whose agreement reaches
 ``judge.min_agreement``. What counts is the *lower end* of the interval of Cohen's weighted kappa: a set that is too
-small to tell fails by itself. The report carries the items, so that a run can judge some of them again and see whether
-the judge is still the same.
+small to tell fails by itself. The report carries the items, so that a run can judge some of them again.
 
-Owns the format of both files. The formulas are :mod:`etude.rewards.judge.statistics`'.
+    κ_w = 1 − Σ w_ij O_ij / Σ w_ij E_ij,   w_ij = (i − j)²
+    O: observed shares of (label, score), E: those of two raters who never looked, each with its own habits
+
+(Cohen, *Weighted kappa*, Psychological Bulletin 1968; intervals by the percentile bootstrap, Efron 1979: items are
+drawn again with replacement.) Legend: N items, B bootstrap draws; a function of [..., N] works on any number of draws.
+
+    one in so many judgements ──▶ an item of the calibration set is judged again ──▶ hit or miss ──▶ CUSUM ──▶ alarm
+
+A hosted model may be exchanged behind its name. The name that it gives itself is compared, and beside that its scores:
+S ← max(0, S + log-likelihood ratio of the outcome under "agreement fell by a fifth" against "agreement as calibrated"),
+and an alarm where S reaches ln(mean distance of false alarms). (Page, *Continuous inspection schemes*, Biometrika 1954;
+that the distance is at least e^h is Lorden's bound, Ann. Math. Statist. 1971.)
+
+Owns the format of both files. Pure.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from etude.errors import ConfigError
-from etude.rewards.judge.rubrics import Rubric
-from etude.rewards.judge.statistics import (
-    TAIL,
-    Estimate,
-    Indices,
-    Numbers,
-    correlation,
-    estimate,
-    ranks,
-    weighted_kappa,
-)
+from etude.rewards.judge.prompts import Rubric
 from etude.rewards.judge.votes import Judgement
 from etude.types import Mask
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+"""Real numbers, [N] or [B, N]; statistics of them, [] or [B]."""
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""[B, N] of items, of which some may stand twice in a row."""
+Statistic: TypeAlias = Callable[[Indices], Numbers]
+"""A number of the items of each draw, [B]."""
+DRAWS = 2_000
+"""B: the ends of an interval move by about a hundredth from one seed to another."""
+TAIL = 2.5
+"""Per cent outside of an interval, on each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> Estimate:
+    """``statistic`` of all items and of ``DRAWS`` resamples of them; of no item at all it is 0."""
+    if not items:
+        return Estimate(value=0.0, low=0.0, high=0.0)
+    draws_BN = np.random.default_rng(seed).integers(0, items, (DRAWS, items))
+    low, high = np.percentile(statistic(draws_BN), [TAIL, 100 - TAIL])
+    (value,) = statistic(np.arange(items)[None])
+    return Estimate(value=float(value), low=float(low), high=float(high))
+
+
+def weighted_kappa(labels_N: Numbers, scores_N: Numbers) -> Numbers:
+    """κ_w, quadratic weights: 1 is full agreement, 0 what two who never looked would reach.
+
+    0 where chance alone leaves no room to disagree, as when all labels and scores are one and the same: such a set says
+    nothing about a judge.
+    """
+    observed = ((labels_N - scores_N) ** 2).mean(-1)
+    by_chance = labels_N.var(-1) + scores_N.var(-1) + (labels_N.mean(-1) - scores_N.mean(-1)) ** 2
+    kappa: Numbers = 1 - np.divide(observed, by_chance, out=np.ones_like(observed), where=by_chance > 0)
+    return kappa
+
+
+def correlation(a_N: Numbers, b_N: Numbers) -> Numbers:
+    """Pearson's r; of ranks it is Spearman's ρ. 0 where one of the two never varies."""
+    spread = a_N.std(-1) * b_N.std(-1)
+    shared = (a_N * b_N).mean(-1) - a_N.mean(-1) * b_N.mean(-1)
+    found: Numbers = np.divide(shared, spread, out=np.zeros_like(spread), where=spread > 0)
+    return found
+
+
+def ranks(values_N: Numbers) -> Numbers:
+    """[N] places from 1 in ascending order; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values_N, return_inverse=True, return_counts=True)
+    shared: Numbers = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    return shared
+
 
 FEWEST_ITEMS = 8
 """Below, an interval is no more than a guess."""
@@ -242,3 +304,72 @@ def _difference(errors_N: Numbers, own_N: Mask) -> Estimate:
 def _verbosity(text: str) -> float:
     words = text.lower().split()
     return len(words) / len(set(words)) if words else 0.0
+
+
+FALL = 0.2
+"""The loss of agreement that is looked for soonest."""
+FALSE_ALARM_CHECKS = 1_000
+"""Checks between two false alarms, on average, at least."""
+LEAST, MOST = 0.05, 0.98
+"""Rates of agreement between which calibrated ones are taken to be: no set is large enough for certainty."""
+MOST_IDENTITIES = 63
+"""Earlier words of an endpoint that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """What somebody has to look at."""
+
+    kind: Literal["model", "agreement"]
+    aspect: str
+    """Empty: all of them."""
+    detail: str
+
+
+class AgreementWatch:
+    """Watches whether calibration items are still judged as they were labelled.
+
+    ``rate`` is the share of them that was, at calibration.
+    """
+
+    def __init__(self, rate: float) -> None:
+        before = min(MOST, max(LEAST, rate))
+        after = max(LEAST / 2, before - FALL)
+        self.evidence = 0.0
+        """S: how much likelier the fall is than none, in nats; never below 0."""
+        self.checks = self.misses = 0
+        """Items judged again; those of them that were not judged as they are labelled."""
+        self._hit = math.log(after / before)
+        self._miss = math.log((1 - after) / (1 - before))
+
+    def observe(self, *, hit: bool) -> bool:
+        """Take one outcome in; whether that makes it an alarm. After one the evidence starts from nothing."""
+        self.checks += 1
+        self.misses += not hit
+        self.evidence = max(0.0, self.evidence + (self._hit if hit else self._miss))
+        if self.evidence < math.log(FALSE_ALARM_CHECKS):
+            return False
+        self.evidence = 0.0
+        return True
+
+
+class IdentityWatch:
+    """Watches what an endpoint says that it is. ``known`` is what it said when it was calibrated."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._known = [identity for identity in known if identity]
+        self._calibrated = frozenset(self._known)
+
+    def observe(self, identity: str) -> bool:
+        """Whether it says something that it never said before. The first word is the known one where there was none;
+        an endpoint that goes back and forth between two is told of once, and one that says nothing never.
+        """
+        if not identity or identity in self._known:
+            return False
+        self._known = [*self._known[-MOST_IDENTITIES:], identity]
+        self._calibrated = self._calibrated or frozenset({identity})
+        return len(self._known) > 1
+
+    def vouches_for(self, identity: str) -> bool:
+        """Whether what was observed last is what was calibrated, or heard first, as far as it says what it is."""
+        return not identity or identity in self._calibrated

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.rewards.judge.budget import BudgetLimit
-from etude.rewards.judge.injection_guard import guarded, spelled
 from etude.rewards.judge.judge import Judge, ResponseFormat, draw_tokens
-from etude.rewards.judge.prompts import JudgeInput, Message, Tokens, conversation
-from etude.rewards.judge.verdicts import Fault, read_object
+from etude.rewards.judge.prompts import Fault, JudgeInput, Message, Tokens, conversation, guarded, spelled
+from etude.rewards.judge.votes import read_object
 from etude.types import Hint, Json, Task
 
 SOURCE = "judge"

@@ -23,16 +23,22 @@ from typing import Protocol, TypeVar
 from etude.aio import gather_or_cancel
 from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.protocols import Clock
-from etude.rewards.judge.budget import Budget, Spend
-from etude.rewards.judge.cache import VoteCache, cache_key
-from etude.rewards.judge.drift import Alarm, IdentityWatch
+from etude.rewards.judge.budget import Budget, JudgePause, Spend
+from etude.rewards.judge.calibration import Alarm, IdentityWatch
 from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
-from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
-from etude.rewards.judge.pause import JudgePause
-from etude.rewards.judge.prompts import Asking, JudgeInput, Message, Tokens, ask, schema
-from etude.rewards.judge.rubrics import Rubric
-from etude.rewards.judge.verdicts import Fault, Vote, read_vote
-from etude.rewards.judge.votes import Judgement, tally
+from etude.rewards.judge.prompts import (
+    Asking,
+    Fault,
+    JudgeInput,
+    JudgeParams,
+    Message,
+    Rubric,
+    Tokens,
+    ask,
+    judge_fingerprint,
+    schema,
+)
+from etude.rewards.judge.votes import Judgement, Vote, VoteCache, cache_key, read_vote, tally
 from etude.types import Json
 
 OPEN, PROBING = "open", "probing"

@@ -1,27 +1,32 @@
-"""What a judge adds to a reward: one part for each rubric, from 0 to 1.
+"""Parts of a reward that a judge gives: one for each rubric, from 0 to 1.
 
     task, last words, transcript ──▶ each rubric alone, in calls of its own ──▶ aspect → value
 
-A part that is not there has no verdict: too few readable votes, or a tie that its rubric leaves open. What is made of
-that, and of a judge that cannot be had at all, is the recipe's ``[reward]`` to say. Two things are no failure of the
+A part that is not there has no verdict: too few readable votes, or a tie that its rubric leaves open. What follows from
+that, and from a judge that cannot be had at all, is the recipe's ``[reward]`` to say. Two things are no failure of the
 judge's and are worth the least that there is: nothing said where words were asked for, and what most votes say cannot
 be judged. Were it otherwise, a policy could get out of a verdict by writing gibberish.
 
-Every so many judgements an item of the calibration set is judged afresh (:mod:`etude.rewards.judge.drift`).
+One in so many judgements, an item of the calibration set is judged afresh (:mod:`etude.rewards.judge.calibration`).
+
+A text that speaks to its judge shows signs, each of which honest work may show: a flag for people, never a verdict.
+Prompt injection is defended against by how a text is shown (:mod:`etude.rewards.judge.prompts`) and by what of a reply
+is believed (:mod:`etude.rewards.judge.votes`), not by guessing here. A policy that learns to flatter its judge shows
+up as a rising share of flagged rollouts, long before anyone reads one.
 """
 
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import Budget, BudgetLimit
-from etude.rewards.judge.calibration import Item
-from etude.rewards.judge.drift import AgreementWatch, Alarm
+from etude.rewards.judge.calibration import AgreementWatch, Alarm, Item
 from etude.rewards.judge.judge import Judge
-from etude.rewards.judge.prompts import JudgeInput
-from etude.rewards.judge.rubrics import About, Rubric
-from etude.rewards.judge.suspicion import signs_in
+from etude.rewards.judge.prompts import About, JudgeInput, Rubric
 from etude.rewards.judge.votes import Judgement
 from etude.types import Task
 
@@ -102,3 +107,47 @@ class JudgedParts:
         if rubric.aspect in self._drift:
             await self._drift[rubric.aspect].after_judgement(self._judge)
         return judgement
+
+
+LONGEST_TEXT = 200_000
+"""Characters that are looked through; the rest of a longer text is not."""
+
+SIGNS: Mapping[str, re.Pattern[str]] = MappingProxyType(
+    {
+        "verdict": re.compile(r"""["']?\b(score|rating|grade|verdict)\b["']?\s*[:=]\s*["']?\d""", re.IGNORECASE),
+        "plea": re.compile(
+            r"\b(give|award|assign|rate|score|grade)\b[^.\n]{0,40}\b(full|maximum|max|highest|perfect|top|best|\d+\s*/\s*\d+)",
+            re.IGNORECASE,
+        ),
+        "command": re.compile(
+            r"\b(ignore|disregard|forget|override)\b[^.\n]{0,40}\b(previous|prior|above|earlier|all|instruction|rubric|rule)",
+            re.IGNORECASE,
+        ),
+        "address": re.compile(
+            r"\b(dear|attention|note to|hey|hello)[ ,:]+(the )?(judge|grader|evaluator|reviewer|assessor|model)\b"
+            r"|\b(as|you are) (an?|the) (\w+ )?(judge|grader|evaluator|assessor)\b",
+            re.IGNORECASE,
+        ),
+        "marker": re.compile(
+            r"<\|?/?(im_start|im_end|system|user|assistant|start_of_turn|end_of_turn|eot_id|endoftext)\b|\[/?INST\]"
+            r"|^[ \t]*(system|assistant|human)\s*:",
+            re.IGNORECASE | re.MULTILINE,
+        ),
+        "rubric": re.compile(
+            r"\b(new|updated|revised|actual|real|correct)\s+(rubric|scale|criteria|grading)\b", re.IGNORECASE
+        ),
+        "fence": re.compile(r"^[ \t]*(<<<|>>>)\s*[0-9a-f]{8,}", re.IGNORECASE | re.MULTILINE),
+    }
+)
+"""Name of a sign → what shows it."""
+INVISIBLE = frozenset({"Cf", "Cs", "Co"})
+"""Unicode categories of what cannot be seen: between letters, it breaks words that the other signs look for."""
+
+
+def signs_in(text: str) -> frozenset[str]:
+    """The signs that a text shows, by name; ``hidden`` where invisible characters stand in it."""
+    seen = text[:LONGEST_TEXT]
+    plain = "".join(character for character in seen if unicodedata.category(character) not in INVISIBLE)
+    hidden = frozenset({"hidden"}) if len(plain) < len(seen) else frozenset[str]()
+    folded = unicodedata.normalize("NFKC", plain)
+    return hidden | {name for name, pattern in SIGNS.items() if pattern.search(folded)}

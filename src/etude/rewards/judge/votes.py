@@ -1,17 +1,98 @@
-"""From several votes on one aspect to one verdict: pure.
+"""Votes: the reading of a judge's replies, their tally, and a cache of those that were given.
 
-    votes asked ─┬─ unreadable: counted, never a score
-                 ├─ "cannot tell": counted, never a score; a majority of them: declined
-                 └─ scores ──▶ a majority of those asked? ──▶ their median; the rubric's rule where the middle is torn
+    {"reason": "clear, but too long", "score": 4, "aspect": "style", "nonce": "5d0c…"}     one reply
+
+    votes requested ─┬─ unreadable: counted, never a score
+                     ├─ "cannot tell": counted, never a score; a majority of them: declined
+                     └─ scores ──▶ a majority of all? ──▶ their median; the rubric's rule where the middle is torn
+
+Reading is strict on purpose. The nonce is drawn for the call and stands behind the judged text, in the instructions: a
+verdict that was found in the text and copied does not have it. Nothing is repaired here; the caller may repeat the
+question, which names the fault and not one word of the reply.
 
 The median, not the mean: one judge that was talked into the best score moves it by no more than any other vote does.
+
+The cache is a small SQLite file that one process writes. A key covers judge, prompt, rubric, both texts and the number
+of the vote, so that nothing has to be removed by hand when one of them changes. It stores votes, never the key of an
+endpoint nor an unreadable reply: that one may well be better the next time. A damaged entry is a miss, and a damaged
+file is begun anew; a cache may be lost.
 """
 
+import hashlib
+import json
+import re
+import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from etude.rewards.judge.rubrics import Rubric, TieRule
-from etude.rewards.judge.verdicts import Fault, Vote
+import orjson
+
+from etude.closing import Closing
+from etude.rewards.judge.prompts import KEYS, Fault, Rubric, TieRule
+from etude.types import Json
+
+LONGEST_REPLY = 20_000
+"""Characters; a reply beyond is not looked at."""
+LONGEST_REASON = 1_000
+"""Characters that are kept of a reason."""
+THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
+"""What some models say to themselves first, and some servers leave in the reply."""
+CODE_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
+"""The one wrapping that is taken off, for it cannot change what is inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """One readable reply."""
+
+    score: int | None
+    """``None``: it says that it cannot tell."""
+    reason: str
+    descending: bool = False
+    """Whether it was shown the scale from best to worst."""
+
+
+def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | Fault:
+    """The vote in a reply about ``rubric``, or why there is none. Raises nothing, whatever the reply."""
+    found = read_object(reply)
+    if isinstance(found, Fault):
+        return found
+    if found.keys() != KEYS or not isinstance(found["reason"], str):
+        return Fault.WRONG_KEYS
+    if found["nonce"] != nonce:
+        return Fault.WRONG_NONCE
+    if found["aspect"] != rubric.aspect:
+        return Fault.WRONG_ASPECT
+    score = found["score"]
+    if score is not None and (type(score) is not int or not rubric.lowest <= score <= rubric.highest):
+        return Fault.OFF_SCALE
+    return Vote(score=score, reason=found["reason"][:LONGEST_REASON], descending=descending)
+
+
+def read_object(reply: str) -> dict[str, Json] | Fault:
+    """The one JSON object that a reply is, or why it is none; a key that stands twice is a fault."""
+    if len(reply) > LONGEST_REPLY:
+        return Fault.TOO_LONG
+    text = THOUGHTS.sub("", reply, count=1).strip() if THOUGHTS.match(reply) else reply.strip()
+    wrapped = CODE_BLOCK.fullmatch(text)
+    try:
+        found = json.loads(wrapped.group(1) if wrapped else text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return Fault.NOT_JSON
+    return found if isinstance(found, dict) else Fault.NOT_JSON
+
+
+def _once(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def _no_constant(name: str) -> Json:
+    raise ValueError(f"{name} is no JSON")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +147,105 @@ def middle(scores: Sequence[int], tie: TieRule) -> float | None:
             return (lower + upper) / 2
         case TieRule.ABSTAIN:
             return None
+
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS votes (key BLOB PRIMARY KEY, vote BLOB NOT NULL, sum BLOB NOT NULL, used INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_use ON votes (used);
+"""
+SPARED = 16
+"""When the cache is full, one in so many entries makes way at once, those that were not used for longest."""
+
+
+def cache_key(*parts: str) -> bytes:
+    """SHA-256 of some texts, in this order and with these borders between them."""
+    return hashlib.sha256(orjson.dumps([part.encode(errors="surrogatepass").hex() for part in parts])).digest()
+
+
+class VoteCache(Closing):
+    """At most ``entries`` votes, in a file or, for ``None``, in memory."""
+
+    def __init__(self, file: Path | None, entries: int) -> None:
+        self._entries = entries
+        self.hits = self.misses = 0
+        """Questions that were and were not answered from here."""
+        self._database = _open(file)
+        (newest,) = self._database.execute("SELECT COALESCE(MAX(used), 0) FROM votes").fetchone()
+        self._clock = int(newest)
+        (count,) = self._database.execute("SELECT COUNT(*) FROM votes").fetchone()
+        self._count = int(count)
+
+    def get(self, key: bytes) -> Vote | None:
+        """The vote under a key, unless there is none or it is damaged."""
+        vote = self._read(key) if self._entries else None
+        self.hits += vote is not None
+        self.misses += vote is None
+        return vote
+
+    def put(self, key: bytes, vote: Vote) -> None:
+        """Keep a vote; what was not used for longest makes way."""
+        if not self._entries:
+            return
+        raw = orjson.dumps([vote.score, vote.reason.encode(errors="replace").decode(), vote.descending])
+        with suppress(sqlite3.Error):
+            self._delete("key = ?", key)
+            row = (key, raw, _sum(key, raw), self._tick())
+            self._database.execute("INSERT INTO votes VALUES (?, ?, ?, ?)", row)
+            self._count += 1
+            if self._count > self._entries:
+                room = max(1, self._entries // SPARED)
+                self._delete("key IN (SELECT key FROM votes ORDER BY used LIMIT ?)", room)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def _read(self, key: bytes) -> Vote | None:
+        with suppress(sqlite3.Error, ValueError, TypeError):
+            row = self._database.execute("SELECT vote, sum FROM votes WHERE key = ?", (key,)).fetchone()
+            if row is None:
+                return None
+            if isinstance(row[0], bytes) and row[1] == _sum(key, row[0]):
+                self._database.execute("UPDATE votes SET used = ? WHERE key = ?", (self._tick(), key))
+                score, reason, descending = orjson.loads(row[0])
+                return Vote(score=score, reason=reason, descending=descending)
+            self._delete("key = ?", key)
+        return None
+
+    def _delete(self, which: str, value: bytes | int) -> None:
+        self._count -= self._database.execute(f"DELETE FROM votes WHERE {which}", (value,)).rowcount
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _open(file: Path | None) -> sqlite3.Connection:
+    """The database, begun anew if what is there is none."""
+    if file is None:
+        return _connect(":memory:")
+    try:
+        return _connect(str(file))
+    except sqlite3.DatabaseError:
+        for part in (file, file.with_name(f"{file.name}-wal"), file.with_name(f"{file.name}-shm")):
+            part.unlink(missing_ok=True)
+        return _connect(str(file))
+
+
+def _connect(name: str) -> sqlite3.Connection:
+    database = sqlite3.connect(name, isolation_level=None, timeout=5.0)
+    try:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = OFF")  # what a crash of the machine loses is asked again
+        database.executescript(SCHEMA)
+    except sqlite3.DatabaseError:
+        database.close()
+        raise
+    return database
+
+
+def _sum(key: bytes, raw: bytes) -> bytes:
+    return hashlib.sha256(key + raw).digest()

@@ -10,17 +10,22 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError
 from etude.rewards.judge.calibration import (
     Calibration,
+    Indices,
     Item,
+    Numbers,
     agreement_of,
     bias_of,
+    correlation,
     distrust,
     dump_calibration,
+    estimate,
     parse_calibration,
     parse_items,
+    ranks,
+    weighted_kappa,
 )
-from etude.rewards.judge.statistics import Indices, Numbers, correlation, estimate, ranks, weighted_kappa
-from etude.rewards.judge.verdicts import Fault, Vote
-from etude.rewards.judge.votes import Judgement, tally
+from etude.rewards.judge.prompts import Fault
+from etude.rewards.judge.votes import Judgement, Vote, tally
 from judges import style_rubric
 
 LABELS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=2, max_size=30)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from etude.rewards.judge.drift import AgreementWatch, IdentityWatch
+from etude.rewards.judge.calibration import AgreementWatch, IdentityWatch
 
 
 def checks_until_alarm(rate: float, really: float, rng: Random, most: int) -> int:

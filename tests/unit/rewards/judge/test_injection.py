@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rewards.judge.endpoint import Call
-from etude.rewards.judge.injection_guard import BAR
-from etude.rewards.judge.prompts import Asking, JudgeInput, Message, Tokens, ask
-from etude.rewards.judge.suspicion import signs_in
-from etude.rewards.judge.verdicts import Fault, read_vote
+from etude.rewards.judge.parts import signs_in
+from etude.rewards.judge.prompts import BAR, Asking, Fault, JudgeInput, Message, Tokens, ask
+from etude.rewards.judge.votes import read_vote
 from judges import GIVEN, INJECTIONS, MARK, Scripted, court, style_rubric, verdict
 
 ANY = st.one_of(st.sampled_from(INJECTIONS), st.text(max_size=80))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.injection_guard import BAR, guarded, spelled
+from etude.rewards.judge.prompts import BAR, guarded, spelled
 from judges import INJECTIONS, MARK
 
 HOSTILE = st.text(

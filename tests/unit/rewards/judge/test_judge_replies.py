@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.verdicts import LONGEST_REASON, LONGEST_REPLY, Fault, Vote, read_vote
+from etude.rewards.judge.prompts import Fault
+from etude.rewards.judge.votes import LONGEST_REASON, LONGEST_REPLY, Vote, read_vote
 from judges import GIVEN, style_rubric
 
 GOOD = {"reason": "clear", "score": 4, "aspect": "style", "nonce": GIVEN}

@@ -11,11 +11,9 @@ from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import BudgetLimit
 from etude.rewards.judge.calibration import Item
 from etude.rewards.judge.endpoint import Call
-from etude.rewards.judge.fingerprint import JudgeParams
 from etude.rewards.judge.hints import LONGEST_HINT, HintJudge, read_hints
 from etude.rewards.judge.parts import DriftCheck, JudgedParts
-from etude.rewards.judge.rubrics import Rubric
-from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.prompts import Fault, JudgeParams, Rubric
 from etude.types import AnswerChecks, Hint, Split, Task
 from judges import GIVEN, NONCE, Court, Scripted, court, scoring, style_rubric, verdict
 

@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from etude.errors import JudgeLost, JudgeUnavailable
-from etude.rewards.judge.budget import BudgetLimit, Spend
+from etude.rewards.judge.budget import BudgetLimit, JudgePause, Spend
 from etude.rewards.judge.endpoint import Call, ChatReply
-from etude.rewards.judge.fingerprint import JudgeParams, judge_fingerprint
 from etude.rewards.judge.judge import JudgeLimits, needed_for
-from etude.rewards.judge.pause import JudgePause
-from etude.rewards.judge.prompts import JudgeInput
-from etude.rewards.judge.verdicts import Fault
+from etude.rewards.judge.prompts import Fault, JudgeInput, JudgeParams, judge_fingerprint
 from etude.rewards.judge.votes import Judgement
 from judges import Court, Scripted, court, scoring, style_rubric, verdict
 

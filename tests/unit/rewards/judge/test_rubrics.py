@@ -3,7 +3,7 @@
 import pytest
 
 from etude.errors import ConfigError
-from etude.rewards.judge.rubrics import About, TieRule, parse_rubric
+from etude.rewards.judge.prompts import About, TieRule, parse_rubric
 from judges import STYLE, style_rubric
 
 

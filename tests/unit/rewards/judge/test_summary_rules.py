@@ -5,9 +5,8 @@ import json
 import pytest
 
 from etude.rewards.judge.prompts import Asking, JudgeInput, Tokens, ask
-from etude.rewards.judge.rules import answer
-from etude.rewards.judge.summary_rules import SUMMARY_RULES, factuality, style
-from etude.rewards.judge.verdicts import Vote, read_vote
+from etude.rewards.judge.rules import SUMMARY_RULES, answer, factuality, style
+from etude.rewards.judge.votes import Vote, read_vote
 from judges import GIVEN, INJECTIONS, MARK, style_rubric
 
 TASK = "sum up\ndef area(w, h):\n    return w * h"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.cache import VoteCache, cache_key
-from etude.rewards.judge.verdicts import Vote
+from etude.rewards.judge.votes import Vote, VoteCache, cache_key
 
 KEY, OTHER = cache_key("one"), cache_key("other")
 VOTE = Vote(score=3, reason="é, and half of a pair", descending=True)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.rubrics import TieRule
-from etude.rewards.judge.verdicts import Fault, Vote
-from etude.rewards.judge.votes import middle, tally
+from etude.rewards.judge.prompts import Fault, TieRule
+from etude.rewards.judge.votes import Vote, middle, tally
 from judges import style_rubric
 
 SCORES = st.lists(st.integers(1, 5), min_size=1, max_size=9)
