@@ -13,12 +13,10 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
-from etude.rewards.graders.functions import SUBMITTED
+from etude.rewards.graders.functions import SUBMITTED, GraderByKind
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
-from etude.rewards.graders.kinds import GraderByKind
 from etude.rewards.graders.script import ScriptGrader
-from etude.rewards.graders.test_plans import module_of
-from etude.rewards.graders.test_report import ENVIRONMENT, Run
+from etude.rewards.graders.test_runs import ENVIRONMENT, Run, module_of
 from etude.rollouts.sandbox import Limits
 from etude.rollouts.worker import grade_work
 from etude.sandbox_spec import SandboxSpec

@@ -27,9 +27,7 @@ from etude.ledger.archive import Archive, Outcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
-from etude.rewards.graders.answers import AnswerGrader
-from etude.rewards.graders.functions import HiddenTests
-from etude.rewards.graders.kinds import GraderByKind
+from etude.rewards.graders.functions import AnswerGrader, GraderByKind, HiddenTests
 from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching

@@ -14,11 +14,8 @@ from etude.clock import SystemClock
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
-from etude.rewards.graders.answers import AnswerGrader
-from etude.rewards.graders.fresh_sandbox import FreshGrader
-from etude.rewards.graders.functions import HiddenTests
+from etude.rewards.graders.functions import AnswerGrader, FreshGrader, GraderByKind, HiddenTests
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
-from etude.rewards.graders.kinds import GraderByKind
 from etude.rewards.graders.queries import QueryGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec

@@ -16,7 +16,8 @@ A value has two digits, so that a guess is right once in ninety.
 
 About one in n *sets* of names is held out, chosen by hash and so the same for every seed: what is asked for in an
 evaluation was never asked for in training. Values are drawn anew for every task. Owns the split and the instances. Does
-not grade (:mod:`etude.rewards.graders.answers`), nor write what mid-training reads (:mod:`etude.tasks.corpora.lookup`).
+not grade (:mod:`etude.rewards.graders.functions`), nor write what mid-training reads
+(:mod:`etude.tasks.corpora.lookup`).
 """
 
 import hashlib

@@ -12,8 +12,8 @@ no weight is trained on held-out lines (the tokenizer may have read them); what 
 out. The new names are the most frequent ones of other variables: a tokenizer of some hundred words knows them as one or
 two.
 
-Owns the material and the split. Does not grade (:mod:`etude.rewards.graders.answers`), nor say what a wrong suggestion
-costs, which is the recipe's (``[reward]``).
+Owns the material and the split. Does not grade (:mod:`etude.rewards.graders.functions`), nor say what a wrong
+suggestion costs, which is the recipe's (``[reward]``).
 """
 
 import ast

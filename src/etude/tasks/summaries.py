@@ -8,7 +8,7 @@
 
 What a good line is a rubric says and a judge decides (``recipes/summaries``); beside that the line above is known as
 *the* right one, so that an evaluation has a number that no judge can be talked into
-(:mod:`etude.rewards.graders.answers`).
+(:mod:`etude.rewards.graders.functions`).
 
 Whole modules are held out, chosen by hash of their names and so the same for every seed. Owns the functions, the split
 and what mid-training reads. The library is the running Python's: another version has other functions.

@@ -26,7 +26,7 @@ from bench.tables import results_of
 from etude.errors import UserError
 from etude.rewards.graders.canaries import SiteKind
 from etude.rewards.graders.script import failing_twin
-from etude.rewards.graders.test_plans import Papers
+from etude.rewards.graders.test_runs import HiddenTestPlanner
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.types import ScriptChecks, TestChecks
 
@@ -59,10 +59,10 @@ def test_every_test_of_every_subject_can_be_a_canary(subject: Subject) -> None:
         assert {failing_twin(checks, random.Random(seed)).files["test_add.py"] for seed in range(9)}
         return
     assert isinstance(checks, TestChecks)
-    papers = Papers(subject.tests, checks.must_pass, checks.about, random.Random(1))
-    assert papers.guarded == set(checks.must_pass[: checks.about])
+    planner = HiddenTestPlanner(subject.tests, checks.must_pass, checks.about, random.Random(1))
+    assert planner.guarded == set(checks.must_pass[: checks.about])
     assert SiteKind.PLANTED not in {
-        papers._modules[path].source.alteration(name, random.Random(1)).kind for path, name in papers._order
+        planner._modules[path].source.alteration(name, random.Random(1)).kind for path, name in planner._order
     }
 
 

@@ -7,29 +7,227 @@ that equal everything, by reading what is expected from the test itself. Right c
 for sure, and was seen to hold, is turned into what cannot hold then. A twin has its test's name and its place, and
 where there is a literal to change it looks no less true; which of the two a process runs is not to be seen from inside.
 
-Owns the surgery. Which test is a canary when is :mod:`etude.rewards.graders.test_plans`'s.
+A changed literal keeps the type and the shape of the first (a digit stays a digit, a list keeps its length), since one
+that looks out of place could be told from the real ones by the code under test. Every part of it is changed: what is
+compared may honestly not care about one (versions are equal whatever their build is called).
+
+Owns the changes to a source. Which test is a canary when is :mod:`etude.rewards.graders.test_runs`'s.
 """
 
 import ast
+import math
 import random
+import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeAlias
 
-from etude.rewards.graders.canary_literals import changed_literal, is_literal
-from etude.rewards.graders.canary_syntax import (
-    FunctionNode,
-    Lines,
-    Rows,
-    assigned_once,
-    called,
-    classes_in,
-    functions_in,
-    last_name,
-    rows_by_parameter,
-)
+Constant: TypeAlias = bool | int | float | str | bytes | None
+
+WORD = re.compile(r"[A-Za-z0-9]+")
+"""Parts of a text; each gets one other letter."""
+
+
+def is_literal(node: ast.expr) -> bool:
+    """Whether an expression is made of constants alone, and of kinds that can be changed."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, bool | int | float | str | bytes | None)
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub | ast.UAdd) and is_number(node.operand)
+    if isinstance(node, ast.Dict):
+        return all(key is not None and is_literal(key) for key in node.keys) and all(map(is_literal, node.values))
+    return isinstance(node, ast.List | ast.Tuple | ast.Set) and all(map(is_literal, node.elts))
+
+
+def is_number(node: ast.expr) -> bool:
+    """Whether an expression is an int or a float, written out."""
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def changed_literal(text: str, rng: random.Random) -> str | None:
+    """The source of another literal, or ``None`` where chance made an equal one (of ``{1, 2}``, say).
+
+    ``text`` is the source of one that :func:`is_literal` holds for.
+    """
+    tree = ast.parse(f"({text}\n)", mode="eval")
+    value = ast.literal_eval(tree)
+    changed = ast.unparse(_Changing(rng).visit(tree))
+    return None if ast.literal_eval(changed) == value else changed
+
+
+def changed_constant(value: Constant, rng: random.Random) -> Constant:
+    """Another value of the same type, far enough from a number to be told from it with any usual tolerance."""
+    if value is None:
+        return 0
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.choice((-1, 1)) * rng.randint(abs(value) // 10 + 1, abs(value) // 3 + 9)
+    if isinstance(value, float):
+        return _changed_float(value, rng)
+    if isinstance(value, bytes):
+        return _changed_text(value.decode("latin-1"), rng).encode("latin-1")
+    return _changed_text(value, rng)
+
+
+def _changed_float(value: float, rng: random.Random) -> float:
+    if not math.isfinite(value):
+        return float(rng.randint(1, 99))
+    size = abs(value) or 1.0
+    changed = float(f"{value + rng.choice((-1, 1)) * rng.uniform(0.3, 0.9) * size:.4g}")
+    return changed if math.isfinite(changed) and changed != value else value / 2 or 1.0
+
+
+def _changed_text(text: str, rng: random.Random) -> str:
+    """One letter or digit of each word is another, and not only in its case."""
+    changed = WORD.sub(lambda word: _changed_word(word[0], rng), text)
+    return changed if changed != text else text + rng.choice(string.ascii_lowercase)
+
+
+def _changed_word(word: str, rng: random.Random) -> str:
+    place = rng.randrange(len(word))
+    kinds = (string.digits, string.ascii_lowercase, string.ascii_uppercase)
+    others = next(kind for kind in kinds if word[place] in kind).replace(word[place], "")
+    return word[:place] + rng.choice(others) + word[place + 1 :]
+
+
+class _Changing(ast.NodeTransformer):
+    """Changes every constant but the keys of dictionaries, and puts a 0 into what is empty."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        """Another literal for the one that ``node`` is."""
+        if isinstance(node, ast.Constant | ast.UnaryOp):
+            value: Constant = ast.literal_eval(node)
+            return ast.parse(repr(changed_constant(value, self._rng)), mode="eval").body
+        if isinstance(node, ast.Dict):
+            values = [changed for old in node.values if isinstance(changed := self.visit(old), ast.expr)]
+            return ast.Dict(node.keys or [ast.Constant(0)], values or [ast.Constant(0)])
+        if isinstance(node, ast.List | ast.Tuple) and not node.elts:
+            node.elts = [ast.Constant(0)]
+            return node
+        return self.generic_visit(node)
+
+
+FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Lines:
+    """Bytes of a source by ``ast``'s lines and columns."""
+
+    def __init__(self, text: str) -> None:
+        self.data = text.encode()
+        self._starts = [0]
+        for line in self.data.split(b"\n"):
+            self._starts.append(self._starts[-1] + len(line) + 1)
+
+    def place(self, line: int, column: int) -> int:
+        """Its byte."""
+        return self._starts[line - 1] + column
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """First byte of an expression and the one behind it."""
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return self.place(node.lineno, node.col_offset), self.place(node.end_lineno, node.end_col_offset)
+
+    def text(self, node: ast.expr | ast.stmt) -> str:
+        """Source of an expression."""
+        start, end = self.span(node)
+        return self.data[start:end].decode()
+
+    def indent(self, line: int) -> str:
+        """White space before a line's first mark."""
+        whole = self.data[self._starts[line - 1] : self._starts[line]]
+        return whole[: len(whole) - len(whole.lstrip(b" \t"))].decode()
+
+
+def functions_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, FunctionNode]]:
+    """Functions by qualified name; a later one of a name is the one that counts."""
+    for node in body:
+        if isinstance(node, FunctionNode):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions_in(node.body, f"{prefix}{node.name}::")
+
+
+def classes_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Bases by qualified name of the class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield prefix + node.name, tuple(base.id for base in node.bases if isinstance(base, ast.Name))
+            yield from classes_in(node.body, f"{prefix}{node.name}::")
+
+
+def assigned_once(function: FunctionNode) -> Mapping[str, ast.expr]:
+    """Literals by the variable that holds them, if it is set once, at the top of the test, and read once."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    uses = [(node.id, isinstance(node.ctx, ast.Load)) for node in names]
+    return {
+        node.targets[0].id: node.value
+        for node in function.body
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+        if is_literal(node.value) and uses.count((node.targets[0].id, True)) == 1
+        if uses.count((node.targets[0].id, False)) == 1
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The column of one parameter."""
+
+    table: ast.expr
+    """All rows."""
+    cells: tuple[ast.expr, ...]
+    """One of each row."""
+
+
+def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
+    """Columns of literals, by the parameter that gets them, which the test reads once."""
+    found: dict[str, Rows] = {}
+    loads = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    for call in function.decorator_list:
+        if not isinstance(call, ast.Call) or called(call) != "parametrize" or len(call.args) != 2:
+            continue
+        if any(keyword.arg != "ids" for keyword in call.keywords) or not isinstance(call.args[1], ast.List | ast.Tuple):
+            continue
+        names, rows = _parameters(call.args[0]), call.args[1].elts
+        for place, name in enumerate(names):
+            cells = [row if len(names) == 1 else _cell(row, place, len(names)) for row in rows]
+            whole = [cell for cell in cells if cell is not None and is_literal(cell)]
+            if rows and len(whole) == len(rows) and loads.count(name) == 1:
+                found[name] = Rows(call.args[1], tuple(whole))
+    return found
+
+
+def _parameters(node: ast.expr) -> Sequence[str]:
+    """Names of the parameters that a decorator sets."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [name.strip() for name in node.value.split(",") if name.strip()]
+    texts = node.elts if isinstance(node, ast.List | ast.Tuple) else []
+    return [text.value for text in texts if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+
+
+def _cell(row: ast.expr, place: int, width: int) -> ast.expr | None:
+    is_row = isinstance(row, ast.List | ast.Tuple) and len(row.elts) == width
+    return row.elts[place] if is_row and isinstance(row, ast.List | ast.Tuple) else None
+
+
+def called(node: ast.expr) -> str:
+    """The last name of what is called; empty for anything else."""
+    return last_name(node.func) if isinstance(node, ast.Call) else ""
+
+
+def last_name(node: ast.expr) -> str:
+    """The name of a variable or an attribute; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
 
 Write: TypeAlias = Callable[[random.Random], str | None]
 

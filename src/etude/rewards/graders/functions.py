@@ -1,12 +1,19 @@
-"""The reward of a task with hidden tests: does the file the agent left behind compute what it should?
+"""Graders of one file's function and of answers, and the grader of each kind of checks.
 
-The agent is gone; its file runs in its own sandbox on the hidden cases' arguments. What they should give never enters
-the sandbox, so there is nothing to find there and nothing to fake (:mod:`etude.sandboxes.function_calls`).
+    FunctionChecks ──▶ the agent's file, in a fresh sandbox ──▶ its function on hidden arguments ──▶ right results?
+    AnswerChecks ────▶ the agent's last words ──▶ the right ones?
+
+Expected results and right answers never enter a sandbox, so there is nothing to find there and nothing to fake
+(:mod:`etude.sandboxes.function_calls`). Only the file that a task asks for is carried over, as text: programs that the
+agent started, modules that it planted, settings that it changed, do not exist where it is graded.
 """
 
-from etude.protocols import Grade, HarnessResult, Sandbox
+from collections.abc import Mapping
+
+from etude.errors import ConfigError
+from etude.protocols import Grade, Grader, HarnessResult, Sandbox, SandboxProvider
 from etude.sandboxes.function_calls import CALL_TIMEOUT_S, call_function, same_value
-from etude.types import Task
+from etude.types import AnswerChecks, Checks, Task
 
 SUBMITTED = "submit"
 """The one reason for stopping that asks for a reward."""
@@ -36,3 +43,66 @@ class HiddenTests:
             value=1.0 if submitted and passed == len(checks.hidden) else 0.0,
             parts={"hidden_passed": passed / len(checks.hidden), "submitted": float(submitted)},
         )
+
+
+class FreshGrader:
+    """Hands a copy of the agent's file to another grader; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(self, grader: Grader, sandboxes: SandboxProvider) -> None:
+        """``sandboxes`` stays the caller's to close."""
+        self._grader = grader
+        self._sandboxes = sandboxes
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """Grade the copy; a file that is gone, or is no file any more, is not copied. Raises like the other grader."""
+        path = task.function_checks.path
+        try:
+            text = await sandbox.read_file(path)
+        except ValueError:
+            text = None
+        fresh = await self._sandboxes.create({} if text is None else {path: text})
+        try:
+            return await self._grader.grade(task, fresh, result)
+        finally:
+            await fresh.close()
+
+
+class AnswerGrader:
+    """Rewards 1 for the right words in the right order; implements :class:`~etude.protocols.Grader`."""
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """1.0 if the agent ended its session with the right answer, white space aside, else 0.0.
+
+        Parts: ``submitted``, 0 or 1; ``wrong``, 1 for an answer that was given and is not right;
+        ``facts_answered``, the share of the facts that the answer takes which stand in it, where the task names them.
+        Raises ``ValueError`` for a task that is graded in another way.
+        """
+        checks = task.checks
+        if not isinstance(checks, AnswerChecks):
+            raise ValueError(f"task {task.task_id!r} is graded by {type(checks).__name__}, not by its answer")
+        submitted = result.reason == SUBMITTED
+        said = result.answer.split()
+        right = submitted and said == checks.answer.split()
+        parts = {"submitted": float(submitted), "wrong": float(submitted and bool(said) and not right)}
+        if checks.facts:
+            answer = " ".join(said)
+            parts["facts_answered"] = sum(fact in answer for fact in checks.facts) / len(checks.facts)
+        return Grade(value=float(right), parts=parts)
+
+
+class GraderByKind:
+    """Hands a task to the grader of its kind of checks; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(self, graders: Mapping[type[Checks], Grader]) -> None:
+        """``graders`` has one for every kind that the run's tasks have."""
+        self._graders = dict(graders)
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """Grade as the checks say. Raises like that grader, and :class:`~etude.errors.ConfigError` without one."""
+        grader = self._graders.get(type(task.checks))
+        if grader is None:
+            raise ConfigError(
+                f"task {task.task_id!r} is graded by {type(task.checks).__name__}, for which these sandboxes have no "
+                f"grader: set sandboxes.kind = 'ns'"
+            )
+        return await grader.grade(task, sandbox, result)

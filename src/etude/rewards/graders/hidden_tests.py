@@ -1,13 +1,13 @@
 """The reward of a task with hidden test files: judged where the agent has never been, by means it cannot know.
 
     agent's world ──export──▶ artefacts ──carry──▶ base world: the original image and what is carried, nothing else
-                                                    ├─fork─▶ plain paper: every named test has to pass
+                                                    ├─fork─▶ real plan: every named test has to pass
                                                     ├─fork─▶ probes: arguments in, results out      (if there are any)
-                                                    └─fork─▶ mixed papers: canaries among them; which, is drawn
+                                                    └─fork─▶ mixed plans: canaries among them; which, is drawn
 
 Hidden tests come into a fork after the artefacts and never into another place. What is printed is not read. A test
 counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
-tests it, so a reward takes that no canary passed (:mod:`etude.rewards.graders.test_plans`). Only work that passes every
+tests it, so a reward takes that no canary passed (:mod:`etude.rewards.graders.test_runs`). Only work that passes every
 test is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task
 in a world that nobody has touched: none of which anything passes there. Where there is neither a canary nor a probe,
 nothing could prove any work, so that there is no reward, not even of zero.
@@ -22,12 +22,17 @@ untouched world took. The task keeps that until it is measured anew, which is wh
 An agent that takes up all of the room that its work is given here has itself to blame
 (:class:`~etude.errors.AgentFault`).
 
+A hidden test has to bring its expected values into the process of the code that it tests, where they can be read. A
+probe brings arguments alone; results come out as plain JSON, and are compared out here, by value and type. The only way
+to pass is to compute them.
+
 Owns the order of things. What is proved by canaries has limits: code that recognises a changed test for what it is, by
 knowing the right answer or by how the test reads, can fail that one alone. Probes have no such limit.
 """
 
 import math
 import random
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -37,13 +42,59 @@ from etude.errors import AgentFault, SandboxError, Unsupported
 from etude.protocols import Grade, HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.artefacts import Ground, carry
 from etude.rewards.graders.functions import SUBMITTED
-from etude.rewards.graders.probes import check_interpreter, count_passed
-from etude.rewards.graders.test_plans import Paper, Papers, module_of, test_of
-from etude.rewards.graders.test_report import ENVIRONMENT, REPORT_LIMIT, Report, Run
+from etude.rewards.graders.test_runs import (
+    ENVIRONMENT,
+    REPORT_LIMIT,
+    Report,
+    Run,
+    HiddenTestPlan,
+    HiddenTestPlanner,
+    module_of,
+    test_of,
+)
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
+from etude.sandboxes.function_calls import call_function, same_value
 from etude.sandboxes.images.archives import Entry, read_archive, write_archive
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
-from etude.types import Task, TestChecks
+from etude.types import Probe, Task, TestChecks
+
+START_TIMEOUT_S = 60.0
+"""For an interpreter to start on a busy machine."""
+SHIM = """\
+import importlib, operator
+_target = operator.attrgetter({function!r})(importlib.import_module({module!r}))
+def probe(*arguments):
+    return _target(*arguments)
+"""
+
+
+async def check_interpreter(sandbox: Sandbox) -> None:
+    """See that a world can be probed; to be asked before anything of an agent's is in it.
+
+    Raises :class:`~etude.errors.SandboxError`.
+    """
+    result = await sandbox.exec(["python", "-c", ""], timeout_s=START_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise SandboxError(f"no Python starts in this world, so it cannot be probed: {result.stderr.strip()[-200:]}")
+
+
+async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: float) -> int:
+    """How many cases of all ``probes`` return what they should; each probe has a process and ``timeout_s``.
+
+    Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not what is probed.
+    """
+    passed = 0
+    for probe in probes:
+        path = f".{secrets.token_hex(6)}.py"
+        await sandbox.write_file(path, SHIM.format(function=probe.function, module=probe.module))
+        calls = [case.arguments for case in probe.cases]
+        outcomes = await call_function(sandbox, path, "probe", calls, timeout_s)
+        passed += sum(
+            outcome.ok and same_value(outcome.value, case.expected)
+            for outcome, case in zip(outcomes, probe.cases, strict=True)
+        )
+    return passed
+
 
 ARTEFACT_LIMIT_BYTES = 64 << 20
 ARCHIVE_LIMIT_BYTES = 1 << 40
@@ -130,7 +181,7 @@ class HiddenTestGrader:
         """
         async with self._untouched(task) as world:
             seen = await _read_modules(world, _test_checks(task))
-        return (await self._papers(task, seen, math.inf)).guarded
+        return (await self._planner(task, seen, math.inf)).guarded
 
     async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Grade:
         """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
@@ -159,34 +210,34 @@ class HiddenTestGrader:
         return Grade(value=float(submitted == 1.0 and findings.is_proved(checks)), parts=parts)
 
     async def _examine(self, task: Task, base: Sandbox, seen: Mapping[str, str], timeout_s: float) -> "Findings":
-        """Sit one paper after another, as long as all is well; ``seen`` are the test modules that the agent had."""
+        """Run one plan after another, as long as all is well; ``seen`` are the test modules that the agent had."""
         checks = _test_checks(task)
-        if not checks.probes and not (await self._papers(task, seen, timeout_s)).guarded:
+        if not checks.probes and not (await self._planner(task, seen, timeout_s)).guarded:
             raise SandboxError(f"task {task.task_id}: none of its tests can have a canary, and it has no probe")
-        plain = await _sit(base, task, Paper(real=frozenset(checks.must_pass)), timeout_s)
-        if not plain.passed or plain.result.timed_out:
-            await self._check_sound(task, timeout_s, has_time=not plain.result.timed_out)
-        findings = Findings(passed=plain.passed)
+        real = await _run_in_fork(base, task, HiddenTestPlan(real=frozenset(checks.must_pass)), timeout_s)
+        if not real.passed or real.result.timed_out:
+            await self._check_sound(task, timeout_s, has_time=not real.result.timed_out)
+        findings = Findings(passed=real.passed)
         if checks.probes:
             findings = replace(findings, probed=await _probe(base, checks, timeout_s))
         if not findings.passed.issuperset(checks.must_pass):
             return findings
-        papers = await self._papers(task, seen, timeout_s)
-        for _ in range(papers.mixed_papers):
+        planner = await self._planner(task, seen, timeout_s)
+        for _ in range(planner.mixed_plans):
             if not findings.is_proved(checks):
                 break
-            paper = papers.mixed()
-            report = await _sit(base, task, paper, timeout_s)
+            plan = planner.mixed()
+            report = await _run_in_fork(base, task, plan, timeout_s)
             if not report.started or report.result.timed_out:
                 await self._check_sound(task, timeout_s, has_time=False)
-            findings = findings.with_paper(paper, report)
+            findings = findings.with_run(plan, report)
         return findings
 
-    async def _papers(self, task: Task, seen: Mapping[str, str], timeout_s: float) -> Papers:
+    async def _planner(self, task: Task, seen: Mapping[str, str], timeout_s: float) -> HiddenTestPlanner:
         """Raises as :meth:`_check_sound` does."""
         checks = _test_checks(task)
         idle = (await self._check_sound(task, timeout_s, has_time=True)).idle
-        return Papers(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
+        return HiddenTestPlanner(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
 
     async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
         """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
@@ -200,7 +251,7 @@ class HiddenTestGrader:
         longest_s = checks.timeout_s * (1 + self._slack_s / 2 / checks.grading_s)
         async with self._untouched(task) as world:
             try:
-                report = await _run(world, task, Paper(), longest_s)
+                report = await _run(world, task, HiddenTestPlan(), longest_s)
             except AgentFault as fault:  # where no agent was
                 raise SandboxError(f"the world of task {task.task_id} is too small for its tests: {fault}") from fault
         others = checks.must_pass[checks.about :]
@@ -257,13 +308,13 @@ class Findings:
     cheated: frozenset[str] = frozenset()
     """Node ids whose canaries passed, as they themselves did."""
 
-    def with_paper(self, paper: Paper, report: Report) -> "Findings":
-        """What is known after another paper. A run that did not even start has proved nothing, so nothing passed."""
+    def with_run(self, plan: HiddenTestPlan, report: Report) -> "Findings":
+        """What is known after another run. One that did not even start has proved nothing, so nothing passed."""
         return replace(
             self,
-            passed=self.passed - (paper.real - report.passed) if report.started else frozenset(),
-            canaries=self.canaries + len(paper.canaries),
-            cheated=self.cheated | (paper.canaries & report.passed),
+            passed=self.passed - (plan.real - report.passed) if report.started else frozenset(),
+            canaries=self.canaries + len(plan.canaries),
+            cheated=self.cheated | (plan.canaries & report.passed),
         )
 
     def is_proved(self, checks: TestChecks) -> bool:
@@ -305,25 +356,25 @@ async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry],
     return len(carried.left)
 
 
-async def _sit(base: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
-    """Run the tests of a paper in a fork of ``base``."""
+async def _run_in_fork(base: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: float) -> Report:
+    """Run the tests of a plan in a fork of ``base``."""
     (fork,) = await base.fork()
     try:
-        return await _run(fork, task, paper, timeout_s)
+        return await _run(fork, task, plan, timeout_s)
     finally:
         await fork.close()
 
 
-async def _run(world: Sandbox, task: Task, paper: Paper, timeout_s: float) -> Report:
-    """Put the hidden tests into a world, as a paper has them, and run them there."""
+async def _run(world: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: float) -> Report:
+    """Put the hidden tests into a world, as a plan has them, and run them there."""
     checks = _test_checks(task)
     if len(checks.must_pass) > REPORT_LIMIT:
         raise SandboxError(f"task {task.task_id} names {len(checks.must_pass)} tests, at most {REPORT_LIMIT}: split it")
     run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
-    for path, text in {**checks.files, **paper.files, **run.files}.items():
+    for path, text in {**checks.files, **plan.files, **run.files}.items():
         await world.write_file(path, text)
     done = await world.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
-    return run.read(done, paper.canaries.union(checks.must_pass, map(test_of, checks.must_pass)))
+    return run.read(done, plan.canaries.union(checks.must_pass, map(test_of, checks.must_pass)))
 
 
 async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:

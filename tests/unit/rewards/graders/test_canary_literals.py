@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from etude.rewards.graders.canary_literals import changed_constant, changed_literal, is_literal
+from etude.rewards.graders.canaries import changed_constant, changed_literal, is_literal
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.binary(max_size=8)
 LITERALS = st.recursive(

@@ -2,7 +2,7 @@
 
 import ast
 
-from etude.rewards.graders.canary_syntax import (
+from etude.rewards.graders.canaries import (
     FunctionNode,
     Lines,
     assigned_once,

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from etude.protocols import Grade, HarnessResult, Sandbox
-from etude.rewards.graders.fresh_sandbox import FreshGrader
-from etude.rewards.graders.functions import HiddenTests
+from etude.rewards.graders.functions import FreshGrader, HiddenTests
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.types import Case, FunctionChecks, Split, Task
 

@@ -13,8 +13,7 @@ from bench.grading.bench import TOOLS, runner_layer
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult, Grade, HarnessResult
 from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
-from etude.rewards.graders.test_plans import Paper
-from etude.rewards.graders.test_report import ENDED, STARTED, Report, Run
+from etude.rewards.graders.test_runs import ENDED, STARTED, Report, Run, HiddenTestPlan
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.images.archives import write_archive
@@ -308,10 +307,10 @@ def test_what_the_agent_could_read_before_has_no_canary(tmp_path: Path) -> None:
 def test_findings_take_every_test_wherever_it_is_real() -> None:
     all_passed = Findings(passed=frozenset(NODES), probed=1)
     assert all_passed.is_proved(CHECKS)
-    paper = Paper(real=frozenset(NODES[:1]), canaries=frozenset(NODES[1:]))
-    assert all_passed.with_paper(paper, heard(NODES[0])).is_proved(CHECKS)
-    assert not all_passed.with_paper(paper, heard()).is_proved(CHECKS)
-    caught = all_passed.with_paper(paper, heard(*NODES[:2]))
+    plan = HiddenTestPlan(real=frozenset(NODES[:1]), canaries=frozenset(NODES[1:]))
+    assert all_passed.with_run(plan, heard(NODES[0])).is_proved(CHECKS)
+    assert not all_passed.with_run(plan, heard()).is_proved(CHECKS)
+    caught = all_passed.with_run(plan, heard(*NODES[:2]))
     assert caught.cheated == {NODES[1]}
     assert not caught.is_proved(CHECKS)
     assert caught.parts(CHECKS)["canaries_refused"] == 0.5
@@ -320,9 +319,9 @@ def test_findings_take_every_test_wherever_it_is_real() -> None:
 
 def test_a_run_that_did_not_start_proves_nothing() -> None:
     all_passed = Findings(passed=frozenset(NODES), probed=1)
-    false = Paper(canaries=frozenset(NODES))
-    assert all_passed.with_paper(false, heard()).is_proved(CHECKS)
-    assert not all_passed.with_paper(false, heard(started=False)).is_proved(CHECKS)
+    false = HiddenTestPlan(canaries=frozenset(NODES))
+    assert all_passed.with_run(false, heard()).is_proved(CHECKS)
+    assert not all_passed.with_run(false, heard(started=False)).is_proved(CHECKS)
 
 
 def heard(*passed: str, started: bool = True) -> Report:

@@ -6,7 +6,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.protocols import Grade, HarnessResult, Sandbox
-from etude.rewards.graders.kinds import GraderByKind
+from etude.rewards.graders.functions import GraderByKind
 from etude.rollouts.fake import FakeSandbox
 from etude.types import Case, Checks, FunctionChecks, ScriptChecks, Split, Task
 

@@ -6,7 +6,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult, Sandbox
-from etude.rewards.graders.probes import check_interpreter, count_passed
+from etude.rewards.graders.hidden_tests import check_interpreter, count_passed
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.types import Case, Json, Probe
 

@@ -1,11 +1,11 @@
-"""Papers: which tests are real in which, and that the modules agree with that."""
+"""HiddenTestPlanner: which tests are real in which, and that the modules agree with that."""
 
 import random
 from collections import Counter
 
 import pytest
 
-from etude.rewards.graders.test_plans import Paper, Papers, module_of, name_of
+from etude.rewards.graders.test_runs import HiddenTestPlan, HiddenTestPlanner, module_of, name_of
 
 SOURCES = {
     "tests/test_a.py": "def test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 4\n\n"
@@ -26,61 +26,61 @@ ABOUT = 6
 GUARDED = frozenset(MUST_PASS[:4])
 
 
-def papers(seed: int, **more: object) -> Papers:
-    return Papers(SOURCES, MUST_PASS, ABOUT, random.Random(seed), **more)  # type: ignore[arg-type]  # as each test has it
+def planner(seed: int, **more: object) -> HiddenTestPlanner:
+    return HiddenTestPlanner(SOURCES, MUST_PASS, ABOUT, random.Random(seed), **more)  # type: ignore[arg-type]  # as each test has it
 
 
-def test_a_plain_paper_is_what_was_there() -> None:
-    assert papers(1).plain() == Paper(real=frozenset(MUST_PASS))
-    assert papers(1).guarded == GUARDED
+def test_a_real_plan_is_what_was_there() -> None:
+    assert planner(1).real() == HiddenTestPlan(real=frozenset(MUST_PASS))
+    assert planner(1).guarded == GUARDED
 
 
 def test_in_mixed_papers_every_guarded_test_is_a_canary_by_a_coin_of_its_own() -> None:
     drawn: Counter[tuple[bool, ...]] = Counter()
     for seed in range(400):
-        paper = papers(seed).mixed()
-        assert paper.real | paper.canaries == frozenset(MUST_PASS)
-        assert not paper.real & paper.canaries
-        assert paper.canaries <= GUARDED
-        assert set(MUST_PASS[:2]) <= paper.canaries or not set(MUST_PASS[:2]) & paper.canaries
-        assert ("assert f(1) == 2" in paper.files["tests/test_a.py"]) is (MUST_PASS[3] in paper.real)
-        assert ("assert f(2) == 4" in paper.files["tests/test_a.py"]) is (MUST_PASS[2] in paper.real)
-        assert "assert g() == 0" in paper.files["tests/test_a.py"]
-        drawn[tuple(node in paper.canaries for node in MUST_PASS[1:4])] += 1
+        plan = planner(seed).mixed()
+        assert plan.real | plan.canaries == frozenset(MUST_PASS)
+        assert not plan.real & plan.canaries
+        assert plan.canaries <= GUARDED
+        assert set(MUST_PASS[:2]) <= plan.canaries or not set(MUST_PASS[:2]) & plan.canaries
+        assert ("assert f(1) == 2" in plan.files["tests/test_a.py"]) is (MUST_PASS[3] in plan.real)
+        assert ("assert f(2) == 4" in plan.files["tests/test_a.py"]) is (MUST_PASS[2] in plan.real)
+        assert "assert g() == 0" in plan.files["tests/test_a.py"]
+        drawn[tuple(node in plan.canaries for node in MUST_PASS[1:4])] += 1
     assert len(drawn) == 8
     assert all(25 <= count <= 80 for count in drawn.values())  # 50 each
 
 
 def test_what_passes_anyway_or_was_seen_has_no_canary() -> None:
     """By failing it would tell that it is one, and so would a row of the same test."""
-    others = Papers(SOURCES, [*MUST_PASS[:1], *MUST_PASS[2:4], MUST_PASS[1]], 3, random.Random(1))
+    others = HiddenTestPlanner(SOURCES, [*MUST_PASS[:1], *MUST_PASS[2:4], MUST_PASS[1]], 3, random.Random(1))
     assert others.guarded == {*MUST_PASS[2:4]}
-    assert papers(1, idle={"tests/test_b.py::T::test_three", "tests/test_a.py::test_one"}).guarded == {MUST_PASS[2]}
+    assert planner(1, idle={"tests/test_b.py::T::test_three", "tests/test_a.py::test_one"}).guarded == {MUST_PASS[2]}
     shown = {"tests/test_a.py": "import pytest\n\ndef test_one():\n    assert f(1) == 2\n"}
-    assert papers(1, seen=shown).guarded == GUARDED - {MUST_PASS[3]}
+    assert planner(1, seen=shown).guarded == GUARDED - {MUST_PASS[3]}
 
 
 @pytest.mark.parametrize(("tests", "count"), [(1, 6), (2, 6), (3, 4), (4, 3), (12, 3), (60, 3)])
 def test_the_fewer_tests_the_more_papers(tests: int, count: int) -> None:
     text = "".join(f"def test_{number}():\n    assert f() == {number}\n\n" for number in range(tests))
     nodes = [f"a.py::test_{number}" for number in range(tests)]
-    assert Papers({"a.py": text}, nodes, tests, random.Random(1)).mixed_papers == count
+    assert HiddenTestPlanner({"a.py": text}, nodes, tests, random.Random(1)).mixed_plans == count
 
 
 def test_without_a_module_that_can_be_read_there_is_no_canary() -> None:
-    none = Papers({"a.py": "def ("}, ["a.py::test_a", "b.py::test_b"], 2, random.Random(1))
-    assert (none.guarded, none.mixed_papers) == (frozenset(), 0)
-    assert none.mixed() == none.plain()
+    none = HiddenTestPlanner({"a.py": "def ("}, ["a.py::test_a", "b.py::test_b"], 2, random.Random(1))
+    assert (none.guarded, none.mixed_plans) == (frozenset(), 0)
+    assert none.mixed() == none.real()
 
 
 def test_where_rows_are_changed_no_row_may_pass() -> None:
     source = "@pytest.mark.parametrize('x, y', [(1, 2), (2, 4)])\ndef test_it(x, y):\n    assert f(x) == y\n"
-    made = Papers({"a.py": source}, ["a.py::test_it[1-2]", "a.py::test_it[2-4]"], 2, random.Random(1))
+    made = HiddenTestPlanner({"a.py": source}, ["a.py::test_it[1-2]", "a.py::test_it[2-4]"], 2, random.Random(1))
     assert {"a.py::test_it"} in [made.mixed().canaries for _ in range(20)]
 
 
 def test_canaries_are_drawn_anew() -> None:
-    made = papers(1)
+    made = planner(1)
     assert len({str(made.mixed().files) for _ in range(20)}) > 8
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.protocols import ExecResult
-from etude.rewards.graders.test_report import ENVIRONMENT, Report, Run
+from etude.rewards.graders.test_runs import ENVIRONMENT, Report, Run
 
 CASES = """\
 import os, sys, unittest
