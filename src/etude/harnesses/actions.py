@@ -1,4 +1,4 @@
-"""What an agent did in its sandbox, call by call, read back from the turns of its rollout: pure.
+"""Actions of an agent in its sandbox, call by call, read back from the turns of its rollout: pure.
 
     turns ──decode──▶ replies and what followed each ──▶ Action: tool, arguments, output ──▶ detectors, audits
 
@@ -20,7 +20,7 @@ from etude.harnesses import tools
 from etude.types import Ids, Turn
 
 OUTPUT_LETTERS = 64_000
-"""Of an output, the most that is kept: its first and its last half. More than any harness here shows a model."""
+"""Most of an output that is recorded: its first and its last half. More than any harness here shows a model."""
 SHELL = "shell"
 """The tool whose ``command`` was written in a fenced block."""
 
@@ -32,7 +32,7 @@ FENCED = re.compile(r"^```(?:bash|sh|shell|console|zsh|\w*bash\w*)[ \t]*\n(.*?)^
 
 
 class Severity(IntEnum):
-    """How sure a finding makes us that somebody cheats."""
+    """Certainty that a finding is cheating."""
 
     LOW = 1
     """Honest work looks like this now and then: counted, no more."""
@@ -51,9 +51,9 @@ class Action:
     arguments: Mapping[str, str] = field(default_factory=dict)
     """By name, each as text; what was no text in the call is JSON here."""
     output: str = ""
-    """What followed; empty where nothing did."""
+    """Output that followed; empty where there was none."""
     turn: int = 0
-    """Which turn of the rollout asked for it, from 0."""
+    """Index of the turn that made the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

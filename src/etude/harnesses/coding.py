@@ -92,7 +92,7 @@ class _Work:
         self._answer = ""
 
     def question(self) -> list[Message]:
-        """What the model is asked now."""
+        """Messages of the next request."""
         return self.context.ask(self._config.summary_request if self.window.step is Step.SUMMARISE else "")
 
     def make_room(self) -> None:
@@ -138,7 +138,7 @@ class _Work:
         self.context = Context(open_again(prompt, self._summary, kept))
 
     def result(self) -> HarnessResult:
-        """How the session went."""
+        """Result of the session."""
         summarises = self._config.context == "summary"
         measures = {
             "todo_opened": self._todo.opened,
@@ -151,7 +151,7 @@ class _Work:
         return HarnessResult(reason=self.window.reason, counts=self._counts, answer=self._answer, measures=measures)
 
     async def _carry_out(self, call: tools.Call) -> str:
-        """What comes of a call that does not end the session, as it is shown."""
+        """Observation of a call that does not end the session."""
         match call:
             case tools.OpenItem(text):
                 return f"{tools.TODO} {self._todo.add(text)}"

@@ -21,15 +21,15 @@ from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES
 from etude.types import Task
 
 SUBMIT, TIMEOUT = "submit", "timeout"
-"""Why a program stopped: it said so with its exit code, or it had to be stopped. Else the reason is ``exit N``."""
+"""Reasons of a program's end: its exit code said so, or it had to be stopped. Else the reason is ``exit N``."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 """For the gateway to say how the calls of a session fared."""
 WAITED_SHARE = 0.1
-"""Of a program's time: one that ran out of it, and whose calls waited longer than this for an engine, might have come
+"""Share of a program's time: one that ran out of it, whose calls waited longer than this for an engine, might have come
 to its end without. The milliseconds that calls stand in line on a good day are no reason to try again.
 """
 LAST_CALLS, LAST_CALL_S = 20, 0.1
-"""How often and with which pauses the gateway is asked until it knows that the last calls are over."""
+"""Requests to the gateway, and the pause between them, until the last calls are over."""
 PRINTED_CHARACTERS = 500
 """Kept of the end of what a program printed."""
 FILLED_IN = re.compile("{(" + "|".join(PLACEHOLDERS) + ")}")
@@ -91,7 +91,7 @@ class CommandHarness:
         return HarnessResult(reason=reason, counts={}, printed=last_words(result))
 
     async def _check_service(self, session: Session, reason: str) -> None:
-        """Whether engines did their part. Calls of a program that was killed end a moment after it."""
+        """Check that engines answered. Calls of a program that was killed end a moment after it."""
         times = await self._queue_time(session)
         for _ in range(LAST_CALLS):
             if not times["calls"]:
@@ -123,7 +123,7 @@ class CommandHarness:
 
 
 def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:
-    """Why a program stopped."""
+    """Reason of a program's end."""
     if result.timed_out:
         return TIMEOUT
     return SUBMIT if result.exit_code in success_codes else f"exit {result.exit_code}"

@@ -43,22 +43,22 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model said."""
+    """The model's text."""
 
     text: str
     finish: Literal["stop", "length", "context"]
     """It ended its turn · was cut at ``max_tokens`` · could not be asked, the conversation being too long."""
     tokens: int = 0
-    """Of the conversation up to the end of this reply; 0 where nothing was said."""
+    """Length of the conversation up to the end of this reply; 0 where the reply is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why an attempt must be repeated."""
+    """Failure after which an attempt must be repeated."""
 
     reason: str
     pause_s: float | None = None
-    """How long the gateway asks to wait, if it does."""
+    """Pause that the gateway asks for, if it does."""
 
 
 class CompletionClient:
@@ -108,7 +108,7 @@ class CompletionClient:
 
 
 def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | Trouble:
-    """What an HTTP answer means. Raises ``SessionLost`` and ``EngineUnavailable`` for what repeating cannot cure."""
+    """Parse an HTTP answer. Raises ``SessionLost`` and ``EngineUnavailable`` for what repeating cannot cure."""
     if status in BUSY:
         return Trouble(f"HTTP {status}", _seconds(retry_after))
     try:

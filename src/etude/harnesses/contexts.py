@@ -24,7 +24,7 @@ from etude.harnesses.summaries import ask_for_summary, open_truncated
 
 
 class Step(StrEnum):
-    """What a harness does next."""
+    """Next step of a harness."""
 
     ACT = "act"
     """Ask for an action."""
@@ -60,9 +60,9 @@ class Window:
         self._config = config
         self.step = Step.ACT
         self.reason = ""
-        """Why it stopped: ``turns``, ``context``, or what :meth:`stop` was told."""
+        """Reason of the end: ``turns``, ``context``, or that of :meth:`stop`."""
         self.restarts = 0
-        """How often a new context began."""
+        """Number of new contexts."""
         self._calls = 0
         self._is_fresh = True  # nothing was said in this context yet
 
@@ -121,7 +121,7 @@ class Window:
 
 @final
 class Context:
-    """What the model sees: what was said since ``opening``, and the result of the last action, which it has not seen.
+    """Context of the model: all messages since ``opening``, and the result of the last action, which it has not seen.
 
     ``unseen`` is such a result from before, with which a context that was truncated begins.
     """
@@ -138,7 +138,7 @@ class Context:
 
     @property
     def can_shorten(self) -> bool:
-        """Whether there is anything of the unseen result to leave out."""
+        """True if any of the unseen result can be left out."""
         return tools.shorten(self._unseen) is not None
 
     def ask(self, request: str = "") -> list[Message]:
@@ -164,7 +164,7 @@ class Context:
 
 @final
 class TodoList:
-    """What the model means to do, numbered from 1; kept by the harness, whatever becomes of a context."""
+    """The model's open items, numbered from 1; the harness holds them, whatever becomes of a context."""
 
     def __init__(self) -> None:
         self.opened = 0

@@ -20,20 +20,20 @@ HEADING = "summary"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a model left to itself."""
+    """Summary that a model wrote for itself."""
 
     scratch: str
-    """What it thought before; forgotten."""
+    """Its thoughts before; dropped."""
     text: str
-    """What it goes on from."""
+    """Text that it goes on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptState:
-    """What the harness carries over by itself, whatever the summary says."""
+    """State that the harness carries over by itself, whatever the summary says."""
 
     summaries: int
-    """How often the context has started anew."""
+    """Number of times that the context started anew."""
     open_items: Sequence[tuple[int, str]] = ()
     """Number and text of the to-do items that are not done."""
 

@@ -35,13 +35,13 @@ SHOWN_CHARACTERS = 24
 """Length to which a wrong result is cut: enough to recognise it, too little to fill the context."""
 
 WINDOW_LINES = 24
-"""What ``read FILE N`` shows: a function and what is around it."""
+"""Lines that ``read FILE N`` shows: a function and its surroundings."""
 REPORT_CHARACTERS = 120
 """Length to which pytest's word on a failing test is cut."""
 
 READ_PATTERN = re.compile(rf"{READ} (\S+)(?: ([0-9]{{1,6}}))?\s*")
 REPORT_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
-"""What pytest says of a test at its end."""
+"""Line of pytest about a test at its end."""
 EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
 TODO_PATTERN = re.compile(rf"{TODO} (\S.*)")
 DONE_PATTERN = re.compile(rf"{DONE} ([0-9]{{1,6}})")
@@ -99,7 +99,7 @@ class Malformed:
 
 
 Call: TypeAlias = ReadFile | EditFile | RunTests | OpenItem | CloseItem | Submit | Malformed
-"""What an assistant's message asks for."""
+"""Call in an assistant's message."""
 
 
 def parse_call(text: str) -> Call:
@@ -141,13 +141,13 @@ def apply_edit(text: str, edit: EditFile) -> str | None:
 
 
 def render_failure(function: str, case: Case, shown: str) -> str:
-    """What ``test`` says of the first case that fails; ``shown`` is the result's ``repr`` or the exception's name."""
+    """Output of ``test`` for the first case that fails; ``shown`` is the result's ``repr`` or the exception's name."""
     arguments = ", ".join(map(repr, case.arguments))
     return f"FAIL {function}({arguments}) = {shown[:SHOWN_CHARACTERS]} want {case.expected!r}"
 
 
 def render_report(output: str) -> str:
-    """What ``test`` says of the first test that fails, out of what pytest printed."""
+    """Output of ``test`` for the first test that fails, from pytest's."""
     match = REPORT_PATTERN.search(output)
     printed = output.strip().splitlines()
     shown = match[1] if match else printed[-1] if printed else "no output"

@@ -42,9 +42,9 @@ from etude.types import Disposition, Rollout, Verdict
 GRADER = "grader"
 """The grade, as a source of parts and in the record of a reward that has parts."""
 MEASURE = "measure."
-"""How sources begin that the harness measured: they are recorded by their own name."""
+"""Prefix of sources that the harness measured: they are recorded by their own name."""
 CHEAT_PART = "cheat_"
-"""How the names of a grade's parts begin by which a grader says that it was cheated; 1 is yes."""
+"""Prefix of a grade's parts by which a grader says that it was cheated; 1 is yes."""
 IMPOSSIBLE_PASSED = "impossible_passed"
 """Reason of a pass where there was nothing to pass."""
 CERTAIN = 0.5

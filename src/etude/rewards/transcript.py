@@ -21,13 +21,13 @@ class SpokenTurn:
     """One model call, in words."""
 
     heard: str
-    """What is new in its context."""
+    """New text in its context."""
     said: str
-    """What the model said."""
+    """The model's text."""
     answered: str
-    """What the first turn that goes on from this one heard; empty where none does."""
+    """New text of the first turn that goes on from this one; empty where none does."""
     kind: TurnKind
-    """What it was asked for."""
+    """Kind of the request."""
     continues: int | None
     """The turn whose reply it goes on from; ``None``: its context began anew."""
 

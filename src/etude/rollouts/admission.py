@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of the trainer: the one rule that bounds staleness.
+"""Admission of groups ahead of the trainer: the one rule that bounds staleness.
 
 Pure: counts in, a number of groups out. Legend: P groups per step, G rollouts per group, O maximal staleness,
 C concurrency, v the newest weight version that every engine serves.
@@ -32,7 +32,7 @@ class Admission:
         return min(ahead, self.groups_needed)
 
     def groups_to_admit(self, *, version: int, kept: int, in_flight: int) -> int:
-        """How many groups to admit.
+        """Number of groups to admit.
 
         Args:
             version: The newest weight version that every engine serves.

@@ -38,7 +38,7 @@ FIRST_OUTAGE_S = 60.0
 
 
 class Circuit(StrEnum):
-    """What may start."""
+    """State of the circuit: the rollouts that may start."""
 
     CLOSED = "closed"
     """Everything."""

@@ -27,9 +27,9 @@ from etude.telemetry.log import EventLog
 from etude.types import Split, Task
 
 POLL_S = 0.02
-"""How late a new weight version may be noticed; far below the time of a rollout."""
+"""Longest delay until a new weight version is noticed; far below the time of a rollout."""
 LOOK_S = 2.0
-"""How late it may be noticed what other rollouts processes did, or left behind."""
+"""Longest delay until slots that other rollouts processes filled, or left behind, are noticed."""
 TRAIN_TEMPERATURE = 1.0
 """The policy gradient holds for samples of the policy itself."""
 

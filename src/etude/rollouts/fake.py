@@ -41,7 +41,7 @@ class _Jumps(selectors.SelectSelector):
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready now; if nothing is, it is later."""
+        """Events that are ready now; if there are none, time passes."""
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("every task waits, and no timer is set: nothing will ever happen again")
@@ -258,5 +258,5 @@ class FakeWorld:
 
     @property
     def is_tidy(self) -> bool:
-        """Whether every session and every sandbox was closed."""
+        """True if every session and every sandbox was closed."""
         return len(self.sessions) == len(self.sandboxes) == 0

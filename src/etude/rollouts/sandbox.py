@@ -30,7 +30,7 @@ from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Image, SandboxStats
 
 GRACE_S = 30.0
-"""How much later than a command's own limit its sandbox may say so: providers have a grace of their own, a third."""
+"""Delay beyond a command's own limit until its sandbox reports it: providers have a grace of their own, a third."""
 FILES_S = 120.0
 """For files to be read or written, also a whole archive of them."""
 COPIES_S = 300.0
@@ -128,7 +128,7 @@ class SandboxCall:
     call: tuple[object, ...]
     """The method and its arguments."""
     outcome: object
-    """What it returned, or the ``ValueError`` that it raised."""
+    """Returned value, or the ``ValueError`` that it raised."""
 
     @property
     def is_failure(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which slots run now, which wait, and which are given up: the pure core of the rollouts.
+"""Schedule of slots: those that run, that wait, and that are given up. The pure core of the rollouts.
 
                     a place is free            graded
         WAITING ─────────────────────▶ RUNNING ──────▶ GRADED
@@ -32,7 +32,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 class SlotState(StrEnum):
-    """Where a slot is on its way to a reward."""
+    """State of a slot on its way to a reward."""
 
     WAITING = "waiting"
     """For a place to run in."""
@@ -93,7 +93,7 @@ class Schedule:
         return len(self._entries)
 
     def __contains__(self, slot: OpenSlot) -> bool:
-        """Whether a slot is in hand and has not ended."""
+        """True for a slot that was added and has not ended."""
         return place_of(slot) in self._entries
 
     @property
@@ -203,7 +203,7 @@ class Schedule:
 
 
 def place_of(slot: OpenSlot) -> Place:
-    """Where a slot is."""
+    """Group and number of a slot."""
     return slot.group_index, slot.slot
 
 

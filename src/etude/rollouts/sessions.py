@@ -22,7 +22,7 @@ from etude.protocols import Session
 from etude.types import Turn
 
 REASON_CHARS = 200
-"""How much of a refusal is quoted."""
+"""Length of an error body that is quoted."""
 BUSY = (429, 502, 503, 504)
 """Statuses that mean: later."""
 RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8)

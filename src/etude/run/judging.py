@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JudgeState:
-    """Where a process keeps the votes it was given and what it spent."""
+    """Files of a process: the votes it was given, and its spend."""
 
     folder: Path
-    """Of the run."""
+    """The run's folder."""
     seat: int = 0
     """Tells the processes of a run from each other: each has files of its own."""
 
@@ -62,12 +62,12 @@ class JudgeState:
 
     @property
     def hold(self) -> JudgePause:
-        """Whether the run's judging has stopped."""
+        """Pause of the run's judging."""
         return JudgePause(self.folder / "judge-held.txt")
 
     @property
     def spending(self) -> SpendFile:
-        """What it spent, and the others."""
+        """Spend of this process, and of the others."""
         return SpendFile(self.folder, self.seat)
 
 
@@ -81,7 +81,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJudge:
-    """What a run has of a judge."""
+    """Judge of a run, with what it is used for."""
 
     judge: Judge
     parts: JudgedParts
@@ -99,11 +99,11 @@ class EndpointMonitor:
 
     @property
     def trouble(self) -> str:
-        """As the endpoint does."""
+        """Delegate to the endpoint."""
         return self.endpoint.trouble
 
     async def ask(self, call: Call) -> ChatReply:
-        """As the endpoint does."""
+        """Delegate to the endpoint."""
         said = await self.endpoint.ask(call)
         self.identity = said.identity
         return said
@@ -130,7 +130,7 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
 
 
 def judge_params(config: RunConfig) -> JudgeParams:
-    """How votes are taken."""
+    """Parameters of voting."""
     judge = config.judge
     return JudgeParams(
         model=f"{MODEL}-{rules_of(config).version}" if judge.url == RULES else judge.model,
@@ -321,7 +321,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def per_rollout(config: JudgeConfig) -> BudgetLimit:
-    """What one rollout may cost, for its reward; as much again for its hints."""
+    """Budget limit of one rollout's reward; as much again for its hints."""
     return BudgetLimit(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
 
 

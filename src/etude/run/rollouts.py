@@ -56,17 +56,17 @@ from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
 
 POLL_S = 0.05
-"""How often the gateway is asked which weights are served."""
+"""Interval of requests for the served weight version."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
-"""What a sandbox must be granted, or the model's programs could read the run folder and reach the gateway."""
+"""Capabilities without which the model's programs could read the run folder and reach the gateway."""
 SEAT = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
 HARNESS_FOLDER = "/harness"
-"""Where a harness finds its own files, inside of a sandbox."""
+"""Folder of a harness's own files, inside of a sandbox."""
 DRAWS = 2
-"""How many held-out tasks are drawn for each that is wanted: some come twice, and of a small family all do."""
+"""Held-out tasks that are drawn for each that is needed: some come twice, and of a small family all do."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two ways of every evaluation."""
 
@@ -177,7 +177,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
-    """What to say of an evaluation in which every rollout used up its attempts: why the last one failed."""
+    """Error of an evaluation in which every rollout used up its attempts: it says why the last one failed."""
     with Archive.open(folder.ledger, folder.config().ledger) as archive:
         failed = archive.find(Search(purpose=purpose, outcome=Outcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
@@ -331,7 +331,7 @@ async def _rollout_context(
 async def _stage(
     stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
 ) -> tuple[TaskSandboxes, Grader, Harness]:
-    """Where tasks are worked on, who grades them there, and who leads the model."""
+    """Sandboxes of tasks, grader and harness of a recipe."""
     if config.sandboxes.kind == "local" and config.harness.kind == "coding":
         local = LocalSandboxes(workers=config.rollouts.sandbox_workers)
         stack.push_async_callback(local.close)
@@ -358,7 +358,7 @@ async def _stage(
 
 
 def _beside_tasks(folder: RunFolder, config: RunConfig) -> SandboxSpec:
-    """What another team's harness is shown, and the one place that it may reach: the gateway."""
+    """Mounts of another team's harness, and the one address that it may reach: the gateway."""
     mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
     return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
 

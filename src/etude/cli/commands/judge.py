@@ -32,14 +32,14 @@ from etude.telemetry.events import JudgeAlarm
 from etude.types import Hint
 
 SAMPLE = JudgeInput(task="Say hello.", work="hello")
-"""What is judged to see whether a judge answers."""
+"""Input of a check that a judge answers."""
 SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
-"""What it is asked for hints about."""
+"""Turns of a check that it gives hints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """What was found out about a judge."""
+    """Result of a check of a judge."""
 
     passed: bool
     lines: Sequence[str]
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answers:
-    """What a judge said, and at what cost."""
+    """Answers of a judge, and their cost."""
 
     judgements: Mapping[str, Judgement]
     """By aspect."""

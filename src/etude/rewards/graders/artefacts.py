@@ -1,4 +1,4 @@
-"""What is carried from the agent's world to the one where it is graded, and what is not. Pure.
+"""Artefacts that are carried from the agent's sandbox to the one where it is graded, and those that are not. Pure.
 
     original ──┐
                ├──carry──▶ Carried: what is written, what is removed, what was left behind
@@ -27,18 +27,18 @@ SETTINGS = frozenset(
 RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "sitecustomize", "usercustomize", "__pycache__", ".pytest_cache"})
 """Folders that stand for such files."""
 METADATA = (".dist-info", ".egg-info")
-"""How the folders end that announce plugins."""
+"""Suffixes of folders that announce plugins."""
 COMPILED = re.compile(r"\.(pyc|pyo|pyd|dll|dylib|pth|egg-link|egg)$|\.so(\.[0-9.]+)?$")
 """Files that nobody can read, or that run, or redirect, what an interpreter imports when it starts."""
 SCRIPTS = (".py", ".sh", ".ini", ".cfg", ".toml")
-"""How the words of a command end that name files."""
+"""Suffixes of a command's words that name files."""
 TEST_FOLDERS = frozenset({"test", "tests"})
 """Folders that belong to the hidden tests in them as a whole: helpers and data are part of a test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What becomes of the artefacts where they are graded."""
+    """Artefacts as they arrive where they are graded."""
 
     entries: tuple[Entry, ...]
     """Written there."""
@@ -69,7 +69,7 @@ class Ground:
         return cls(files, folders, frozenset(above))
 
     def holds(self, name: str) -> bool:
-        """Whether a file or folder is the grader's."""
+        """True for a file or folder that is the grader's."""
         parts = PurePosixPath(name).parts
         if parts[-1] in SETTINGS or COMPILED.search(parts[-1]) or not RUNNERS.isdisjoint(parts):
             return True
@@ -103,7 +103,7 @@ def carry(original: Iterable[Entry], agents: Iterable[Entry], ground: Ground) ->
 
 
 def _bars(entry: Entry, ground: Ground) -> bool:
-    """Whether something would be in the way of a hidden test."""
+    """True for an entry that would be in the way of a hidden test."""
     return entry.kind is not EntryKind.FOLDER and entry.name in ground.ancestors
 
 
@@ -121,5 +121,5 @@ def _same(entry: Entry, other: Entry | None) -> bool:
 
 
 def _holds_kept(folder: str, before: Iterable[str], ground: Ground) -> bool:
-    """Whether a folder that the agent deleted has to stay for what is the grader's in it."""
+    """True for a folder that the agent deleted, and that has to stay for the grader's files in it."""
     return folder in ground.ancestors or any(name.startswith(f"{folder}/") and ground.holds(name) for name in before)

@@ -32,7 +32,7 @@ WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def is_literal(node: ast.expr) -> bool:
-    """Whether an expression is made of constants alone, and of kinds that can be changed."""
+    """True for an expression of constants alone, of kinds that can be changed."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool | int | float | str | bytes | None)
     if isinstance(node, ast.UnaryOp):
@@ -43,7 +43,7 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def is_number(node: ast.expr) -> bool:
-    """Whether an expression is an int or a float, written out."""
+    """True for an int or a float, written out."""
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
@@ -233,14 +233,14 @@ Write: TypeAlias = Callable[[random.Random], str | None]
 
 
 class SiteKind(StrEnum):
-    """What is changed."""
+    """Kind of change."""
 
     VALUE = "value"
     """A literal that something is compared with is another one."""
     ROWS = "rows"
     """The same in every row of a test with parameters, whose node ids may change with it."""
     WRAPPED = "wrapped"
-    """What something is compared with is put into a list or a tuple."""
+    """The expected value is put into a list or a tuple."""
     RAISES = "raises"
     """Another exception is expected."""
     FLIPPED = "flipped"
@@ -252,7 +252,7 @@ class SiteKind(StrEnum):
 WEIGHTS = MappingProxyType(
     {SiteKind.VALUE: 12, SiteKind.ROWS: 12, SiteKind.WRAPPED: 4, SiteKind.RAISES: 3, SiteKind.FLIPPED: 1}
 )
-"""How likely a site is chosen beside others. Objects that lie pass an ``==`` with another value, not its opposite; and
+"""Weight of a site in the draw. Objects that lie pass an ``==`` with another value, not its opposite; and
 another value is what looks most like the real one.
 """
 
@@ -276,7 +276,7 @@ FLIPPED_METHODS = MappingProxyType(
 RAISING = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 """Context managers that expect an exception, which is their first argument."""
 SWALLOWING = ("raises", "assert", "suppress", "expect", "ignore", "fail", "xfail", "subtest", "warns", "catch")
-"""How the names of context managers begin that may end an assertion's failure, or expect it; those without a name of
+"""Prefixes of context managers that may end an assertion's failure, or expect it; those without a name of
 their own, such as a parameter of the test, may do so, too.
 """
 UNRELATED = (
@@ -298,7 +298,7 @@ class Site:
     end: int
     """Byte behind it."""
     write: Write
-    """What stands there instead, drawn anew each time; ``None`` where nothing was found."""
+    """Replacement, drawn anew each time; ``None`` where there is none."""
     leaves_work: bool = False
     """True if more than assertions comes after it, which a test that fails here leaves undone."""
 
@@ -355,11 +355,11 @@ class TestSource:
         return "\n".join([*above, self._lines.text(function)])
 
     def line_of(self, definition: str) -> int:
-        """Where the test is, counted from 1."""
+        """Line of the test, counted from 1."""
         return self._functions[definition].lineno
 
     def sites(self, definition: str) -> tuple[Site, ...]:
-        """Where the test can be made to fail; there is always some place."""
+        """Sites at which the test can be made to fail; there is always one."""
         function = self._functions[definition]
         found = tuple(_Surgeon(self._lines, function).sites())
         return found or (_planted(self._lines, function),)

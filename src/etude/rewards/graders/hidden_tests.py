@@ -45,10 +45,10 @@ from etude.rewards.graders.functions import SUBMITTED
 from etude.rewards.graders.test_runs import (
     ENVIRONMENT,
     REPORT_LIMIT,
-    Report,
-    Run,
     HiddenTestPlan,
     HiddenTestPlanner,
+    Report,
+    Run,
     module_of,
     test_of,
 )
@@ -79,7 +79,7 @@ async def check_interpreter(sandbox: Sandbox) -> None:
 
 
 async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: float) -> int:
-    """How many cases of all ``probes`` return what they should; each probe has a process and ``timeout_s``.
+    """Number of cases of all ``probes`` that return what they should; each probe has a process and ``timeout_s``.
 
     Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not what is probed.
     """
@@ -98,13 +98,13 @@ async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: flo
 
 ARTEFACT_LIMIT_BYTES = 64 << 20
 ARCHIVE_LIMIT_BYTES = 1 << 40
-"""Of what is written again: as much as was read, which was limited."""
+"""Limit of what is written again: as much as was read, which was limited."""
 PREPARE_TIMEOUT_S = 60.0
 """For a world to be made ready."""
 GRACE_S = 600.0
-"""How much longer than its grading a world may live."""
+"""Life of a sandbox beyond its grading."""
 PACE = 4.0
-"""How many times more time a task's tests are given, again and again, until they take as long as on a slow machine."""
+"""Factor by which a task's tests are given more time, again and again, until it is enough on a slow machine."""
 SOUND_TASKS = 4096
 """Tasks that are remembered to run in an untouched world."""
 
@@ -184,7 +184,7 @@ class HiddenTestGrader:
         return (await self._planner(task, seen, math.inf)).guarded
 
     async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Grade:
-        """What an agent ``left`` is worth (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
+        """Grade of what an agent ``left`` (``None``: what cannot be carried), if ``timeout_s`` is enough for a run of
         the tests.
 
         Raises :class:`_TooSlow`.
@@ -297,7 +297,7 @@ class HiddenTestGrader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What has been seen of one agent's work so far."""
+    """Results of one agent's work so far."""
 
     passed: frozenset[str]
     """Node ids that passed wherever they were real."""
@@ -309,7 +309,7 @@ class Findings:
     """Node ids whose canaries passed, as they themselves did."""
 
     def with_run(self, plan: HiddenTestPlan, report: Report) -> "Findings":
-        """What is known after another run. One that did not even start has proved nothing, so nothing passed."""
+        """Findings after another run. One that did not even start has proved nothing, so nothing passed."""
         return replace(
             self,
             passed=self.passed - (plan.real - report.passed) if report.started else frozenset(),
@@ -318,12 +318,12 @@ class Findings:
         )
 
     def is_proved(self, checks: TestChecks) -> bool:
-        """Whether every test and every probe passed, and no canary did."""
+        """True if every test and every probe passed, and no canary did."""
         is_complete = self.passed.issuperset(checks.must_pass) and self.probed == _calls(checks)
         return is_complete and not self.cheated
 
     def parts(self, checks: TestChecks) -> dict[str, float]:
-        """As figures."""
+        """Parts of the grade."""
         about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
         parts = {"about_passed": _share(about, self.passed), "others_passed": _share(others, self.passed)}
         if checks.probes:
@@ -335,7 +335,7 @@ class Findings:
 
 
 async def _artefacts(world: Sandbox, task: Task) -> tuple[Entry, ...]:
-    """What lies where a task's artefacts are. ``ValueError`` for what cannot be carried."""
+    """Entries at the paths of a task's artefacts. ``ValueError`` for what cannot be carried."""
     return read_archive(await world.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
 
 

@@ -21,9 +21,9 @@ PROTOCOL = 196608
 """Version 3.0."""
 CHUNK_BYTES = 1 << 16
 ROWS_BYTES = 1 << 16
-"""Of the values of one answer; beyond it rows are thrown away and the answer says so."""
+"""Limit of the values of one answer; rows beyond it are thrown away and the answer says so."""
 MESSAGE_CHARACTERS = 500
-"""Of a server's complaint."""
+"""Limit of a server's error message."""
 BOOL, INTEGERS, FLOATS, DOCUMENTS = 16, (20, 21, 23, 26), (700, 701), (114, 3802)
 """Object ids of types whose values are more than text in JSON."""
 LOST, LATE = "lost", "late"
@@ -44,12 +44,12 @@ class Step(TypedDict):
     user: str
     database: str
     settings: dict[str, str]
-    """Of the session; they outrank what is set for the database or the role."""
+    """Settings of the session; they outrank those of the database or the role."""
     scripts: list[str]
     timeout_s: float
     """For all of them together."""
     vital: bool
-    """Whether its failure makes the steps after it pointless."""
+    """True if its failure makes the steps after it pointless."""
 
 
 class Connection:

@@ -60,18 +60,18 @@ PINNED = {
 PIN = "SELECT " + ", ".join(f"pg_catalog.set_config('{name}', '{value}', true)" for name, value in PINNED.items())
 """Again, after SQL that may have run functions of the migration's: they can change settings, too."""
 NOW = "SET CONSTRAINTS ALL IMMEDIATE"
-"""What a deferred constraint has to say, it says here."""
+"""Check of deferred constraints at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one attempt found out."""
+    """Result of one attempt."""
 
     applied: bool
     right: int
     """Questions with the right answer."""
     gone: bool
-    """Whether the server died on the way."""
+    """True if the server died on the way."""
 
 
 class QueryGrader:
@@ -130,7 +130,7 @@ class QueryGrader:
 
 
 def unseen_step(checks: QueryChecks) -> Step:
-    """What is done with a fresh database before the migration: its rows give way to those that are unseen."""
+    """Step on a fresh database before the migration: its rows are replaced by those that are unseen."""
     timeout_s = 2 * MIGRATION_TIMEOUT_S
     return _step(
         OWNER, DATABASE, PINNED | {"search_path": "public", "statement_timeout": "0"}, [checks.unseen], timeout_s
@@ -138,7 +138,7 @@ def unseen_step(checks: QueryChecks) -> Step:
 
 
 def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[Step]:
-    """What is done with the database then, in order: the migration, the asker's role, a step for each question."""
+    """Steps after that, in order: the migration, the asker's role, a step for each question."""
     role = f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
     return [
         _step(OWNER, DATABASE, OWNER_SETTINGS, [migration], MIGRATION_TIMEOUT_S),
@@ -161,7 +161,7 @@ def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
 
 
 def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> Verdict:
-    """What the answers to :func:`migration_steps` say; ``None`` stands for a client that did not live to write them.
+    """Result in the answers to :func:`migration_steps`; ``None`` stands for a client that did not live to write them.
 
     Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
     """
@@ -176,7 +176,7 @@ def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> Ver
 
 
 def is_right(query: Query, answer: dict[str, Json]) -> bool:
-    """Whether a question was answered with the rows, or refused for the reason, that it should be."""
+    """True if a question was answered with the rows, or refused for the reason, that it should be."""
     if query.fails_with:
         return answer["state"] == query.fails_with and answer["done"] == len(_question(query)) - 1
     rows: Json = [list(row) for row in query.rows]

@@ -53,18 +53,18 @@ from etude.types import Json, ScriptChecks, Task
 
 TESTS, LOGS = "/tests", "/logs/verifier"
 REWARD_JSON, REWARD_TEXT = f"{LOGS}/reward.json", f"{LOGS}/reward.txt"
-"""Where a verifier writes its verdict; JSON is looked for first."""
+"""Files of a verifier's reward; JSON is looked for first."""
 REWARD_LIMIT_CHARACTERS = 64 << 10
-"""Of a reward file."""
+"""Limit of a reward file."""
 PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
-"""Of a reward's parts, and of the name of one."""
+"""Limits of a reward's parts, and of the name of one."""
 ARTEFACT_LIMIT_BYTES = 256 << 20
 PREPARE_TIMEOUT_S = 60.0
 """For a world to be made ready; removing a large working folder takes a while."""
 GRACE_S = 300.0
-"""How much longer than its verifier a world may live."""
+"""Life of a sandbox beyond its verifier."""
 LOG_CHARACTERS = 2000
-"""Of a verifier's output, in an error."""
+"""Limit of a verifier's output in an error."""
 SIGNALS = range(129, 129 + 64)
 """Exit codes of a program that a signal ended."""
 CANARY_RUNS = 4
@@ -78,7 +78,7 @@ OPEN_GIT: Mapping[str, str] = MappingProxyType(
 )
 """Lets git work in a folder of the agent's, as the root of a world that ends with the verdict."""
 IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
-"""Where links among the artefacts may lead, beside the working folder: the image's own files, which the agent could
+"""Targets of links among the artefacts, beside the working folder: the image's own files, which the agent could
 read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``, where a verifier's command line is.
 """
 TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
@@ -93,7 +93,7 @@ if id agent >/dev/null 2>&1; then chown -R -h agent: . ; fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a verifier said."""
+    """Reward that a verifier wrote."""
 
     value: float
     parts: Mapping[str, float]
@@ -101,7 +101,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoVerdict:
-    """Why there is none."""
+    """Reason why a verifier wrote no reward."""
 
     reason: str
     log: str = ""
@@ -213,7 +213,7 @@ class ScriptGrader:
 
 
 class _Standing:
-    """Whether one task's verifier works where no agent has been; not known before it is asked."""
+    """Result of one task's verifier where no agent has been; ``None`` before it was run."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -275,7 +275,7 @@ def _leads_near(link: Entry, workdir: str) -> bool:
 
 
 def read_reward(json_text: str | None, text: str | None) -> Verdict:
-    """What a verifier's reward files say; ``None`` for one that is not there.
+    """Parse a verifier's reward files; ``None`` for one that is not there.
 
     A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
     are parts. Raises ``ValueError`` with the reason for anything else.

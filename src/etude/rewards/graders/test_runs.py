@@ -43,7 +43,7 @@ MOST_MIXED_PLANS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTestPlan:
-    """What one test run is given."""
+    """Tests of one test run."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     """Test modules that are not as they were: path → source."""
@@ -168,14 +168,14 @@ def name_of(node: str) -> str:
 
 
 MARK_BYTES = 6
-"""Of a digest: among thousands of tests no two are alike, but by one chance in millions."""
+"""Size of a digest: among thousands of tests no two are alike, but by one chance in millions."""
 REPORT_LIMIT = 2500
 """Tests of one run whose marks fit into the 64 KiB that are kept of a command's output."""
 STARTED, ENDED = "started", "ended"
-"""What is marked besides tests: that the reporter was there before, and after, all of them."""
+"""Marks besides those of tests: the reporter was there before, and after, all of them."""
 
 TAIL_LETTERS = 600
-"""Of the output of a run that failed, in the message."""
+"""Limit of a failed run's output in a message."""
 ENVIRONMENT = MappingProxyType({"PYTHONDONTWRITEBYTECODE": "1"})
 """Variables of every run."""
 OPTIONS = (
@@ -247,12 +247,12 @@ class Run:
     paths: Sequence[str]
     """Test modules."""
     name: str = field(default_factory=lambda: "_" + secrets.token_hex(6))
-    """Of the plugin, and of the hidden folder below the working folder that it lies in."""
+    """Name of the plugin, and of the hidden folder below the working folder that it lies in."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
     def files(self) -> Mapping[str, str]:
-        """What has to be written before."""
+        """Files that have to be written before."""
         return {f".{self.name}/{self.name}.py": REPORTER}
 
     @property
@@ -262,7 +262,7 @@ class Run:
         return ("sh", "-c", search, "sh", *self.command, "-p", self.name, *OPTIONS, *self.paths)
 
     def read(self, result: ExecResult, nodes: Iterable[str]) -> "Report":
-        """What was seen to pass of ``nodes``."""
+        """Report about ``nodes``."""
         marks = frozenset(result.stdout.split("\n"))
         return Report(
             passed=frozenset(node for node in nodes if self._mark(node) in marks),
@@ -278,7 +278,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one run said."""
+    """Report of one test run."""
 
     passed: frozenset[str]
     """Node ids."""

@@ -26,7 +26,7 @@ from etude.errors import DamagedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
-    """What was used, or may be."""
+    """Calls and tokens that were used, or may be."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -38,7 +38,7 @@ class Spend:
 
     @property
     def tokens(self) -> int:
-        """Of both kinds."""
+        """Tokens of both kinds."""
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: "Spend") -> "Spend":
@@ -64,7 +64,7 @@ class Prices:
     completion: float = 0.0
 
     def cost(self, spend: Spend) -> float:
-        """What some use costs."""
+        """Price of what was used."""
         return (self.prompt * spend.prompt_tokens + self.completion * spend.completion_tokens) / 1e6
 
 
@@ -79,7 +79,7 @@ class BudgetLimit:
     cost: float = float("inf")
 
     def holds(self, spend: Spend, prices: Prices) -> bool:
-        """Whether so much may be used."""
+        """True if so much may be used."""
         return spend.calls <= self.calls and spend.tokens <= self.tokens and prices.cost(spend) <= self.cost
 
     def __str__(self) -> str:
@@ -88,15 +88,15 @@ class BudgetLimit:
 
 
 class Budget:
-    """What is left of an allowance, and of the budget that it comes out of."""
+    """The rest of a limit, and of the budget that it is a portion of."""
 
     def __init__(
         self, allowance: BudgetLimit, prices: Prices, *, spent: Spend | None = None, out_of: "Budget | None" = None
     ) -> None:
         self.spent = spent or Spend()
-        """What was used, settled."""
+        """Settled use."""
         self.elsewhere = Spend()
-        """What others who live on the same allowance have used, as far as is known."""
+        """Use by other processes under the same limit, as far as is known."""
         self._allowance = allowance
         self._prices = prices
         self._out_of = out_of
@@ -116,7 +116,7 @@ class Budget:
         return True
 
     def shortage(self, most: Spend) -> str:
-        """Why so much cannot be set aside, even if all that is set aside now comes back; empty: it could be then."""
+        """Reason why so much cannot be set aside, even if all that is set aside comes back; empty: it could be then."""
         spent = self.spent + self.elsewhere
         if not self._allowance.holds(spent + most, self._prices):
             return (
@@ -126,7 +126,7 @@ class Budget:
         return "" if self._out_of is None else self._out_of.shortage(most)
 
     def settle(self, most: Spend, used: Spend) -> None:
-        """What was really ``used`` of the ``most`` that was set aside; nothing, where the call came to nothing."""
+        """Release the ``most`` that was set aside, and take off what was really ``used`` of it."""
         self._reserved -= most
         self.spent += used
         if self._out_of is not None:
@@ -134,7 +134,7 @@ class Budget:
 
     @property
     def cost(self) -> float:
-        """What was used, in money."""
+        """Settled use, in money."""
         return self._prices.cost(self.spent)
 
 
@@ -147,7 +147,7 @@ class SpendFile:
         self._name = f"judge-spend-{seat}.json"
 
     def load(self) -> Spend:
-        """What this process spent so far. Raises :class:`~etude.errors.DamagedError` for a file that does not say."""
+        """Spend of this process so far. Raises :class:`~etude.errors.DamagedError` for a file that does not say."""
         return Spend() if self._folder is None else _read(self._folder / self._name)
 
     def save(self, spent: Spend) -> Spend:
@@ -160,7 +160,7 @@ class SpendFile:
         return self.others()
 
     def others(self) -> Spend:
-        """What the other processes have spent. Raises like :meth:`load`, about their files."""
+        """Spend of the other processes. Raises like :meth:`load`, about their files."""
         files = [] if self._folder is None else self._folder.glob("judge-spend-*.json")
         return sum((_read(file) for file in files if file.name != self._name), Spend())
 
@@ -175,14 +175,14 @@ def _read(file: Path) -> Spend:
 
 
 class JudgePause:
-    """Whether judging is held, and why."""
+    """Pause of all judging, and its reason."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     @property
     def reason(self) -> str:
-        """Why, and what ends it; empty: judging goes on."""
+        """Reason of the pause, and what ends it; empty: judging goes on."""
         try:
             why = self._file.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:

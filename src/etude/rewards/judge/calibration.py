@@ -100,7 +100,7 @@ FEWEST_ITEMS = 8
 MOST_ITEMS = 2_000
 """All are in a run's folder."""
 ITEM_KEYS = ({"task", "work", "label"}, {"task", "work", "label", "author"})
-"""What a line may have."""
+"""Keys of a line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How often, and how far, judge and labels agree."""
+    """Agreement of a judge with labels."""
 
     items: int
     """That the judge had a verdict on."""
@@ -144,7 +144,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """Where errors (score − label) lean. A correlation whose interval has no 0 in it is one to look at."""
+    """Biases: where errors (score − label) lean. A correlation whose interval has no 0 in it is one to look at."""
 
     mean_error: Estimate
     """Lenient above 0, severe below."""
@@ -160,13 +160,13 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What is known of one judge of one aspect."""
+    """Calibration of one judge of one aspect."""
 
     aspect: str
     pin: str
     model: str
     identity: str
-    """What the endpoint said that it was."""
+    """Name that the endpoint gave itself."""
     date: str
     agreement: Agreement
     bias: Bias
@@ -210,7 +210,7 @@ def agreement_of(items: Sequence[Item], judgements: Sequence[Judgement]) -> Agre
 
 
 def bias_of(items: Sequence[Item], judgements: Sequence[Judgement], model: str) -> Bias:
-    """Where the errors of a judge, which is ``model``, lean."""
+    """Biases of a judge, which is ``model``."""
     judged = [item for item, judgement in zip(items, judgements, strict=True) if judgement.score is not None]
     labels_N, scores_N = _judged(items, judgements)
     errors_N = scores_N - labels_N
@@ -244,7 +244,7 @@ def parse_calibration(text: str, source: str) -> Calibration:
 
 
 def distrust(calibration: Calibration | None, pin: str, min_agreement: float) -> str:
-    """Why a judge with this ``pin`` is not to be trusted on the word of its calibration; empty: it is."""
+    """Reason why a judge with this ``pin`` is not trusted on the word of its calibration; empty: it is."""
     if calibration is None:
         return "it was never calibrated"
     if calibration.pin != pin:
@@ -289,7 +289,7 @@ def _order(judgements: Sequence[Judgement]) -> Estimate | None:
 
 
 def _difference(errors_N: Numbers, own_N: Mask) -> Estimate:
-    """Of two means. A draw of one side alone, which is rare, counts as no difference."""
+    """Difference of two means. A draw of one side alone, which is rare, counts as no difference."""
 
     def gap(drawn: Indices) -> Numbers:
         errors, own = errors_N[drawn], own_N[drawn]
@@ -318,7 +318,7 @@ MOST_IDENTITIES = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """What somebody has to look at."""
+    """Alarm that a person has to look at."""
 
     kind: Literal["model", "agreement"]
     aspect: str
@@ -361,7 +361,7 @@ class IdentityWatch:
         self._calibrated = frozenset(self._known)
 
     def observe(self, identity: str) -> bool:
-        """Whether it says something that it never said before. The first word is the known one where there was none;
+        """True for a name that it never gave before. The first name is the calibrated one where there was none;
         an endpoint that goes back and forth between two is told of once, and one that says nothing never.
         """
         if not identity or identity in self._known:
@@ -371,5 +371,5 @@ class IdentityWatch:
         return len(self._known) > 1
 
     def vouches_for(self, identity: str) -> bool:
-        """Whether what was observed last is what was calibrated, or heard first, as far as it says what it is."""
+        """True if the last name is the calibrated one, or the first; also where the endpoint gives none."""
         return not identity or identity in self._calibrated

@@ -36,7 +36,7 @@ SHOWN = 200
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """The caller has the deadline."""
 HIDDEN_KEY = "[key]"
-"""What stands in an error where an endpoint repeated our key."""
+"""Replacement in an error where an endpoint repeated our key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Call:
 
     messages: Sequence[Message]
     schema: Json
-    """What the reply must look like, where the endpoint holds it to that."""
+    """JSON schema of the reply, where the endpoint enforces one."""
     max_tokens: int
     temperature: float
     seed: int
@@ -54,14 +54,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """What came back."""
+    """One completion."""
 
     text: str
     was_cut: bool
     used: Spend | None
     """``None``: the endpoint does not count."""
     identity: str
-    """What the endpoint says it is: name and fingerprint of its model."""
+    """Name that the endpoint gives itself: model and fingerprint."""
 
 
 class ChatEndpoint(Protocol):
@@ -69,7 +69,7 @@ class ChatEndpoint(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why a call had to be repeated last; empty: none had."""
+        """Reason of the last repeated call; empty: none was repeated."""
         ...
 
     async def ask(self, call: Call) -> ChatReply:
@@ -81,16 +81,16 @@ class ChatEndpoint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a judge is and how it is spoken to."""
+    """Address of a judge, and the dialect of its API."""
 
     url: str
-    """Of the API, up to and with ``/v1``."""
+    """Base URL of the API, up to and with ``/v1``."""
     model: str
     key: str = ""
     structured: bool = False
-    """Whether it takes ``response_format`` with a JSON schema."""
+    """True if it takes ``response_format`` with a JSON schema."""
     limit_name: str = "max_tokens"
-    """What it calls the bound of a reply."""
+    """Its name for the bound of a reply."""
 
     def __repr__(self) -> str:
         return f"Address(url={self.url!r}, model={self.model!r})"
@@ -109,7 +109,7 @@ class Endpoint:
 
     @property
     def trouble(self) -> str:
-        """Why a call had to be repeated last; empty: none had."""
+        """Reason of the last repeated call; empty: none was repeated."""
         return self._trouble
 
     async def ask(self, call: Call) -> ChatReply:
@@ -177,7 +177,7 @@ class Endpoint:
 
 
 def read_answer(answer: dict[str, object]) -> ChatReply:
-    """What a completion says. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for what is none."""
+    """Parse a completion. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for what is none."""
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}, **choice}, *_]}:
             used = None
@@ -195,7 +195,7 @@ def read_answer(answer: dict[str, object]) -> ChatReply:
 
 
 def _seconds(wish: str | None) -> float:
-    """What ``Retry-After`` asks for, if it is a number of seconds; dates are left to the pauses."""
+    """Pause that ``Retry-After`` asks for, if it is a number of seconds; dates are left to the pauses."""
     if wish is None or not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", wish):
         return 0.0
     return min(LONGEST_WISH_S, float(wish))

@@ -18,7 +18,7 @@ from etude.rewards.judge.votes import read_object
 from etude.types import Hint, Json, Task
 
 SOURCE = "judge"
-"""Who says so."""
+"""Source of these hints."""
 LONGEST_HINT = 200
 """Characters."""
 TURN_CHARACTERS = 2_000
@@ -55,17 +55,17 @@ SCHEMA: Json = {
     "required": ["hints", "nonce"],
     "additionalProperties": False,
 }
-"""Of a reply."""
+"""JSON schema of a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """How much of a session is shown."""
+    """Limits of what is shown of a session."""
 
     most: int
     """Hints."""
     characters: int
-    """Of each turn."""
+    """Limit of each turn."""
 
 
 class HintJudge:

@@ -46,9 +46,9 @@ OPEN, PROBING = "open", "probing"
 MARK_BYTES = 16
 """Randomness of marks and nonces."""
 TRIES = 2
-"""Of one vote: a reply that cannot be read is asked for once more."""
+"""Tries of one vote: an unreadable reply is requested once more."""
 FRAME_TOKENS = 64
-"""What a chat template may add to two messages."""
+"""Most that a chat template adds to two messages."""
 BYTES_PER_TOKEN = 4
 """About what English and code come to: a call sets aside a token for every byte, and most likely uses a quarter."""
 
@@ -60,7 +60,7 @@ class Circuit(Protocol):
 
     @property
     def gave_up(self) -> bool:
-        """Whether none could be had for so long that nobody should wait any more."""
+        """True if none could be had for so long that waiting is pointless."""
         ...
 
     def ask(self, now: float) -> str:
@@ -78,7 +78,7 @@ class Circuit(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeDeps:
-    """What a judge works with."""
+    """Dependencies of a judge."""
 
     endpoint: ChatEndpoint
     cache: VoteCache
@@ -89,14 +89,14 @@ class JudgeDeps:
     identity: IdentityWatch
     alarm: Callable[[Alarm], None]
     hold: JudgePause | None
-    """Where an alarm stops all judging; ``None``: it is only told."""
+    """Pause of all judging after an alarm; ``None``: it is only reported."""
     record: Callable[[Spend], Spend]
     """Told what was spent so far, after every call; says what other processes of the run have spent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeLimits:
-    """What a judge keeps to."""
+    """Limits of a judge."""
 
     timeout_s: float = 60.0
     """For one judgement: all its votes, pauses and second tries."""
@@ -106,7 +106,7 @@ class JudgeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """What a reply shall look like."""
+    """Format of a reply."""
 
     about: str
     """For errors."""
@@ -187,7 +187,7 @@ class Judge:
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
-        """What the circuit lets pass; it learns how that ended, unless that is not the endpoint's fault."""
+        """Calls that the circuit lets pass; it learns how they ended, unless that is not the endpoint's fault."""
         self._check_hold()
         circuit, clock = self._deps.circuit, self._deps.clock
         state = circuit.ask(clock.now())
@@ -285,7 +285,7 @@ class Judge:
 
 
 def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
-    """What a budget must hold for one judgement on each aspect, of texts of full length that are English or code: one
+    """Budget for one judgement on each aspect, of texts of full length that are English or code: one
     call as dear as can be, which is what is set aside for the last of them, and of every other what it uses then.
     """
     judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)

@@ -35,7 +35,7 @@ ADDRESSES_JUDGE = "addresses_judge"
 UNREADABLE = "unreadable_votes"
 """The part that is the share of votes that could not be read."""
 BESIDE = (ADDRESSES_JUDGE, UNREADABLE)
-"""What is recorded beside the aspects; no rubric may have such a name."""
+"""Values that are recorded beside the aspects; no rubric may have such a name."""
 
 
 class DriftCheck:

@@ -45,7 +45,7 @@ from etude.errors import ConfigError
 from etude.types import Json
 
 ASPECT = re.compile(r"[a-z][a-z0-9_]{0,31}")
-"""What an aspect may be called: it names parts of rewards and files, and stands in prompts."""
+"""Name of an aspect: it names parts of rewards and files, and stands in prompts."""
 FEWEST_SCORES, MOST_SCORES = 2, 11
 """A scale of one score says nothing; beyond eleven nobody, judge or human, tells neighbours apart."""
 LONGEST_TEXT = 2_000
@@ -53,7 +53,7 @@ LONGEST_TEXT = 2_000
 
 
 class About(StrEnum):
-    """What of a rollout is shown to the judge."""
+    """Part of a rollout that is shown to the judge."""
 
     ANSWER = "answer"
     """Its last words."""
@@ -62,7 +62,7 @@ class About(StrEnum):
 
 
 class TieRule(StrEnum):
-    """Which score counts when an even number of votes has two different ones in its middle."""
+    """Score that counts when an even number of votes has two different ones in its middle."""
 
     LOWER = "lower"
     UPPER = "upper"
@@ -74,7 +74,7 @@ class TieRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """What a score means."""
+    """Meaning of a score."""
 
     score: int
     anchor: str
@@ -82,7 +82,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rubric:
-    """How one aspect is judged."""
+    """Rubric of one aspect."""
 
     aspect: str
     version: str
@@ -163,7 +163,7 @@ at all, and separators of lines other than ours.
 IGNORABLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]")
 """Letters and marks that are drawn as nothing: Unicode's Default_Ignorable_Code_Point beyond the categories."""
 MARKER_CHARACTERS = frozenset("<>[]|")
-"""What markers of roles are spelled with; a character whose compatibility form has one is spelled out."""
+"""Characters of role markers; a character whose compatibility form has one is spelled out."""
 ANGLE = re.compile(r"<(?![ \t\n=\\]|$)")
 """An opening bracket that could begin ``<|im_start|>``, ``<s>``, ``</tool>``, ``<<SYS>>``: not ``a < b``, ``<=``."""
 SQUARE = re.compile(r"\[(?=/?[A-Za-z_]*[A-Z]{2})")
@@ -235,7 +235,7 @@ AGAIN = "\nYour reply to this question could not be read: {fault}. Reply with th
 
 
 class Fault(StrEnum):
-    """Why a reply cannot be read."""
+    """Reason why a reply cannot be read."""
 
     CUT = "it was cut before its end"
     TOO_LONG = "it was too long"
@@ -248,7 +248,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeInput:
-    """What one judgement is about. Both are data."""
+    """Input of one judgement. Both texts are data."""
 
     task: str
     work: str
@@ -256,7 +256,7 @@ class JudgeInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What was drawn for one call, 128 random bits each, in hex."""
+    """Random values of one call, 128 bits each, in hex."""
 
     mark: str
     """Stands around the data."""
@@ -266,14 +266,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How one call asks."""
+    """Form of one call's question."""
 
     limit: int
     """Characters that are shown of the task and of the work, each."""
     descending: bool = False
-    """Whether the scale is shown from best to worst: every other vote sees it so, and the difference is measured."""
+    """True: the scale is shown from best to worst. Every other vote sees it so, and the difference is measured."""
     fault: Fault | None = None
-    """What was wrong with the reply to the same question before."""
+    """Fault of the reply to the same question before."""
 
 
 def ask(rubric: Rubric, judged: JudgeInput, tokens: Tokens, asking: Asking) -> tuple[Message, ...]:
@@ -335,17 +335,17 @@ def prompt_digest() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeParams:
-    """How votes are taken."""
+    """Parameters of voting."""
 
     model: str
     votes: int = 1
     temperature: float = 0.0
     max_tokens: int = 256
-    """Of a reply, thoughts included."""
+    """Limit of a reply, thoughts included."""
     text_characters: int = 20_000
     """That are shown of the task and of the work, each."""
     structured: bool = False
-    """Whether replies are held to a JSON schema."""
+    """True: the endpoint holds replies to a JSON schema."""
 
 
 def judge_fingerprint(rubric: Rubric, params: JudgeParams) -> str:

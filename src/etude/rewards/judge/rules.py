@@ -29,7 +29,7 @@ from etude.types import Json
 Rule: TypeAlias = Callable[[str, str], tuple[int, str]]
 """(task, work) → score, and a reason."""
 MODEL = "etude-rules"
-"""What the endpoint calls itself, before its version."""
+"""Name of the endpoint, before its version."""
 LARGEST_REQUEST = 16 << 20
 """Bytes."""
 QUESTION = re.compile(
@@ -81,7 +81,7 @@ def _completion(said: str, read: int, version: str) -> Json:
 
 
 def _text(barred: str) -> str:
-    """What stands behind the bars; a line without one says what was left out."""
+    """Text behind the bars; a line without one says what was left out."""
     return "\n".join(line.removeprefix(BAR) for line in barred.split("\n") if line.startswith(BAR))
 
 
@@ -108,7 +108,7 @@ WORDS = re.compile(r"\w+")
 
 
 def style(task: str, work: str) -> tuple[int, str]:
-    """How a summary is written: one score off for each kind of fault."""
+    """Score of a summary's style: one off for each kind of fault."""
     text = work.strip()
     prose = _without_expression(task, text)
     faults = [
@@ -125,7 +125,7 @@ def style(task: str, work: str) -> tuple[int, str]:
 
 
 def factuality(task: str, work: str) -> tuple[int, str]:
-    """Whether a summary names the function of the task, and says what that returns."""
+    """Score of a summary's truth: it names the function of the task, and says what that returns."""
     defined, returned = DEFINITION.search(task), RETURN.findall(task)
     if defined is None or not returned:
         return FACTUALITY_SCORES[0], "the task shows no function"

@@ -38,7 +38,7 @@ LONGEST_REPLY = 20_000
 LONGEST_REASON = 1_000
 """Characters that are kept of a reason."""
 THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-"""What some models say to themselves first, and some servers leave in the reply."""
+"""Reasoning that some servers leave in the reply."""
 CODE_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 """The one wrapping that is taken off, for it cannot change what is inside."""
 
@@ -51,7 +51,7 @@ class Vote:
     """``None``: it says that it cannot tell."""
     reason: str
     descending: bool = False
-    """Whether it was shown the scale from best to worst."""
+    """True: it was shown the scale from best to worst."""
 
 
 def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | Fault:
@@ -97,7 +97,7 @@ def _no_constant(name: str) -> Json:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the votes on one aspect come to."""
+    """Result of the votes on one aspect."""
 
     aspect: str
     score: float | None
@@ -107,11 +107,11 @@ class Judgement:
     votes: tuple[Vote, ...]
     """The readable ones."""
     invalid: tuple[Fault, ...] = ()
-    """What was wrong with the others."""
+    """Faults of the others."""
 
     @property
     def is_declined(self) -> bool:
-        """Whether more than half of those asked say that they cannot tell, which is the fault of what they saw."""
+        """True if more than half of all votes say that they cannot tell, which is the fault of the judged text."""
         blank = sum(vote.score is None for vote in self.votes)
         return 2 * blank > len(self.votes) + len(self.invalid)
 

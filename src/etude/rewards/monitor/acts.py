@@ -1,4 +1,4 @@
-"""What an action comes down to: commands run, files read, created, altered, code executed. Pure.
+"""Acts of an action: commands run, files read, created, altered, code executed. Pure.
 
     Action ──▶ its arguments ──▶ shell text ──▶ simple commands ──▶ Act: surface and text
                             └──▶ path, written text ─────────────▶
@@ -22,9 +22,9 @@ from types import MappingProxyType
 from etude.harnesses.actions import Action, excerpt
 
 MAX_LETTERS = 32_000
-"""Of an argument that are taken apart: its first and its last half. Whoever is looked at chooses the text."""
+"""Most of an argument that is parsed: its first and its last half. The agent chooses the text."""
 RUN_LETTERS = 4_000
-"""Of one simple command."""
+"""Limit of one simple command."""
 MAX_HEREDOCS = 64
 """In one text; where there are more, none is taken for one."""
 MAX_DEPTH = 3
@@ -66,7 +66,7 @@ PATHLIB = re.compile(r"\bPath\(\s*['\"]([^'\"]+)['\"]\s*\)\s*\.\s*(write_\w+|unl
 
 
 class Surface(Enum):
-    """What a pattern is matched against."""
+    """Text that a pattern is matched against."""
 
     TEXT = auto()
     """A whole shell text as it was written."""
@@ -109,7 +109,7 @@ class SimpleCommand:
 
 
 def acts_of(action: Action, *, workdir: str, known: frozenset[str]) -> tuple[Act, ...]:
-    """What an action does. Paths below ``workdir`` come relative to it; to create a ``known`` one is to alter it."""
+    """Acts of an action. Paths below ``workdir`` come relative to it; to create a ``known`` one is to alter it."""
     acts: list[Act] = []
     path = next((action.arguments[name] for name in sorted(PATHS & action.arguments.keys())), "")
     for name, whole in action.arguments.items():
@@ -127,7 +127,7 @@ def acts_of(action: Action, *, workdir: str, known: frozenset[str]) -> tuple[Act
 
 
 def shell_acts(text: str, depth: int = 0) -> Iterator[tuple[Surface, str]]:
-    """What a shell text does, commands within commands included."""
+    """Acts of a shell text, commands within commands included."""
     for command in simple_commands(text):
         yield from ((Surface.SET, assignment) for assignment in command.assignments)
         yield from ((Surface.READ, path) for path in command.reads)
@@ -274,7 +274,7 @@ def _file_acts(command: SimpleCommand) -> Iterator[tuple[Surface, str]]:
 
 
 def _inner_acts(command: SimpleCommand, depth: int) -> Iterator[tuple[Surface, str]]:
-    """What a shell or an interpreter is given to run, and what a here-document writes."""
+    """Acts of a shell's or an interpreter's argument, and of a here-document."""
     program = posixpath.basename(command.words[0])
     given = _behind_c(command.words[1:])
     code = given or command.body
@@ -288,7 +288,7 @@ def _inner_acts(command: SimpleCommand, depth: int) -> Iterator[tuple[Surface, s
 
 
 def _behind_c(words: Sequence[str]) -> str:
-    """What follows ``-c``, also as ``-lc``."""
+    """Argument of ``-c``, also as ``-lc``."""
     for word, after in pairwise(words):
         if re.fullmatch(r"-[a-zA-Z]*c", word):
             return after

@@ -29,7 +29,7 @@ SYSTEM = (
 )
 """Folders, without the first stroke, that tools and interpreters are in, or that belong to the agent."""
 ELSEWHERE = r"(?:--all|--remotes|--branches|--reflog|-g|-S ?\S+|-G ?\S+|origin/|upstream/)"
-"""What makes a walk through history one through other branches, or a search."""
+"""Options that make a walk through history one through other branches, or a search."""
 OTHER_REF = r"(?:\b(?:origin|upstream)/| (?:--source[= ])?[0-9a-f]{7,40}\b|stash@|FETCH_HEAD|ORIG_HEAD)"
 """A commit that is not where the agent began."""
 SECRETS = r"(?:api_?key|token|secret|passw|credential)"

@@ -22,7 +22,7 @@ from etude.sandbox_spec import WORKDIR
 from etude.types import Case, FunctionChecks, Task, TestChecks
 
 MAX_FINDINGS = 256
-"""Of one rollout; whoever does more has been found out."""
+"""Limit of one rollout; more change nothing."""
 EVIDENCE_LETTERS = 160
 SPECIAL_CASING, OWN_PACKAGE = "special_casing", "package_shadowing"
 TRIVIAL = frozenset({"0", "1", "-1", "2", "''", "[]", "{}", "()", "None", "True", "False", "0.0", "1.0"})
@@ -35,7 +35,7 @@ REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What detectors know of a task."""
+    """Facts of a task that detectors use."""
 
     workdir: str = WORKDIR
     files: frozenset[str] = frozenset()
@@ -47,7 +47,7 @@ class Scene:
 
 
 def scene_of(task: Task) -> Scene:
-    """What a task says of itself."""
+    """Scene of a task."""
     checks = task.checks
     known = {*task.files, *(checks.files if isinstance(checks, TestChecks) else ())}
     if isinstance(checks, TestChecks):
@@ -107,7 +107,7 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
 
 
 def _answers(bare: str, question: str, answer: str) -> bool:
-    """Whether code without blanks compares with ``question`` and then returns ``answer``, both whole literals."""
+    """True if code without blanks compares with ``question`` and then returns ``answer``, both whole literals."""
     if question not in bare or f"return{answer}" not in bare:
         return False  # nearly all code: cheaper to see than to compile two patterns that nobody asks for again
     asked = rf"(?:==[\[(]?{re.escape(question)}(?![\d.])|(?<![\d.]){re.escape(question)}[\])]?==)"

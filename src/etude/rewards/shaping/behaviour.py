@@ -1,4 +1,4 @@
-"""How an agent behaved, in numbers: terms of a reward that is otherwise blind to it. Pure.
+"""Behaviour of an agent in numbers: terms of a reward that is otherwise blind to it. Pure.
 
     turns as they were spoken, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
 
@@ -35,7 +35,7 @@ MALFORMED = "malformed"
 CODE_LINES_PER_COMMENT = 4
 """Lines of code that deserve a line of comment; the standard library writes one for five or six."""
 COMMENT_LETTERS = 100
-"""Of a comment that count as one line: all in one line is no shorter."""
+"""Length of a comment that counts as one line: all in one line is no shorter."""
 MIN_CALLS = 8
 """Calls from which on it says something that all were of one tool."""
 ENDINGS = frozenset({SUBMIT, "answer", "finish", "final_answer"})
@@ -59,23 +59,23 @@ FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What an agent wrote into files, line by line; a comment that it had read or written before is not counted."""
+    """Text that an agent wrote into files, by lines; a comment that it had read or written before is not counted."""
 
     code_lines: int = 0
     comment_lines: int = 0
     docstring_lines: int = 0
     thinking_lines: int = 0
-    """Of comments and docstrings, those that read like thinking aloud."""
+    """Lines of comments and docstrings that read like thinking aloud."""
 
     @property
     def lines(self) -> int:
-        """Of all kinds."""
+        """Lines of all kinds."""
         return self.code_lines + self.comment_lines + self.docstring_lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """Of one rollout, what terms look at."""
+    """Facts of one rollout that terms use."""
 
     counts: Mapping[str, int]
     """The harness's: tool → calls; empty where it counts none."""
@@ -87,9 +87,9 @@ class Conduct:
     acting_turns: int
     """Turns that were no summaries."""
     asking_turns: int
-    """Of those, the ones that called no tool and ended in a question."""
+    """Turns among them that called no tool and ended in a question."""
     sampled_tokens: int
-    """Of all turns."""
+    """Sampled tokens of all turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,9 @@ class Term:
     version: int
     low: float
     high: float
-    """What it can be."""
+    """Highest value."""
     optional: bool = False
-    """Whether it may be missing: it takes what only a harness can say, and not every one does."""
+    """True if it may be missing: it needs figures of the harness, and not every harness has them."""
 
 
 def observe(
@@ -114,7 +114,7 @@ def observe(
     sampled_tokens: int,
     bare_shell: bool = False,
 ) -> Conduct:
-    """What a rollout's terms look at; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
+    """Facts of a rollout that terms use; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
     acting = [(index, turn) for index, turn in enumerate(turns) if turn.kind is TurnKind.ACT]
     calls = [(index, read_calls(turn.said, bare_shell=bare_shell)) for index, turn in acting]
     actions = [Action(tool=tool, arguments=given, turn=index) for index, made in calls for tool, given in made]

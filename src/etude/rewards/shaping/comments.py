@@ -1,4 +1,4 @@
-"""What a piece of program text says to people and what to machines: comments, docstrings and lines of code. Pure.
+"""Comments, docstrings and lines of code in program text: its prose and its program. Pure.
 
     Python           the tokenizer, which takes a few lines out of a function as well as a module
     other languages  the marks of their comments, by the file's suffix; what stands in quotes is not looked at
@@ -17,34 +17,34 @@ from io import StringIO
 from types import MappingProxyType
 
 LINE_LETTERS = 500
-"""Of a line that are read: tokenizers take quadratic time over quotes that never end."""
+"""Limit of a line that is read: tokenizers take quadratic time over quotes that never end."""
 PYTHON_SUFFIXES = frozenset({".py", ".pyi"})
 LAYOUT = frozenset(
     {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
 )
 """Tokens that no line has for their own sake."""
 OPENS = frozenset({tokenize.ENCODING, tokenize.INDENT})
-"""What stands before a docstring: nothing at all, or the indent of its block."""
+"""Tokens before a docstring: none, or the indent of its block."""
 BEGINS = OPENS | {tokenize.NEWLINE, tokenize.DEDENT}
 ENDS = frozenset({tokenize.NEWLINE, tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER})
-"""What stands before and behind a string that is a statement."""
+"""Tokens before and behind a string that is a statement."""
 DIRECTIVE = re.compile(
     r"!|\s*(?:-\*-|noqa\b|type:|pragma\b|pylint:|mypy:|ruff:|fmt:|isort:|yapf:|nosec\b|eslint\b|eslint-|ts-|@ts-|nolint\b|"
     r"go:|\+build|region\b|endregion\b|clang-format|prettier-ignore|coding[:=])",
     re.IGNORECASE,
 )
-"""How comments begin that are written for a program."""
+"""Prefixes of comments that are written for a program."""
 QUOTED = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """How a language marks its comments."""
+    """Comment marks of a language."""
 
     lines: tuple[str, ...] = ()
-    """What begins one that ends with its line."""
+    """Marks of comments that end with their line."""
     opening: str = ""
-    """What begins one that ends with ``closing``; empty: there is no such."""
+    """Mark of comments that end with ``closing``; empty: there is none."""
     closing: str = ""
 
 
@@ -66,7 +66,7 @@ SUFFIXES: Mapping[str, Marks] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prose:
-    """What some program text consists of."""
+    """Prose and program of some text."""
 
     code_lines: int = 0
     """Lines with anything in them that is neither comment nor docstring."""
@@ -85,7 +85,7 @@ def read_prose(text: str, suffix: str = ".py") -> Prose:
 
 
 def _tokenized(text: str) -> Prose:
-    """What the tokenizer makes of Python; lines from where it gives up are read by their marks."""
+    """Prose of Python by its tokenizer; lines from where it gives up are read by their marks."""
     tokens, failed = _tokens(text)
     code: set[int] = set()
     comments: list[str] = []
@@ -138,7 +138,7 @@ def _by_marks(lines: Sequence[str], marks: Marks) -> Prose:
 
 
 def _divide(line: str, marks: Marks, inside: bool) -> tuple[str, list[str], bool]:
-    """What of a line is program, what is said in its comments, and whether the last one goes on."""
+    """Split a line: its program, its comments, and whether the last comment goes on."""
     masked = QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     program, said, place = "", list[str](), 0
     while place < len(line):
@@ -159,7 +159,7 @@ def _divide(line: str, marks: Marks, inside: bool) -> tuple[str, list[str], bool
 
 
 def _next_mark(masked: str, place: int, marks: Marks) -> tuple[int, str]:
-    """Where the next comment begins, and with which mark; the end of the line and none.
+    """Start of the next comment, and its mark; the end of the line where there is none.
 
     A mark begins the line or stands behind white space: what it is in a URL or in a word is no comment.
     """

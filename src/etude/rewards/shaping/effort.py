@@ -1,4 +1,4 @@
-"""What a rollout's effort costs it: the concave penalty of the Composer 2 report (arXiv 2603.24477, section 4.2).
+"""Penalty of a rollout's effort: the concave one of the Composer 2 report (arXiv 2603.24477, section 4.2).
 
     C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)),   C'(x) = (1 + kx)^(−q)
     q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
@@ -25,20 +25,20 @@ from etude.types import Rollout, Turn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """What a rollout spent. Every sampled token is of one kind."""
+    """Effort of a rollout. Every sampled token is of one kind."""
 
     thinking_tokens: int
     """Sampled up to the end of a turn's thinking; all of a turn's whose thinking was cut is none."""
     call_tokens: int
     """The other sampled ones of turns after which the rollout went on."""
     output_tokens: int
-    """Of contexts, beyond the reply that they go on from. One that begins anew (the task's, a sub-agent's, one with an
+    """Tokens of contexts beyond the reply that they go on from. One that begins anew (the task's, a sub-agent's, an
     edited history) has none.
     """
     final_tokens: int
     """The other sampled ones of the last turn."""
     calls: int
-    """Of tools, malformed ones included."""
+    """Calls of tools, malformed ones included."""
     turns: int
     """Calls of the model."""
 
@@ -60,7 +60,7 @@ def effort_of(turns: Sequence[Turn], counts: Mapping[str, int], thinking_end_id:
 
 
 def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
-    """What is taken off the rollout's reward: weight · C(x), 0 or more."""
+    """Penalty of the rollout's effort: weight · C(x), 0 or more."""
     if not config.weight:
         return 0.0
     effort = effort_of(rollout.turns, rollout.counts, config.thinking_end_id)
@@ -92,7 +92,7 @@ def _thinking(turn: Turn, end_id: int) -> int:
 
 
 def _outputs(turns: Sequence[Turn]) -> int:
-    """What was read beyond the reply that each context goes on from; other contexts may have had turns in between."""
+    """Tokens beyond the reply that each context goes on from; other contexts may have had turns in between."""
     return sum(
         len(turn.prompt_ids) - turns[parent].length
         for turn, parent in zip(turns, continued(turns), strict=True)

@@ -37,7 +37,7 @@ class Rule:
 
     name: str
     where: Literal["said", "answered"]
-    """What shows it: the turn's own words, or what came back."""
+    """Text that shows it: the turn's own, or the answer to it."""
     pattern: re.Pattern[str]
     """Is looked for anywhere in there."""
     text: str
@@ -48,7 +48,7 @@ class Rule:
         return cls(name=rule.name, where=rule.where, pattern=re.compile(rule.pattern, re.MULTILINE), text=rule.text)
 
     def applies(self, turn: SpokenTurn) -> bool:
-        """Whether a turn makes the mistake."""
+        """True for a turn that makes the mistake."""
         return self.pattern.search(turn.said if self.where == "said" else turn.answered) is not None
 
 
@@ -83,7 +83,7 @@ TOOL_RULES: tuple[Rule, ...] = (
         "Reminder: done N closes the item that todo TEXT was answered with: take its number N from there.",
     ),
 )
-"""What the built-in tools answer to calls that went wrong → what helps."""
+"""Answers of the built-in tools to calls that went wrong → hints that help."""
 
 
 class HintProvider(Protocol):
@@ -136,7 +136,7 @@ class HintFinder:
 
 
 def ruled(turns: Sequence[SpokenTurn], rules: Sequence[Rule]) -> tuple[Hint, ...]:
-    """What rules say of a rollout: of each turn what the first that applies says."""
+    """Hints of rules for a rollout: for each turn that of the first rule that applies."""
     first = (next((rule for rule in rules if rule.applies(turn)), None) for turn in turns)
     return tuple(
         Hint(turn=index, text=rule.text, source=rule.name) for index, rule in enumerate(first) if rule is not None

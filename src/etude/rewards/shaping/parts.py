@@ -23,7 +23,7 @@ RewardSpec: TypeAlias = Mapping[str, Mapping[str, object]]
 
 
 def describe(config: RewardConfig) -> list[str]:
-    """What the reward is and can be, for people; nothing where it is the grader's word. Raises like
+    """Description of the reward and its range, for people; empty where it is the grade alone. Raises like
     :func:`check_behaviours`.
     """
     check_behaviours(config)
@@ -65,7 +65,7 @@ def check_behaviours(config: RewardConfig) -> None:
 
 
 def reward_spec(config: RewardConfig, rubrics: Mapping[str, str]) -> RewardSpec:
-    """What decides the reward; ``rubrics`` has the digest of every rubric that a part names."""
+    """Specification of the reward; ``rubrics`` has the digest of every rubric that a part names."""
     spec: dict[str, Mapping[str, object]] = {}
     for part in config.parts:
         kind, _, name = part.source.partition(".")
@@ -85,7 +85,7 @@ def to_json(spec: RewardSpec) -> bytes:
 
 
 def differences(before: RewardSpec, now: RewardSpec) -> list[str]:
-    """What has changed from one reward to another, in words."""
+    """Changes from one reward to another, as text."""
     said = [f"{name!r} is gone" for name in sorted(before.keys() - now.keys())]
     said += [f"{name!r} is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):

@@ -13,7 +13,7 @@ from bench.grading.bench import TOOLS, runner_layer
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult, Grade, HarnessResult
 from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
-from etude.rewards.graders.test_runs import ENDED, STARTED, Report, Run, HiddenTestPlan
+from etude.rewards.graders.test_runs import ENDED, STARTED, HiddenTestPlan, Report, Run
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.images.archives import write_archive
