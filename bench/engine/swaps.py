@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +20,19 @@ import torch
 
 from bench.engine.models import END_ID, INIT_STD, PAD_ID
 from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.native.engine import NativeEngine
+from etude.engines.native.opener import NativeUpdater
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.run.numerics import to_stored, to_tensors
-from etude.run.weight_follower import Serving, WeightFollower
+from etude.run.numerics import largest_state, load_published, serving_model
+from etude.run.weight_follower import WeightFollower
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
+from etude.weights.replica import PulledWeights
 from etude.weights.state import State, StoredTensor, state_bytes
 from etude.weights.store import ObjectStore
+from etude.weights.tensors import to_stored, to_tensors
 
 _NUMBER_BYTES = 2
 _FLIPPED_BIT = np.uint16(1)
@@ -108,25 +111,33 @@ def _pauses(spec: ModelSpec, first: State, plan: SwapPlan) -> Iterator[tuple[flo
     """The pause of every swap, with and without spare weights, of engines that follow ``first`` and its successors."""
     log = WeightLog(ObjectStore("memory://"))
     options = PublishOptions(encoders=1, uploads=1, anchor_every=0, compact=False)
-    with Publisher(log, options) as publisher, closing(_follower(log, spec, spare=True)) as spare:
+    with (
+        Publisher(log, options) as publisher,
+        closing(WeightFollower(log, largest_state(spec))) as spare,
+        closing(WeightFollower(log, largest_state(spec))) as lone,
+    ):
         publisher.publish(first, version=0, step=0).result()
-        with closing(_follower(log, spec, spare=False)) as lone:
-            engines = [(one, NativeEngine(one.start(), EngineConfig(max_running=1), seed=0)) for one in (spare, lone)]
-            for version, state in enumerate(_successors(first, plan), 1):
-                publisher.publish(state, version=version, step=version).result()
-                spare_s, in_place_s = (_swapped(follower, engine) for follower, engine in engines)
-                yield spare_s, in_place_s
+        pairs = [
+            (spare, open_engine(spare.start(), spec, spare=True)),
+            (lone, open_engine(lone.start(), spec, spare=False)),
+        ]
+        for version, state in enumerate(_successors(first, plan), 1):
+            publisher.publish(state, version=version, step=version).result()
+            spare_s, in_place_s = (_swapped(follower, updater) for follower, updater in pairs)
+            yield spare_s, in_place_s
 
 
-def _follower(log: WeightLog, spec: ModelSpec, *, spare: bool) -> WeightFollower:
-    numerics = NumericsConfig(dtype="bfloat16")
-    return WeightFollower(log, Serving(spec=spec, numerics=numerics, device="cpu", spare=spare))
+def open_engine(pulled: PulledWeights, spec: ModelSpec, *, spare: bool) -> NativeUpdater:
+    """A bfloat16 engine on a CPU, for one call at a time."""
+    numerics, config = NumericsConfig(dtype="bfloat16"), EngineConfig(max_running=1, spare_weights=spare)
+    make_model, load = partial(serving_model, spec, numerics, "cpu"), partial(load_published, config=numerics)
+    return NativeUpdater.open(pulled, config, make_model, load)
 
 
-def _swapped(follower: WeightFollower, engine: NativeEngine) -> float:
+def _swapped(follower: WeightFollower, updater: NativeUpdater) -> float:
     """Move an engine to the newest version; returns the pause."""
-    _, pause_s = asyncio.run(follower.update(engine))
-    follower.settle()
+    _, pause_s = asyncio.run(follower.update(updater))
+    updater.settle()
     return pause_s
 
 

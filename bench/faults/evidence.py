@@ -16,7 +16,7 @@ from etude.errors import InfrastructureError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
-from etude.run.numerics import published_state, to_stored, training_model
+from etude.run.numerics import published_state, training_model
 from etude.run.task_families import open_family
 from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log
@@ -25,6 +25,7 @@ from etude.telemetry.log import EventReader, Logged
 from etude.trainer.checkpoint import Checkpoints
 from etude.types import Split
 from etude.weights.digest import state_digest
+from etude.weights.tensors import to_stored
 from etude.weights.verify import verify
 
 BUSY_S = 5.0

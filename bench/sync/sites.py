@@ -24,11 +24,11 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from bench.engine.swaps import open_engine
 from bench.sync.bucket import serve_bucket
 from bench.sync.trainee import ReloadedModel, TrainedWeights, model_spec
-from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.native.engine import NativeEngine
-from etude.run.weight_follower import Serving, WeightFollower
+from etude.run.numerics import largest_state
+from etude.run.weight_follower import WeightFollower
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -141,30 +141,30 @@ def receive_etude(plan: SitePlan) -> None:
     while log.latest() is None:
         time.sleep(POLL_S)
     torch.set_num_threads(1)
-    numerics = NumericsConfig(dtype="bfloat16")
-    followers = [
-        WeightFollower(log, Serving(spec=model_spec(plan.layers), numerics=numerics, device="cpu", spare=spare))
-        for spare in (True, False)
-    ]
-    engine, single = (NativeEngine(follower.start(), EngineConfig(max_running=1), seed=0) for follower in followers)
+    spec = model_spec(plan.layers)
+    followers = [WeightFollower(log, largest_state(spec)) for _ in range(2)]
+    spare, single = (
+        open_engine(follower.start(), spec, spare=is_spare)
+        for follower, is_spare in zip(followers, (True, False), strict=True)
+    )
     other = ReloadedModel(plan.layers)
     _say(event="ready")
     while True:
-        version = engine.weights.version
+        version = spare.version
         if log.latest(after=version) == version:
             time.sleep(POLL_S)
             continue
-        _, pause_s = asyncio.run(followers[0].update(engine))
+        _, pause_s = asyncio.run(followers[0].update(spare))
         served_s = time.monotonic()
-        followers[0].settle()
+        spare.settle()
         _, in_place_s = asyncio.run(followers[1].update(single))
-        pulled = pull(log, engine.weights.version)
+        pulled = pull(log, spare.version)
         with tempfile.TemporaryDirectory() as folder:
             other.save_checkpoint(Path(folder), pulled.state)
             from_disk_s = statistics.median(other.load_checkpoint(Path(folder)) for _ in range(RELOADS))
         _say(
             event="served",
-            version=engine.weights.version,
+            version=spare.version,
             served_s=served_s,
             pause_s=pause_s,
             in_place_s=in_place_s,

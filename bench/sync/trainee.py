@@ -16,9 +16,9 @@ import torch
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
-from etude.run.numerics import to_tensors
 from etude.types import TensorSpec
 from etude.weights.state import State, StoredTensor
+from etude.weights.tensors import to_tensors
 
 INITIAL_SCALE = 0.02
 STEP_SCALE = 4e-7

@@ -29,8 +29,8 @@ from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelConfig
 from etude.engines.http.client import http_engines
+from etude.engines.http.server import engine_app
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.engines.native.server import engine_app
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
@@ -44,7 +44,7 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.trainer.batching.build import build_trajectories
 from etude.types import Ids, Rollout, RolloutStatus, TokenIds, Turn
 
@@ -63,7 +63,7 @@ SURENESS = 4.0
 class Scene:
     """A conversation: what is said before a reply, and the reply, again and again."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
 
     def texts(self) -> list[str]:
@@ -260,12 +260,12 @@ COMMANDS = (
 """What the model types, and what the terminal answers."""
 
 
-def user(text: str) -> Message:
-    return Message(role="user", content=text)
+def user(text: str) -> ChatMessage:
+    return ChatMessage(role="user", content=text)
 
 
-def says(text: str = "", *calls: ToolCall) -> Message:
-    return Message(role="assistant", content=text, tool_calls=calls)
+def says(text: str = "", *calls: ToolCall) -> ChatMessage:
+    return ChatMessage(role="assistant", content=text, tool_calls=calls)
 
 
 def add(a: int, b: int) -> ToolCall:
@@ -274,12 +274,14 @@ def add(a: int, b: int) -> ToolCall:
 
 SCENES = (
     Scene((user("Say hello."), says(HELLO), user("Again."), says("Hello again."))),
-    Scene((Message(role="system", content="Be brief."), user("Say hello."), says("Hi."))),
-    Scene((user("What is 2 + 3?"), says("", add(2, 3)), Message(role="tool", content="5"), says("It is 5.")), (ADD,)),
+    Scene((ChatMessage(role="system", content="Be brief."), user("Say hello."), says("Hi."))),
+    Scene(
+        (user("What is 2 + 3?"), says("", add(2, 3)), ChatMessage(role="tool", content="5"), says("It is 5.")), (ADD,)
+    ),
     Scene((user("Add twice."), says("Twice.", add(1, 1), add(2, 2))), (ADD,)),
     Scene(
         (
-            Message(role="system", content=SYSTEM),
+            ChatMessage(role="system", content=SYSTEM),
             user(TASK),
             *(message for command, seen in COMMANDS for message in (says(command), user(seen))),
         )

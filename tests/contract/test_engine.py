@@ -15,9 +15,9 @@ from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http.client import HttpEngine
+from etude.engines.http.server import BUSY, engine_app
 from etude.engines.http.wire import encode_chunk, encode_completion
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.engines.native.server import BUSY, engine_app
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
@@ -158,21 +158,21 @@ def test_concurrent_calls_get_their_own_answers(opener: Opener) -> None:
     async def scene(engine: Engine) -> None:
         params = [SamplingParams(max_tokens=30, seed=seed) for seed in range(20)]
         alone = [await engine.generate(PROMPT, one, session="s") for one in params]
-        together = await asyncio.gather(
+        batched = await asyncio.gather(
             *(engine.generate(PROMPT, one, session=f"s{index}") for index, one in enumerate(params))
         )
-        assert [one.token_ids.tolist() for one in together] == [one.token_ids.tolist() for one in alone]
+        assert [one.token_ids.tolist() for one in batched] == [one.token_ids.tolist() for one in alone]
 
     play(opener, scene)
 
 
-async def listen(engine: Engine, params: SamplingParams, pieces: int | None = None) -> list[TokenChunk]:
-    """All pieces of a stream, or the first few; then it is closed."""
+async def listen(engine: Engine, params: SamplingParams, chunks: int | None = None) -> list[TokenChunk]:
+    """All chunks of a stream, or the first few; then it is closed."""
     heard = list[TokenChunk]()
     async with aclosing(engine.stream(PROMPT, params, session="s")) as stream:
-        async for piece in stream:
-            heard.append(piece)
-            if len(heard) == pieces:
+        async for chunk in stream:
+            heard.append(chunk)
+            if len(heard) == chunks:
                 break
     return heard
 
@@ -190,16 +190,16 @@ def assert_same(one: Completion, other: Completion) -> None:
         np.testing.assert_array_equal(one.sampling_mask.token_ids, other.sampling_mask.token_ids)
 
 
-def test_a_stream_is_the_completion_in_pieces(opener: Opener) -> None:
+def test_a_stream_is_the_completion_in_chunks(opener: Opener) -> None:
     async def scene(engine: Engine) -> None:
         for params in (SamplingParams(max_tokens=20, seed=3), SamplingParams(max_tokens=40, seed=4, stop_ids=STOPS)):
             whole = await engine.generate(PROMPT, params, session="s")
-            pieces = await listen(engine, params)
-            assert all(piece.completion is None for piece in pieces[:-1])
-            assert pieces[-1].completion is not None
-            assert_same(pieces[-1].completion, whole)
+            chunks = await listen(engine, params)
+            assert all(chunk.completion is None for chunk in chunks[:-1])
+            assert chunks[-1].completion is not None
+            assert_same(chunks[-1].completion, whole)
             for name in ("token_ids", "logprobs", "versions"):
-                heard = np.concatenate([getattr(piece, name) for piece in pieces])
+                heard = np.concatenate([getattr(chunk, name) for chunk in chunks])
                 np.testing.assert_array_equal(heard, getattr(whole, name))
 
     play(opener, scene)
@@ -207,7 +207,7 @@ def test_a_stream_is_the_completion_in_pieces(opener: Opener) -> None:
 
 def test_a_stream_may_be_left_early(opener: Opener) -> None:
     async def scene(engine: Engine) -> None:
-        assert len(await listen(engine, SamplingParams(max_tokens=50), pieces=2)) == 2
+        assert len(await listen(engine, SamplingParams(max_tokens=50), chunks=2)) == 2
         async with asyncio.timeout(PATIENCE_S):
             while (await engine.health()).running:
                 await asyncio.sleep(0.001)
@@ -291,7 +291,7 @@ def make_completion(tokens: int = 3) -> Completion:
     )
 
 
-def make_piece(completion: Completion | None = None) -> TokenChunk:
+def make_chunk(completion: Completion | None = None) -> TokenChunk:
     return TokenChunk(
         token_ids=np.array([1], np.int32),
         logprobs=np.array([-0.5], np.float32),
@@ -301,7 +301,7 @@ def make_piece(completion: Completion | None = None) -> TokenChunk:
 
 
 WHOLE = encode_completion(make_completion())
-LAST = encode_chunk(make_piece(make_completion()))
+LAST = encode_chunk(make_chunk(make_completion()))
 
 
 @pytest.mark.parametrize(
@@ -322,15 +322,15 @@ def test_a_damaged_answer_is_an_unavailable_engine(body: bytes, status: int) -> 
     "body",
     [
         b"",
-        encode_chunk(make_piece()),
-        encode_chunk(make_piece())[:-9],
-        encode_chunk(make_piece()) + b"{}\n",
+        encode_chunk(make_chunk()),
+        encode_chunk(make_chunk())[:-9],
+        encode_chunk(make_chunk()) + b"{}\n",
         LAST[:-1],
         LAST[: LAST.index(b"\n") + 1],
         LAST.replace(b"token_ids", b"token_id2"),
         b"no end of a line" * 100_000,
     ],
-    ids=["nothing", "no last", "half a line", "no piece", "half", "no completion", "no completion's", "no lines"],
+    ids=["nothing", "no last", "half a line", "no chunk", "half", "no completion", "no completion's", "no lines"],
 )
 def test_a_damaged_stream_is_an_unavailable_engine(body: bytes) -> None:
     async def run() -> None:
@@ -348,8 +348,8 @@ def test_a_stream_that_breaks_off_at_the_engine_breaks_off_at_the_caller() -> No
         async with native() as engine, over_http(engine_app(engine), timeout_s=0.0) as client:
             heard = list[TokenChunk]()
             with pytest.raises(EngineUnavailable, match=r"no answer|broke off"):
-                async for piece in client.stream(PROMPT, SamplingParams(max_tokens=50), session="s"):
-                    heard.append(piece)
+                async for chunk in client.stream(PROMPT, SamplingParams(max_tokens=50), session="s"):
+                    heard.append(chunk)
                     await engine.swap(Weights(broken, 1, "broken"))
             assert heard
             with pytest.raises(EngineUnavailable, match=r"503.*step failed"):

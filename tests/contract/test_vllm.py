@@ -22,9 +22,9 @@ import torch
 from aiohttp import ClientSession
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.engines.http.exchange import Exchange
+from etude.engines.http.api_client import ApiClient
 from etude.engines.native.scheduler import SwapMode
-from etude.engines.vllm.answers import Offer
+from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmProcess, VllmServer
 from etude.errors import DamagedError, EngineUnavailable
@@ -38,7 +38,7 @@ from etude.weights.state import StoredTensor, snapshot
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ETUDE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 START_S = 240.0
-PATIENCE_S = 60.0
+RETRY_TIMEOUT_S = 60.0
 SWAPS = 5
 """Tries to swap weights in flight: this process may stand still while vLLM samples to the end."""
 """For what comes soon, on a busy machine."""
@@ -67,7 +67,7 @@ class Stage:
 
     runner: asyncio.Runner
     process: VllmProcess
-    exchange: Exchange
+    client: ApiClient
     engine: VllmEngine
     folder: Path
     state: dict[str, StoredTensor]
@@ -91,11 +91,11 @@ class Stage:
         return state
 
     def changes(self, after: dict[str, StoredTensor]) -> dict[str, list[ChangedNumbers]]:
-        found = {}
+        changes = {}
         for name, stored in after.items():
             indices = np.flatnonzero(stored.numbers != self.state[name].numbers).astype(np.uint64)
-            found[name] = [ChangedNumbers(indices=indices, bits=stored.numbers[indices])]
-        return found
+            changes[name] = [ChangedNumbers(indices=indices, bits=stored.numbers[indices])]
+        return changes
 
     async def follow(self, after: dict[str, StoredTensor], mode: SwapMode = SwapMode.KEEP) -> None:
         """A sparse update."""
@@ -114,8 +114,8 @@ def reference(folder: Path, state: dict[str, StoredTensor], token_ids: list[int]
     with torch.no_grad():
         ids_1L = torch.tensor([token_ids])
         logprobs_LV = (model(ids_1L).logits[0, :-1] / temperature).log_softmax(-1)
-        found: Floats = logprobs_LV.gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
-    return found
+        expected_N: Floats = logprobs_LV.gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
+    return expected_N
 
 
 def save(folder: Path, state: dict[str, StoredTensor]) -> None:
@@ -138,28 +138,28 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with asyncio.Runner() as runner, TemporaryDirectory(dir="/dev/shm") as memory, ExitStack() as ends:
         http = runner.run(session())
         ends.callback(lambda: runner.run(http.close()))
-        server, process, exchange = runner.run(served(model, folder, http, ends))
-        engine = VllmEngine(exchange, server.limits(), Offer(), Path(memory))
+        server, process, client = runner.run(served(model, folder, http, ends))
+        engine = VllmEngine(client, server.limits(), ServerFeatures(), Path(memory))
         state = read_checkpoint(model)
         runner.run(engine.start(3, state_digest(state)))
-        yield Stage(runner, process, exchange, engine, folder / "reference", state, 3)
+        yield Stage(runner, process, client, engine, folder / "reference", state, 3)
 
 
 async def served(
     model: Path, folder: Path, http: ClientSession, ends: ExitStack, tries: int = 2
-) -> tuple[VllmServer, VllmProcess, Exchange]:
+) -> tuple[VllmServer, VllmProcess, ApiClient]:
     """A server that answers. One that ends at once is tried again: somebody may have taken its port before it did."""
     server = VllmServer(python=PYTHON, model=model, port=free_port(), max_length=MAX_LENGTH, max_running=32)
     process = VllmProcess(server, folder)
-    exchange = Exchange("vLLM", process.base_url, http)
+    client = ApiClient("vLLM", process.base_url, http)
     ends.callback(process.stop)
     try:
-        await process.ready(exchange, START_S)
+        await process.ready(client, START_S)
     except EngineUnavailable:
         if tries == 1 or process.is_running:
             raise
         return await served(model, folder, http, ends, tries - 1)
-    return server, process, exchange
+    return server, process, client
 
 
 async def session() -> ClientSession:
@@ -219,7 +219,7 @@ def test_a_seed_repeats_greedy_is_certain_and_a_stop_token_is_kept(stage: Stage)
         (PROMPT, SamplingParams(max_tokens=4, top_k=3)),
     ],
 )
-def test_what_cannot_be_served_is_a_value_error_and_hurts_nobody(
+def test_what_cannot_be_served_is_a_value_error_and_hurts_no_other(
     stage: Stage, prompt_ids: list[int], params: SamplingParams
 ) -> None:
     with pytest.raises(ValueError, match=r"prompt|max_tokens|stop id|experts|top_p"):
@@ -231,21 +231,21 @@ def test_concurrent_calls_get_their_own_answers(stage: Stage) -> None:
     async def scene() -> None:
         params = [SamplingParams(max_tokens=12, seed=seed, priority=seed % 3) for seed in range(12)]
         alone = [await stage.engine.generate(PROMPT, one, session="s") for one in params]
-        together = await asyncio.gather(*(stage.engine.generate(PROMPT, one, session="s") for one in params))
-        assert [one.token_ids.tolist() for one in together] == [one.token_ids.tolist() for one in alone]
-        np.testing.assert_allclose([one.logprobs for one in together], [one.logprobs for one in alone], atol=TOLERANCE)
+        batched = await asyncio.gather(*(stage.engine.generate(PROMPT, one, session="s") for one in params))
+        assert [one.token_ids.tolist() for one in batched] == [one.token_ids.tolist() for one in alone]
+        np.testing.assert_allclose([one.logprobs for one in batched], [one.logprobs for one in alone], atol=TOLERANCE)
 
     stage.play(scene())
 
 
-def test_a_stream_is_the_completion_in_pieces_and_closing_it_cancels(stage: Stage) -> None:
+def test_a_stream_is_the_completion_in_chunks_and_closing_it_cancels(stage: Stage) -> None:
     async def scene() -> None:
         params = SamplingParams(max_tokens=400, seed=4)
         whole = await stage.engine.generate(PROMPT, params, session="s")
-        pieces = [piece async for piece in stage.engine.stream(PROMPT, params, session="s")]
-        assert len(pieces) > 1  # a busy vLLM sends several tokens at a time
-        assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
-        last = pieces[-1].completion
+        chunks = [chunk async for chunk in stage.engine.stream(PROMPT, params, session="s")]
+        assert len(chunks) > 1  # a busy vLLM sends several tokens at a time
+        assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == whole.token_ids.tolist()
+        last = chunks[-1].completion
         assert last is not None and last.token_ids.tolist() == whole.token_ids.tolist()
         endless = stage.engine.stream(PROMPT, SamplingParams(max_tokens=MAX_LENGTH - 10), session="s")
         assert len((await anext(endless)).token_ids) >= 1
@@ -256,7 +256,7 @@ def test_a_stream_is_the_completion_in_pieces_and_closing_it_cancels(stage: Stag
 
 
 async def until_idle(stage: Stage) -> None:
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(RETRY_TIMEOUT_S):
         while (health := await stage.engine.health()).running + health.waiting:
             await asyncio.sleep(0.1)
 
@@ -312,7 +312,7 @@ class Swapped:
     """How many of its tokens the old weights sampled."""
 
 
-def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
+def swap_while_sampling(stage: Stage, mode: SwapMode, count: int) -> Swapped:
     """Change the weights as soon as the first of ``count`` tokens is there; labels are checked here."""
     before, version, after = stage.state, stage.version, stage.next_state(4)
     digest, changes = state_digest(after), stage.changes(after)
@@ -322,19 +322,19 @@ def swap_in_flight(stage: Stage, mode: SwapMode, count: int) -> Swapped:
         stream = stage.engine.stream(PROMPT, params, session="s")
         first = await anext(stream)
         update = asyncio.create_task(stage.engine.update(version + 1, digest, changes, mode))
-        pieces = [first, *[piece async for piece in stream]]
+        chunks = [first, *[chunk async for chunk in stream]]
         await update
-        return pieces
+        return chunks
 
-    pieces = stage.play(scene())
+    chunks = stage.play(scene())
     stage.state, stage.version = after, version + 1
-    completion = pieces[-1].completion
+    completion = chunks[-1].completion
     assert completion is not None
     versions = completion.versions.tolist()
     boundary = versions.count(version)
     assert versions == [version] * boundary + [version + 1] * (count - boundary)
-    assert np.concatenate([piece.versions for piece in pieces]).tolist() == versions
-    assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == completion.token_ids.tolist()
+    assert np.concatenate([chunk.versions for chunk in chunks]).tolist() == versions
+    assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == completion.token_ids.tolist()
     return Swapped(completion, before, boundary)
 
 
@@ -343,7 +343,7 @@ def test_a_token_carries_the_version_that_sampled_it(stage: Stage, mode: SwapMod
     """Under a swap in flight: up to the boundary logprobs are the old checkpoint's; then it depends on the mode."""
     count = 1500  # seconds of work
     for _ in range(SWAPS):
-        swapped = swap_in_flight(stage, mode, count)
+        swapped = swap_while_sampling(stage, mode, count)
         if mode is SwapMode.DRAIN or swapped.boundary < count:
             break
     completion, boundary = swapped.completion, swapped.boundary
@@ -367,14 +367,14 @@ def test_a_prefix_is_reused_within_a_version_and_never_across_two(stage: Stage) 
     params = SamplingParams(max_tokens=8, seed=1)
 
     async def hits() -> int:
-        lines = (await stage.exchange.text("/metrics")).split(b"\n")
+        lines = (await stage.client.text("/metrics")).split(b"\n")
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith(b"vllm:prefix_cache_hits_total{"))
 
     async def scene() -> tuple[Completion, int]:
         before = await hits()
         for _ in range(2):
             await stage.engine.generate(prompt, params, session="s")
-        async with asyncio.timeout(PATIENCE_S):  # counters come a little later than answers
+        async with asyncio.timeout(RETRY_TIMEOUT_S):  # counters come a little later than answers
             while await hits() < before + 256:  # two pages of 128 of the 300
                 await asyncio.sleep(0.05)
         # Somebody keeps pages, so that the cache cannot be thrown away as a whole.
@@ -397,17 +397,17 @@ def test_traffic_goes_on_through_updates_and_every_label_is_true(stage: Stage) -
 
     async def traffic(seed: int) -> list[Completion]:
         params = SamplingParams(max_tokens=6, seed=seed)
-        found = []
+        completions = []
         while len(states) < 4:
-            found.append(await stage.engine.generate(PROMPT, params, session="s"))
-        return found
+            completions.append(await stage.engine.generate(PROMPT, params, session="s"))
+        return completions
 
     async def scene() -> list[list[Completion]]:
-        asked = [asyncio.create_task(traffic(seed)) for seed in range(4)]
+        calls = [asyncio.create_task(traffic(seed)) for seed in range(4)]
         for seed in range(3):
             await stage.follow(stage.next_state(seed), SwapMode.RECOMPUTE)
             states[stage.version] = stage.state
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*calls)
 
     answers = [completion for completions in stage.play(scene()) for completion in completions]
     versions = [completion.versions.tolist() for completion in answers]
@@ -421,7 +421,7 @@ def test_traffic_goes_on_through_updates_and_every_label_is_true(stage: Stage) -
             np.testing.assert_allclose(completion.logprobs[its_own], expected[its_own], atol=TOLERANCE)
 
 
-def test_a_killed_server_is_unavailable_and_leaves_nobody_behind(stage: Stage) -> None:
+def test_a_killed_server_is_unavailable_and_leaves_no_process_behind(stage: Stage) -> None:
     """Last of all: the module's server does not survive it."""
     family = descendants(stage.process.pid)
     assert len(family) >= 3  # its API server, its scheduler and its worker
@@ -432,14 +432,14 @@ def test_a_killed_server_is_unavailable_and_leaves_nobody_behind(stage: Stage) -
 
     async def scene() -> None:
         begun = asyncio.Event()
-        asked = [asyncio.ensure_future(read(number, begun)) for number in range(16)]
+        calls = [asyncio.ensure_future(read(number, begun)) for number in range(16)]
         await begun.wait()
         os.kill(family[0], signal.SIGKILL)
-        ends = await asyncio.gather(*asked, return_exceptions=True)
+        ends = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(end) for end in ends if end is not None} == {EngineUnavailable}  # some may just have ended
         with pytest.raises(EngineUnavailable):
             await stage.engine.health()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(RETRY_TIMEOUT_S):
             while stage.process.is_running or any(is_alive(pid) for pid in family):
                 await asyncio.sleep(0.1)
 

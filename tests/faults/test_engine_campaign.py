@@ -29,9 +29,8 @@ import torch
 
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.engines.native.pages import PAGE, Node
-from etude.engines.native.requests import Request
-from etude.engines.native.scheduler import MAX_REREADS
+from etude.engines.native.pages import PAGE, PageNode
+from etude.engines.native.scheduler import MAX_REREADS, EngineRequest
 from etude.errors import EngineBusy
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
@@ -306,9 +305,9 @@ async def take_rest(engine: NativeEngine) -> Rest:
     gc.collect()
     kinds = Counter(map(type, gc.get_objects()))
     return Rest(
-        requests=kinds[Request],
+        requests=kinds[EngineRequest],
         futures=kinds[asyncio.Future],
-        nodes=kinds[Node],
+        nodes=kinds[PageNode],
         blocks=sys.getallocatedblocks(),
         resident_bytes=_resident_bytes(),
     )

@@ -60,7 +60,7 @@ import asyncio, socket, sys
 from aiohttp import web
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.native.server import engine_app
+from etude.engines.http.server import engine_app
 
 class Paced(FakeEngine):
     async def stream(self, prompt_ids, params, *, session):

@@ -269,8 +269,9 @@ def check_export(folder: RunFolder, out: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from etude.models.checkpoint import load_spec
-    from etude.run.numerics import load_published, to_tensors, training_model
+    from etude.run.numerics import load_published, training_model
     from etude.weights.pull import pull
+    from etude.weights.tensors import to_tensors
 
     exported = etude("weights", "export", folder.path, out)
     assert exported.returncode == 0, exported.stderr

@@ -85,16 +85,16 @@ def test_the_engine_says_what_the_model_gives(model: Decoder) -> None:
 
 
 def test_a_restored_trainer_goes_on_on_the_device(model: Decoder, tmp_path: Path) -> None:
-    pieces = [(make_trajectory(sample(model)),)]
+    chunks = [(make_trajectory(sample(model)),)]
     trainer, totals = make_trainer(model), Totals(tokens=20, trajectories=1)
-    trainer.step(1, pieces, totals)
+    trainer.step(1, chunks, totals)
     Checkpoints(tmp_path).save(1, trainer.optimisation.tensors())
     copied = Decoder(TINY).cuda()
     load_state(copied, state_of(model))
     other = make_trainer(copied)
     other.optimisation.restore(Checkpoints(tmp_path).load(1))
-    trainer.step(2, pieces, totals)
-    other.step(2, pieces, totals)
+    trainer.step(2, chunks, totals)
+    other.step(2, chunks, totals)
     for one, two in zip(trainer.model.parameters(), other.model.parameters(), strict=True):
         assert torch.allclose(one, two, atol=1e-5)
 
@@ -108,13 +108,13 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
     lengths = [1, 17, 130, 130, 64]
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(sum(lengths), heads, 32, generator=generator).to(dtype) for heads in (8, 2, 2)]
-    found = []
+    outcomes = []
     for place, kind in ((torch.device("cpu"), torch.float32), (device, dtype)):
         q, k, v = (x.to(place, kind).requires_grad_() for x in inputs)
         out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), 0.2)
-        found.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
+        outcomes.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     close = 1e-4 if dtype is torch.float32 else 5e-2
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other.float().cpu(), atol=close, rtol=close)
 
 

@@ -137,13 +137,13 @@ async def converse(engine: NativeEngine, number: int, cut: SamplingParams) -> li
     """A conversation whose every prompt continues the last; two of them begin alike."""
     random = Random(number // 2)
     prompt = tuple(random.randrange(50) for _ in range(random.randint(1, 40)))
-    said = list[Sample]()
+    samples = list[Sample]()
     for turn in range(TURNS):
         params = replace(cut, max_tokens=random.randint(4, 14), seed=100 * number + turn, want_routes=True)
         completion = await engine.generate(prompt, params, session=str(number))
-        said.append(Sample(prompt=prompt, params=params, completion=completion))
-        prompt = (*said[-1].token_ids, *(random.randrange(50) for _ in range(random.randint(1, 12))))
-    return said
+        samples.append(Sample(prompt=prompt, params=params, completion=completion))
+        prompt = (*samples[-1].token_ids, *(random.randrange(50) for _ in range(random.randint(1, 12))))
+    return samples
 
 
 async def converse_all(engine: NativeEngine) -> list[Sample]:

@@ -22,7 +22,7 @@ from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
-from etude.run.numerics import published_state, to_stored
+from etude.run.numerics import published_state
 from etude.run.trainer_group import TrainerGroup
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
@@ -33,6 +33,7 @@ from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
+from etude.weights.tensors import to_stored
 from trainer_ranks import make_model, run_ranks, train
 
 WORLD = 4

@@ -89,8 +89,8 @@ def test_reported_probabilities_are_the_frequencies() -> None:
 def test_the_gradient_is_that_of_the_cut_distribution(arithmetic: Arithmetic) -> None:
     logits_NV, drawn = sample(arithmetic)
     logits_NV = logits_NV.requires_grad_()
-    kept, ids_N = replayed(drawn), torch.from_numpy(drawn.token_ids).long()
-    arithmetic.logprobs(logits_NV, ids_N, torch.full((TOKENS,), 0.8), kept).sum().backward()
+    masked, ids_N = replayed(drawn), torch.from_numpy(drawn.token_ids).long()
+    arithmetic.logprobs(logits_NV, ids_N, torch.full((TOKENS,), 0.8), masked).sum().backward()
     assert logits_NV.grad is not None
     step = 1e-5
     for row in range(0, TOKENS, 9):

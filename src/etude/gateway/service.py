@@ -38,8 +38,8 @@ from etude.protocols import Clock, Completion, SamplingParams, TokenChunk, turn_
 from etude.tokens.messages import (
     CallDelta,
     ChatFormat,
+    ChatMessage,
     Delta,
-    Message,
     ReplyReader,
     TextDelta,
     ThinkingDelta,
@@ -245,7 +245,7 @@ def _replayed(answer: Answer, events: EventEncoder) -> bytes:
     return b"".join([*parts, events.closing(answer)])
 
 
-def _deltas(message: Message) -> list[Delta]:
+def _deltas(message: ChatMessage) -> list[Delta]:
     deltas: list[Delta] = []
     if message.thinking:
         deltas.append(ThinkingDelta(message.thinking))
@@ -438,7 +438,7 @@ async def _next(parts: AsyncGenerator[ReplyDelta | Reply, None]) -> ReplyDelta |
     return await anext(parts)
 
 
-def _finish_reason(message: Message, reader: ReplyReader, finish: Finish) -> FinishReason:
+def _finish_reason(message: ChatMessage, reader: ReplyReader, finish: Finish) -> FinishReason:
     if reader.stop_text is not None:
         return FinishReason.STOP_TEXT
     if finish is Finish.LENGTH and reader.stopped_after is None:

@@ -1,4 +1,4 @@
-"""What a decoder is computed with: the seam between a model's shape and the machine's numbers.
+"""The protocol of a decoder's arithmetic: the seam between a model's shape and the machine's numbers.
 
 Two leaves. :class:`~etude.models.fast.FastArithmetic` is torch, on any device, as fast as its libraries: a row's last
 bits depend on what else is in the batch. :class:`~etude.models.invariant.InvariantArithmetic` adds every sum up in one
@@ -43,7 +43,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRows:
-    """Where the tokens of one step lie in a paged cache. Rows of one sequence are adjacent and ascend."""
+    """The places of one step's tokens in a paged cache. Rows of one sequence are adjacent and ascend."""
 
     tables_BP: Tensor
     """int32: the pages of each sequence in this step, in order; what is beyond its length is arbitrary but valid."""
@@ -136,7 +136,7 @@ class Arithmetic(Protocol):
 
 
 def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
-    """Where sequences of these lengths lie when they are packed.
+    """The places of sequences of these lengths when they are packed.
 
     Raises ``ValueError`` without sequences and on an empty one: what has no token has no place.
     """

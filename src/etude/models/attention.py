@@ -24,7 +24,7 @@ Scores are multiplied by ``spec.attention.scale``. Latent attention's values are
 """
 
 LATENT_NORM_EPS = 1e-6
-"""What the norms inside latent attention add to the mean square, whatever the model's own ``norm_eps`` is."""
+"""Epsilon of the norms inside latent attention, added to the mean square, whatever the model's own ``norm_eps`` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         self._interleaved = spec.rope.interleaved
         query_rows = attention.heads * (attention.nope_dim + attention.rope_dim)
         self.split = (attention.q_rank or query_rows, attention.kv_rank, attention.rope_dim)
-        """How the rows of ``compress`` part: (compressed) queries, latent vector, the key with position."""
+        """Widths of the parts of ``compress``'s rows: (compressed) queries, latent vector, the key with position."""
         self.compress = nn.Parameter(torch.empty(sum(self.split), spec.hidden_size))
         self.query_gain = nn.Parameter(torch.ones(attention.q_rank)) if attention.q_rank else None
         self.expand_queries = nn.Parameter(torch.empty(query_rows, attention.q_rank)) if attention.q_rank else None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from etude.config.training import ModelConfig
 from etude.errors import DamagedError
-from etude.models.decoder import Block, Decoder
+from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.families import hf_config, spec_of
 from etude.models.naming import HEAD, block_views, outer_views, views
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
@@ -77,15 +77,15 @@ def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     for name, view in places.items():
         tensor = state.get(name)
         if tensor is None or tensor.shape != view.shape:
-            found = "missing" if tensor is None else f"{list(tensor.shape)}"
-            raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {found}")
+            actual = "missing" if tensor is None else f"{list(tensor.shape)}"
+            raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {actual}")
 
 
 def fill(part: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Copy the tensors of one block, or of what a decoder has outside of its blocks, by their names."""
-    assert isinstance(part, Block | Decoder)
+    assert isinstance(part, DecoderBlock | Decoder)
     with torch.no_grad():
-        for name, view in block_views(part) if isinstance(part, Block) else outer_views(part):
+        for name, view in block_views(part) if isinstance(part, DecoderBlock) else outer_views(part):
             view.copy_(read(name))
 
 
@@ -127,7 +127,7 @@ class StoredCheckpoint:
         self.folder = folder
         self.spec = load_spec(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of every tensor that is needed, by name."""
+        """Shape of every tensor that is needed, by name."""
         self._files: dict[str, Any] = {}
         for file in _weight_files(folder):
             try:

@@ -32,7 +32,7 @@ RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 @final
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """One layer: attention, then a dense or sparse feed-forward, each of what was normalised, each added."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -73,12 +73,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.arithmetic: Arithmetic = FastArithmetic() if arithmetic is None else arithmetic
-        """What everything is computed with; may be replaced between forward passes."""
+        """The arithmetic of all computation; may be replaced between forward passes."""
         self.recompute = False
-        """Whether a backward pass computes each block's activations again instead of having kept them: one hidden state
+        """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
         per token and block in memory, a third more work, the same gradients."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(torch.ones(spec.hidden_size))
         self.head = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         cosines_PD, sines_PD = rotary_tables(spec)
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
     def _in_order_of_use(self) -> Iterator[nn.Parameter]:
         yield self.embedding
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, DecoderBlock)
             routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
             first = [*block.attention.parameters(), *routed]
             yield from first

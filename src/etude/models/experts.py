@@ -85,8 +85,8 @@ class Routing:
         """Called by the decoder before its first layer. Raises ``ValueError`` if the replay is not of its shape."""
         expected = (tokens, *spec.routes_shape)
         if self.replay_NSk is not None and (self.replay_NSk.shape != expected or self.replay_NSk.dtype != torch.int64):
-            found = f"{self.replay_NSk.dtype} {list(self.replay_NSk.shape)}"
-            raise ValueError(f"replayed routes are {found}, this pass needs torch.int64 {list(expected)}")
+            actual = f"{self.replay_NSk.dtype} {list(self.replay_NSk.shape)}"
+            raise ValueError(f"replayed routes are {actual}, this pass needs torch.int64 {list(expected)}")
         if self._record:
             self._recorded_NSk = torch.empty(expected, dtype=torch.int64, device=device)
 
@@ -116,12 +116,12 @@ class Routing:
 
     @property
     def flips(self) -> int:
-        """Of those, the pairs whose expert the live router would not have chosen."""
+        """The pairs among those whose expert the live router would not have chosen."""
         return _total(self._flips)
 
     @property
     def replaced(self) -> int:
-        """Of the flips, the pairs whose expert was implausible."""
+        """The pairs among the flips whose expert was implausible."""
         return _total(self._replaced)
 
     def _replayed(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
@@ -141,7 +141,7 @@ class Routing:
 
 
 @final
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Scores experts, chooses k of them per token and says how much each counts (its gate).
 
     ``softmax``: Qwen3-MoE (arXiv 2505.09388). ``sigmoid``: DeepSeek-V3 (arXiv 2412.19437 §2.1.2, eq. 13–16): the choice
@@ -152,7 +152,7 @@ class Router(nn.Module):
         super().__init__()
         self.spec = spec
         self.layer = layer
-        """Which of the sparse layers, counted from 0."""
+        """Index among the sparse layers, from 0."""
         self.weight = nn.Parameter(torch.empty(spec.count, hidden_size))
         self.correction = Precise(torch.zeros(spec.count), persistent=True) if spec.scoring == "sigmoid" else None
         """[E] moved by whoever balances load, not by gradients."""
@@ -209,7 +209,7 @@ class Router(nn.Module):
 
 
 class Exchange(Protocol):
-    """How experts that are spread over ranks get their rows; its leaf is the trainer's."""
+    """The exchange of rows with experts that are spread over ranks; its leaf is the trainer's."""
 
     def own(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I] the matrices of this rank's experts."""
@@ -230,9 +230,9 @@ class RoutedExperts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
         self.format: Rounding | None = None
-        """What the products compute with; ``None`` takes numbers as they are."""
+        """The format that the products round numbers to; ``None`` takes numbers as they are."""
         self.published = False
-        """Whether the matrices are published ones, which have been rounded to the format already."""
+        """True if the matrices are published ones, which have been rounded to the format already."""
         self.exchange: Exchange | None = None
         """The way to the experts of other ranks; ``None`` has all experts here."""
         self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
@@ -264,7 +264,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Router(spec, hidden_size, layer)
+        self.router = ExpertRouter(spec, hidden_size, layer)
         self.routed = RoutedExperts(spec, hidden_size)
         self.shared = FeedForward(hidden_size, spec.shared_size) if spec.shared_size else None
 

@@ -34,7 +34,7 @@ def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     Raises :class:`~etude.errors.DamagedError` for what is missing, mistyped or contradictory, and
     :class:`~etude.errors.UserError` for what is not supported.
     """
-    fields = Fields(config, origin)
+    fields = ConfigFields(config, origin)
     family = fields.read("model_type", str)
     if family not in FAMILIES:
         raise UserError(f"{origin}: model_type {family!r} is not supported, these are: {', '.join(sorted(FAMILIES))}")
@@ -73,7 +73,7 @@ def hf_config(spec: ModelSpec) -> dict[str, Json]:
 
 
 @final
-class Fields:
+class ConfigFields:
     """Reads a JSON object with types, and says what is wrong with it by name."""
 
     def __init__(self, values: Mapping[str, Json], origin: str) -> None:
@@ -115,22 +115,22 @@ class Fields:
         """Refuse any other value than this one; null will do, too, and so will a key that is not there unless it stands
         for another value, ``absent``.
         """
-        found = self._values.get(name, absent)
-        if found is not None and found != value:
-            raise UserError(f"{self.origin}: {name} {found!r:.80} is not supported: {fix}")
+        actual = self._values.get(name, absent)
+        if actual is not None and actual != value:
+            raise UserError(f"{self.origin}: {name} {actual!r:.80} is not supported: {fix}")
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 def _model(
-    fields: Fields,
+    fields: ConfigFields,
     attention: GroupedSpec | LatentSpec,
     rope: RopeSpec,
     experts: ExpertsSpec | None = None,
     sparse_layers: tuple[int, ...] = (),
 ) -> ModelSpec:
-    """What all families say alike."""
+    """The fields that all families name alike."""
     layers = fields.read("num_hidden_layers", int)
     return ModelSpec(
         vocab_size=fields.read("vocab_size", int),
@@ -148,7 +148,7 @@ def _model(
 
 
 def _grouped(
-    fields: Fields,
+    fields: ConfigFields,
     *,
     bias: bool,
     output_bias: bool,
@@ -170,28 +170,28 @@ def _grouped(
     )
 
 
-def _llama(fields: Fields) -> ModelSpec:
+def _llama(fields: ConfigFields) -> ModelSpec:
     fields.expect("mlp_bias", False, fix="biases of feed-forward layers are not implemented")
     bias = fields.read("attention_bias", bool, False)
     return _model(fields, _grouped(fields, bias=bias, output_bias=bias, normed=False), _rope(fields))
 
 
-def _mistral(fields: Fields) -> ModelSpec:
+def _mistral(fields: ConfigFields) -> ModelSpec:
     fields.expect("sliding_window", None, absent=4096, fix="set it to null if contexts fit into the window")
     return _model(fields, _grouped(fields, bias=False, output_bias=False, normed=False, kv_heads=8), _rope(fields))
 
 
-def _qwen2(fields: Fields) -> ModelSpec:
+def _qwen2(fields: ConfigFields) -> ModelSpec:
     return _model(fields, _grouped(fields, bias=True, output_bias=False, normed=False, kv_heads=32), _rope(fields))
 
 
-def _qwen3(fields: Fields) -> ModelSpec:
+def _qwen3(fields: ConfigFields) -> ModelSpec:
     bias = fields.read("attention_bias", bool, False)
     attention = _grouped(fields, bias=bias, output_bias=bias, normed=True, kv_heads=32, head_dim=128)
     return _model(fields, attention, _rope(fields))
 
 
-def _qwen3_moe(fields: Fields) -> ModelSpec:
+def _qwen3_moe(fields: ConfigFields) -> ModelSpec:
     bias = fields.read("attention_bias", bool, False)
     step = fields.read("decoder_sparse_step", int, 1)
     dense = fields.items("mlp_only_layers")
@@ -210,7 +210,7 @@ def _qwen3_moe(fields: Fields) -> ModelSpec:
     )
 
 
-def _deepseek_v3(fields: Fields) -> ModelSpec:
+def _deepseek_v3(fields: ConfigFields) -> ModelSpec:
     fields.expect("attention_bias", False, fix="biases of latent attention are not implemented")
     fields.expect("scoring_func", "sigmoid", fix="with latent attention only DeepSeek-V3's router is implemented")
     fields.expect("topk_method", "noaux_tc", fix="with latent attention only DeepSeek-V3's router is implemented")
@@ -241,12 +241,12 @@ def _deepseek_v3(fields: Fields) -> ModelSpec:
     return _model(fields, attention, rope, experts, tuple(range(dense, layers)))
 
 
-def _rope(fields: Fields, *, interleaved: bool = False) -> RopeSpec:
+def _rope(fields: ConfigFields, *, interleaved: bool = False) -> RopeSpec:
     """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of transformers 4."""
     origin = f"{fields.origin}: rope_parameters"
     values = fields.part("rope_scaling") or fields.part("rope_parameters")
     theta = fields.read("rope_theta", float, 10_000.0)
-    parameters = Fields({"rope_type": values.get("type"), "rope_theta": theta} | values, origin)
+    parameters = ConfigFields({"rope_type": values.get("type"), "rope_theta": theta} | values, origin)
     parameters.expect("partial_rotary_factor", 1.0, fix="rotary positions of a part of a head are not implemented")
     return RopeSpec(
         theta=parameters.read("rope_theta", float, theta),
@@ -255,7 +255,7 @@ def _rope(fields: Fields, *, interleaved: bool = False) -> RopeSpec:
     )
 
 
-def _scaling(parameters: Fields, positions: int) -> Scaling | None:
+def _scaling(parameters: ConfigFields, positions: int) -> Scaling | None:
     kind = parameters.read("rope_type", str, "default")
     original = parameters.read("original_max_position_embeddings", int, positions)
     match kind:
@@ -285,7 +285,7 @@ def _scaling(parameters: Fields, positions: int) -> Scaling | None:
             raise UserError(f"{parameters.origin}: rope_type {kind!r} is none of default, linear, llama3, yarn")
 
 
-FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[ConfigFields], ModelSpec]] = MappingProxyType(
     {
         "deepseek_v3": _deepseek_v3,
         "kimi_k2": _deepseek_v3,
@@ -296,7 +296,7 @@ FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
         "qwen3_moe": _qwen3_moe,
     }
 )
-"""How each ``model_type`` is read."""
+"""The reader of each ``model_type``."""
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------

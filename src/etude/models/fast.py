@@ -128,14 +128,14 @@ class FastArithmetic:
 
 
 def _leading_ones(counts: Sequence[int]) -> int:
-    """How many sequences, from the first on, have one token in this step."""
+    """Count of the sequences, from the first on, with one token in this step."""
     return next((index for index, count in enumerate(counts) if count != 1), len(counts))
 
 
 FLASH_WIDTH, FLASH_STEP = 256, 8
 """The widest head that flash attention takes, and what widths must be multiples of."""
 CAUSAL = (-1, 0)
-"""How far a token sees: without end to the left, not at all to the right."""
+"""The bounds of what a token attends to: without end to the left, not at all to the right."""
 
 
 def _flashes(q_NQD: Tensor, v_NKW: Tensor) -> bool:
@@ -160,12 +160,12 @@ def _varlen() -> Callable[..., Any]:
     """Torch's flash attention over packed sequences, with query heads that share key heads.
 
     Torch 2.11 sees that from the numbers of heads, later ones want to be told. Imported where a CUDA device is met: it
-    takes 1.5 seconds and 72 MB that nobody else should pay.
+    takes 1.5 seconds and 72 MB that other machines should not pay.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if asked else varlen_attn
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
 
 
 def _attend_run(run: tuple[int, int], q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Tensor:

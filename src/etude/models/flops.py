@@ -1,4 +1,4 @@
-"""What a forward pass costs in floating-point operations, by the shape of the model alone.
+"""The cost of a forward pass in floating-point operations, by the shape of the model alone.
 
 One multiplication and one addition are two operations, and a backward pass costs twice its forward pass. Norms, gates
 and the softmax are left out: they are to the products what a model's width is to its square. Pure.
@@ -11,7 +11,9 @@ MATRICES_PER_FEED = 3
 
 
 def token_flops(spec: ModelSpec) -> int:
-    """Of the layers, per token, whatever the length of its sequence: 2 for each matrix entry that the token meets."""
+    """Operations of the layers, per token, whatever the length of its sequence: 2 for each matrix entry that the token
+    meets.
+    """
     feeds = (spec.layers - len(spec.sparse_layers)) * MATRICES_PER_FEED * spec.hidden_size * spec.dense_size
     if spec.experts is not None:
         routed = spec.experts.per_token * spec.experts.size + spec.experts.shared_size
@@ -21,13 +23,17 @@ def token_flops(spec: ModelSpec) -> int:
 
 
 def pair_flops(spec: ModelSpec) -> int:
-    """Of all layers, per pair of a token and one that it attends to: a score and a share of a value, in each head."""
+    """Operations of all layers, per pair of a token and one that it attends to: a score and a share of a value, in each
+    head.
+    """
     attention = spec.attention
     return 2 * spec.layers * attention.heads * (attention.key_width + attention.value_width)
 
 
 def head_flops(spec: ModelSpec) -> int:
-    """Of the output matrix, per token whose logits are computed; in training those are the loss tokens only."""
+    """Operations of the output matrix, per token whose logits are computed; in training those are the loss tokens
+    only.
+    """
     return 2 * spec.hidden_size * spec.vocab_size
 
 

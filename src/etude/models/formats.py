@@ -37,7 +37,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 LEAST_EXPONENT = -100
 LEAST_SCALE = 2.0**LEAST_EXPONENT
-"""What scales are not to fall below: see above."""
+"""Lower bound of scales: see above."""
 E4M3_TOP_EXPONENT = 8
 """2⁸ is E4M3's largest power of two."""
 FLOAT_BIAS = 127
@@ -52,14 +52,14 @@ class Quantised(NamedTuple):
     """Matrices in blocks. As values all are float32; as codes each has the type it is stored in."""
 
     elements_MOI: Tensor
-    """As four-bit codes [M, O, ⌈I/2⌉]: an even column is the low half of its byte."""
+    """Encode as four-bit codes [M, O, ⌈I/2⌉]: an even column is the low half of its byte."""
     scales_Moi: Tensor
     outer_M: Tensor | None
     """The second scale, of a whole matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Element:
+class ElementFormat:
     """A type of number: value = sign · mantissa · 2^exponent, no infinities."""
 
     round: Callable[[Tensor], Tensor]
@@ -74,15 +74,15 @@ class Element:
 class BlockFormat:
     """Elements of one type in blocks of ``rows`` × ``columns`` that share a scale; the last blocks may be smaller."""
 
-    element: Element
+    element: ElementFormat
     rows: int
     columns: int
     scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     """[M,o,i] largest magnitude of each block → its scale, and [M] of each matrix if there is a second one."""
     scale_dtype: torch.dtype
-    """What block scales are stored in."""
+    """The stored type of block scales."""
     has_outer: bool = False
-    """Whether a matrix has a second scale, a float32."""
+    """True if a matrix has a second scale, a float32."""
 
 
 def quantise(x_MOI: Tensor, form: BlockFormat) -> Quantised:
@@ -108,7 +108,7 @@ def to_codes(values: Quantised, form: BlockFormat) -> Quantised:
 
 
 def from_codes(codes: Quantised, form: BlockFormat) -> Quantised:
-    """What is stored, as values; exact."""
+    """Decode what is stored; exact."""
     return Quantised(form.element.unpack(codes.elements_MOI), codes.scales_Moi.float(), codes.outer_M)
 
 
@@ -203,9 +203,9 @@ def _spread(scales_Moi: Tensor, outer_M: Tensor | None) -> Tensor:
     return whole_Moi[:, :, None, :, None]
 
 
-E4M3 = Element(round=_round_e4m3, pack=_pack_e4m3, unpack=_unpack_e4m3)
+E4M3 = ElementFormat(round=_round_e4m3, pack=_pack_e4m3, unpack=_unpack_e4m3)
 """Four bits of exponent, three of mantissa: ±2⁻⁹ … ±448."""
-E2M1 = Element(round=_round_e2m1, pack=_pack_e2m1, unpack=_unpack_e2m1)
+E2M1 = ElementFormat(round=_round_e2m1, pack=_pack_e2m1, unpack=_unpack_e2m1)
 """Two bits of exponent, one of mantissa: ±½ … ±6."""
 
 FP8 = BlockFormat(element=E4M3, rows=128, columns=128, scales=_float_scales, scale_dtype=torch.float32)

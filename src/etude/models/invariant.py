@@ -30,7 +30,7 @@ from etude.models.kernels import rows as rowwise
 Forward: TypeAlias = Callable[..., Tensor]
 
 TORCH = FastArithmetic()
-"""What gradients are computed with."""
+"""The arithmetic of gradients."""
 ROWS_PER_TASK = 256
 """Products of fewer rows than this are not worth handing to another thread."""
 
@@ -171,17 +171,17 @@ class _Twofold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiate the twin at the inputs that were kept."""
-        wanted = ctx.needs_input_grad[2:]
+        """Differentiate the twin at the saved inputs."""
+        needed = ctx.needs_input_grad[2:]
         inputs = [
             other if saved is None else saved.detach().requires_grad_(need)
-            for saved, other, need in zip(ctx.saved_tensors, ctx.others, wanted, strict=True)
+            for saved, other, need in zip(ctx.saved_tensors, ctx.others, needed, strict=True)
         ]
         with torch.enable_grad():
             out = ctx.twin(*inputs)
-        leaves = [value for value, need in zip(inputs, wanted, strict=True) if need]
+        leaves = [value for value, need in zip(inputs, needed, strict=True) if need]
         grads = iter(torch.autograd.grad(out, leaves, grad))
-        return (None, None, *(next(grads) if need else None for need in wanted))
+        return (None, None, *(next(grads) if need else None for need in needed))
 
 
 class _Linear(torch.autograd.Function):
@@ -195,7 +195,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of x, weight and bias."""
+        """Gradients of x, weight and bias."""
         x_NI, weight_OI = ctx.saved_tensors
         bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
         return grad_NO @ weight_OI.to(grad_NO.dtype), grad_NO.t() @ x_NI, bias_O
@@ -212,7 +212,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Of x and the weights."""
+        """Gradients of x and the weights."""
         x_RI, ends_E, weight_EOI = ctx.saved_tensors
         grad_RI, grad_EOI = torch.empty_like(x_RI), torch.empty(weight_EOI.shape, dtype=grad_RO.dtype)
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
@@ -295,7 +295,7 @@ def _stored(dtype: torch.dtype | None, weight: Tensor) -> Tensor:
 
 
 def _tracked(*tensors: Tensor | None) -> bool:
-    """Whether a gradient will be asked for."""
+    """Report whether a gradient is needed."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -47,14 +47,14 @@ class ExpertFormat:
     """A format for the inputs and weights of experts."""
 
     name: str
-    """As configured."""
+    """The name in configurations."""
     blocks: BlockFormat
     loop: Callable[[loops.Floats, loops.Floats], None]
     """(x_MOI, out_MOI): encode and decode in one pass over memory, on the CPU."""
     scale_name: str
-    """What checkpoints call a weight's block scales."""
+    """Suffix of a weight's block scales in checkpoints."""
     config: Mapping[str, Any]
-    """How ``config.json`` says it, but for the modules that are left alone."""
+    """The entry in ``config.json``, but for the modules that are left alone."""
     ignored_key: str
     """And the key under which it lists those."""
 
@@ -143,7 +143,7 @@ MXFP8 = ExpertFormat(
     config=MappingProxyType({"quant_method": "modelopt", "quant_algo": "MXFP8"}),
     ignored_key="ignore",
 )
-"""Of the OCP, with ModelOpt's names."""
+"""The OCP's format, with ModelOpt's names."""
 NVFP4 = ExpertFormat(
     name="nvfp4",
     blocks=formats.NVFP4,
@@ -162,7 +162,7 @@ EXPERT_FORMATS: Mapping[str, ExpertFormat] = MappingProxyType({form.name: form f
 
 
 def is_routed_expert(name: str) -> bool:
-    """Whether a checkpoint tensor is a projection of a routed expert: not of a shared one, not the router."""
+    """Report whether a checkpoint tensor is a projection of a routed expert: not of a shared one, not the router."""
     return ROUTED_EXPERT.search(name) is not None
 
 
@@ -198,7 +198,7 @@ def dequantised_state(state: State, form: ExpertFormat, chosen: Choice = is_rout
 
 
 def quantization_config(state: State, form: ExpertFormat, chosen: Choice = is_routed_expert) -> dict[str, Any]:
-    """What ``config.json`` says under this key about a state that :func:`quantised_state` made or is to make."""
+    """The value of this key of ``config.json`` for a state that :func:`quantised_state` made or is to make."""
     left_alone = [
         name.removesuffix(".weight")
         for name, tensor in state.items()
@@ -243,9 +243,9 @@ def _complete(encoded: Mapping[str, Tensor | None], stem: str, form: ExpertForma
     for last, tensor in encoded.items():
         dtype, shape = expected[last]
         if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
-            found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            actual = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise DamagedError(
-                f"{stem + last!r} should be {dtype} {list(shape)}, it is {found}: is this a state in {form.name}?"
+                f"{stem + last!r} should be {dtype} {list(shape)}, it is {actual}: is this a state in {form.name}?"
             )
         complete[last] = tensor
     return complete

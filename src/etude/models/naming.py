@@ -1,4 +1,4 @@
-"""Which part of which parameter a checkpoint's tensor is: Hugging Face's names, one per projection and expert.
+"""Checkpoint tensors as views into parameters: Hugging Face's names, one per projection and expert.
 
 A decoder keeps parameters fused (``qkv``, ``gate_up``, all experts in one tensor); here alone is written how the two
 correspond. Owns names and views, no files.
@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from etude.models.attention import GroupedAttention, LatentAttention
-from etude.models.decoder import Block, Decoder
+from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, FeedForward
 
 Views: TypeAlias = Iterator[tuple[str, Tensor]]
@@ -23,7 +23,7 @@ HEAD = "lm_head.weight"
 def views(model: Decoder) -> Views:
     """Every tensor of a checkpoint of this model."""
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         yield from block_views(block)
     yield from outer_views(model)
 
@@ -36,13 +36,13 @@ def outer_views(model: Decoder) -> Views:
         yield HEAD, model.head.data
 
 
-def block_views(block: Block) -> Views:
+def block_views(block: DecoderBlock) -> Views:
     """The tensors of one block."""
     for name, view in _block(block):
         yield f"model.layers.{block.attention.layer}.{name}", view
 
 
-def _block(block: Block) -> Views:
+def _block(block: DecoderBlock) -> Views:
     attention = _grouped(block.attention) if isinstance(block.attention, GroupedAttention) else _latent(block.attention)
     for name, view in attention:
         yield f"self_attn.{name}", view

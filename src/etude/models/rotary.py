@@ -58,7 +58,7 @@ def _yarn(rates_F: Frequencies, scaling: YarnScaling, theta: float) -> Frequenci
     width = 2 * len(rates_F)
 
     def index_of(turns: float) -> float:
-        """Which frequency turns so often in the original context (inverse of its formula)."""
+        """Index of the frequency that turns so often in the original context (inverse of its formula)."""
         return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = index_of(scaling.fast_turns), index_of(scaling.slow_turns)

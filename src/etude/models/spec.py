@@ -1,4 +1,4 @@
-"""What a decoder looks like: every number that shapes its parameters or its computation, and nothing that computes.
+"""The shape of a decoder: every number that shapes its parameters or its computation, and nothing that computes.
 
 A spec says what a model is, whatever family it comes from: :mod:`etude.models.families` reads it from a Hugging Face
 ``config.json``, :class:`~etude.models.decoder.Decoder` is built from it, engines size their caches by it.
@@ -43,13 +43,13 @@ class YarnScaling:
     mscale_all_dim: float = 0.0
     """DeepSeek's: how strongly attention scores are, the parts without positions included; 0 is not given."""
     attention_factor: float | None = None
-    """What the tables are multiplied by; ``None`` follows from the others."""
+    """Factor of the tables; ``None`` follows from the others."""
     truncate: bool = True
-    """Whether the blended range begins and ends at whole frequencies."""
+    """True if the blended range begins and ends at whole frequencies."""
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by (eq. 22; with DeepSeek's quotient)."""
+        """Factor of cosines and sines (eq. 22; with DeepSeek's quotient)."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -58,7 +58,7 @@ class YarnScaling:
 
     @property
     def latent_sharpness(self) -> float:
-        """What attention scores of latent attention are multiplied by."""
+        """Factor of the scores of latent attention."""
         return self._stretch(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _stretch(self, strength: float) -> float:
@@ -75,16 +75,16 @@ class RopeSpec:
     theta: float = 10_000.0
     scaling: Scaling | None = None
     interleaved: bool = False
-    """Whether a pair that turns together is two neighbours (DeepSeek) rather than one of each half."""
+    """True if a pair that turns together is two neighbours (DeepSeek) rather than one of each half."""
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return self.scaling.amplitude if isinstance(self.scaling, YarnScaling) else 1.0
 
     @property
     def latent_sharpness(self) -> float:
-        """What scores of latent attention are multiplied by."""
+        """Factor of the scores of latent attention."""
         return self.scaling.latent_sharpness if isinstance(self.scaling, YarnScaling) else 1.0
 
 
@@ -96,10 +96,10 @@ class GroupedSpec:
     kv_heads: int
     head_dim: int
     bias: bool = False
-    """Whether queries, keys and values have one."""
+    """True if queries, keys and values have one."""
     output_bias: bool = False
     normed: bool = False
-    """Whether each head of queries and keys is normalised (Qwen3)."""
+    """True if each head of queries and keys is normalised (Qwen3)."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -109,7 +109,7 @@ class GroupedSpec:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of scores."""
         return float(self.head_dim**-0.5)
 
     @property
@@ -134,7 +134,7 @@ class GroupedSpec:
 
     @property
     def values_in_keys(self) -> bool:
-        """Whether values are the first columns of keys, so that a cache need not hold them."""
+        """True if values are the first columns of keys, so that a cache need not hold them."""
         return False
 
 
@@ -153,7 +153,7 @@ class LatentSpec:
     """Width of the part that is turned by position; its key is shared by all heads."""
     value_dim: int
     sharpness: float = 1.0
-    """What scores are multiplied by on top: :attr:`RopeSpec.latent_sharpness`."""
+    """A further factor of scores: :attr:`RopeSpec.latent_sharpness`."""
 
     def __post_init__(self) -> None:
         if self.rope_dim % 2:
@@ -161,7 +161,7 @@ class LatentSpec:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by: the width of a query before it is folded into the latent space counts."""
+        """Factor of scores: the width of a query before it is folded into the latent space counts."""
         return float((self.nope_dim + self.rope_dim) ** -0.5 * self.sharpness)
 
     @property
@@ -186,7 +186,7 @@ class LatentSpec:
 
     @property
     def values_in_keys(self) -> bool:
-        """Whether values are the first columns of keys, so that a cache need not hold them."""
+        """True if values are the first columns of keys, so that a cache need not hold them."""
         return True
 
 
@@ -203,13 +203,13 @@ class ExpertsSpec:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """``sigmoid`` (DeepSeek-V3, arXiv 2412.19437 §2.1.2) chooses by score plus a correction that balances load."""
     normalise: bool = True
-    """Whether the gates of a token are divided by their sum."""
+    """True if the gates of a token are divided by their sum."""
     groups: int = 1
     """Experts are split into so many groups of neighbours …"""
     top_groups: int = 1
     """… and chosen from so many of them."""
     scale: float = 1.0
-    """What gates are multiplied by."""
+    """Factor of gates."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count < NO_ROUTE:
@@ -239,12 +239,12 @@ class ModelSpec:
     """Inner width of the feed-forward of layers without experts; 0 if there is no such layer."""
     experts: ExpertsSpec | None = None
     sparse_layers: tuple[int, ...] = ()
-    """Which layers have experts, ascending; routes count these only."""
+    """Layers with experts, ascending; routes count these only."""
     rope: RopeSpec = RopeSpec()
     norm_eps: float = 1e-6
     max_positions: int = 4096
     tied: bool = True
-    """Whether the output matrix is the embedding."""
+    """True if the output matrix is the embedding."""
 
     def __post_init__(self) -> None:
         if list(self.sparse_layers) != sorted(set(self.sparse_layers) & set(range(self.layers))):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from etude.config.inference import NumericsConfig
-from etude.engines.weights.parameters import TORCH_TYPES
 from etude.errors import ConfigError
 from etude.models.arithmetic import Arithmetic
 from etude.models.checkpoint import load_state, state_of
@@ -28,10 +27,8 @@ from etude.models.lowprecision import (
 )
 from etude.models.spec import ModelSpec
 from etude.run.resolve import is_invariant
-from etude.types import Json, RouteSpace, TensorSpec
-from etude.weights.device import STORED_TYPES
+from etude.types import Json, RouteSpace
 from etude.weights.pull import ReceiveOptions
-from etude.weights.state import State, StoredTensor
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -137,21 +134,3 @@ def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool =
 
 def _routed(model: Decoder) -> list[RoutedExperts]:
     return [module for module in model.modules() if isinstance(module, RoutedExperts)]
-
-
-def to_stored(state: Mapping[str, Tensor]) -> State:
-    """The bytes of a model's state; tensors already on the CPU and contiguous are not copied."""
-    return {name: _stored(name, tensor.detach().cpu().contiguous()) for name, tensor in state.items()}
-
-
-def to_tensors(state: State) -> dict[str, Tensor]:
-    """Tensors over a state's bytes; they share memory with it and must not be written to."""
-    return {
-        name: torch.from_numpy(stored.data).view(TORCH_TYPES[stored.spec.dtype]).view(stored.spec.shape)
-        for name, stored in state.items()
-    }
-
-
-def _stored(name: str, tensor: Tensor) -> StoredTensor:
-    spec = TensorSpec(name=name, dtype=STORED_TYPES[tensor.dtype], shape=tuple(tensor.shape))
-    return StoredTensor(spec=spec, data=tensor.view(-1).view(torch.uint8).numpy())

@@ -38,7 +38,7 @@ from etude.dashboard import formatting
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE
-from etude.engines.native.requests import Request, Work
+from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
 from etude.errors import MismatchError
 from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_config
 from etude.models.decoder import Decoder
@@ -46,7 +46,7 @@ from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
 from etude.protocols import Engine, SamplingParams, turn_of
 from etude.run.folder import RunFolder
-from etude.run.numerics import decoded_state, load_published, published_state, serving_model, to_tensors, training_model
+from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
 from etude.run.resolve import is_invariant, resolve_device, resolve_replay
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
@@ -54,6 +54,7 @@ from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import Mismatch, MismatchLevel, MismatchProbe, mismatch_level
 from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
 from etude.weights.pull import pull
+from etude.weights.tensors import to_tensors
 
 PROMPTS = (19, 33, 48, 70, 101, 12)
 """Tokens of the first prompts: less than a page, whole pages, and more than one step reads."""
@@ -70,9 +71,9 @@ LONGEST = max(PROMPTS) + 2 * SAMPLED + SECOND_TURN
 SEED = 20_11
 """Of prompts and sampling; any would do."""
 
-Plan: TypeAlias = Sequence[Work]
+Plan: TypeAlias = Sequence[ScheduledTokens]
 """What one pass of the engine computes."""
-Reader: TypeAlias = Callable[[Sequence[Request]], Iterator[Plan]]
+Reader: TypeAlias = Callable[[Sequence[EngineRequest]], Iterator[Plan]]
 """In which passes the engine reads some sequences."""
 States: TypeAlias = list[Tensor]
 """[T,H] of each sequence."""
@@ -226,7 +227,7 @@ def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _Reading:
     return reading
 
 
-def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[Request], read: Reader) -> _Reading:
+def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequest], read: Reader) -> _Reading:
     """The engine's way: passes over whatever ``read`` plans."""
     reading = _Reading()
     for plan in read(requests):
@@ -248,17 +249,17 @@ def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[Request], 
     return reading
 
 
-def _decode(requests: Sequence[Request]) -> Iterator[Plan]:
+def _decode(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
     """The first half at once, then token by token, all sequences in a batch."""
-    yield [Work(request, 0, len(request.token_ids) // 2) for request in requests]
+    yield [ScheduledTokens(request, 0, len(request.token_ids) // 2) for request in requests]
     for step in range(max(len(request.token_ids) for request in requests)):
         places = [(request, len(request.token_ids) // 2 + step) for request in requests]
-        plan = [Work(request, place, 1) for request, place in places if place < len(request.token_ids)]
+        plan = [ScheduledTokens(request, place, 1) for request, place in places if place < len(request.token_ids)]
         if plan:
             yield plan
 
 
-def _chunks(requests: Sequence[Request]) -> Iterator[Plan]:
+def _chunks(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
     """Chunks of several sizes in each pass, which share no boundary with pages."""
     read = dict.fromkeys(requests, 0)
     step = 0
@@ -267,29 +268,29 @@ def _chunks(requests: Sequence[Request]) -> Iterator[Plan]:
         for index, (request, done) in enumerate(read.items()):
             count = min(CHUNKS[(step + index) % len(CHUNKS)], len(request.token_ids) - done)
             if count:
-                plan.append(Work(request, done, count))
+                plan.append(ScheduledTokens(request, done, count))
         for work in plan:
             read[work.request] += work.count
         yield sorted(plan, key=lambda work: work.count > 1)
         step += 1
 
 
-def _prefix(requests: Sequence[Request]) -> Iterator[Plan]:
+def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
     """All at once, and the second half once more by others that find the pages of the first."""
-    yield [Work(request, 0, len(request.token_ids)) for request in requests]
+    yield [ScheduledTokens(request, 0, len(request.token_ids)) for request in requests]
     fresh = 1 + max(page for request in requests for page in request.pages)
     plan = []
     for request in requests:
         shared = len(request.pages) // 2
         pages = [*request.pages[:shared], *(fresh + page for page in request.pages[shared:])]
-        twin = Request(
+        twin = EngineRequest(
             session=request.session,
             params=request.params,
             token_ids=request.token_ids,
             prompt_length=request.prompt_length,
             pages=pages,
         )
-        plan.append(Work(twin, shared * PAGE, len(twin.token_ids) - shared * PAGE))
+        plan.append(ScheduledTokens(twin, shared * PAGE, len(twin.token_ids) - shared * PAGE))
     yield plan
 
 
@@ -332,10 +333,10 @@ def _note(seen: dict[str, Tensor], name: str, _module: nn.Module, _inputs: objec
     seen[name] = out
 
 
-def _request(index: int, sequence: Ids, first_page: int) -> Request:
+def _request(index: int, sequence: Ids, first_page: int) -> EngineRequest:
     """A request for nothing but reading ``sequence``, with pages of its own."""
     pages = -(-len(sequence) // PAGE)
-    return Request(
+    return EngineRequest(
         session=str(index),
         params=SamplingParams(max_tokens=1),
         token_ids=sequence.tolist(),
@@ -344,7 +345,7 @@ def _request(index: int, sequence: Ids, first_page: int) -> Request:
     )
 
 
-def _blank(request: Request, rows: Tensor) -> Tensor:
+def _blank(request: EngineRequest, rows: Tensor) -> Tensor:
     return rows.new_zeros((len(request.token_ids), *rows.shape[1:]))
 
 

@@ -27,7 +27,7 @@ from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import choose_arithmetic, published_state, to_stored
+from etude.run.numerics import choose_arithmetic, published_state
 from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
@@ -49,6 +49,7 @@ from etude.trainer.imitation import ImitationTrainer, Loss
 from etude.trainer.optimisation import BatchSchedule, Optimisation, RateSchedule, build_optimiser
 from etude.types import Document, Json, Split
 from etude.weights.digest import state_digest
+from etude.weights.tensors import to_stored
 
 REPORT_EVERY_STEPS = 20
 """Steps between progress events: about one a second on a laptop."""

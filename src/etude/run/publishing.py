@@ -14,12 +14,12 @@ from typing import Self, final
 
 from torch import Tensor
 
-from etude.run.numerics import to_stored
 from etude.telemetry.events import WeightsPublished
 from etude.telemetry.log import EventLog
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publication, Publisher
 from etude.weights.state import state_bytes
+from etude.weights.tensors import to_stored
 
 MEANWHILE_S = 1.0
 """How often who waits for a version does what else has to be done."""

@@ -31,13 +31,7 @@ from etude.rewards.shaping.parts import mean_parts
 from etude.run.distillation import DistillationBatcher
 from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import (
-    decoded_state,
-    published_state,
-    route_space,
-    to_tensors,
-    training_model,
-)
+from etude.run.numerics import decoded_state, published_state, route_space, training_model
 from etude.run.penalties import Penalties, passes
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
@@ -64,6 +58,7 @@ from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
 from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
+from etude.weights.tensors import to_tensors
 
 POLL_S = 0.02
 """How often the ledger is asked for a batch: a fraction of the shortest step."""

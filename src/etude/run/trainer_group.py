@@ -27,7 +27,7 @@ from etude.models.checkpoint import check_state, fill, load_spec, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, to_tensors, training_model, unfilled_model
+from etude.run.numerics import decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode, encode
 from etude.trainer.batching.packing import MicroBatch
@@ -40,6 +40,7 @@ from etude.trainer.policy import PolicyTrainer
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
+from etude.weights.tensors import to_tensors
 
 IDLE_S = 60.0
 """How often rank 0 tells the others that there is nothing to do: well within their patience."""

@@ -25,7 +25,7 @@ from typing import TypeAlias, final
 from etude.tokens.json_text import DECODER, read_object
 from etude.tokens.literals import GEMMA, NAME, NESTING_PYTHON, PYTHON, spelt
 from etude.tokens.messages import Tool
-from etude.tokens.toolcalls import JSON_SCOPE, PYTHON_SCOPE, ParsedCall, Scope
+from etude.tokens.toolcalls import JSON_SCOPE, PYTHON_SCOPE, CallScope, ParsedCall
 from etude.types import Json
 
 Schema: TypeAlias = Mapping[str, Json]
@@ -69,7 +69,7 @@ class JsonCall:
     """True if the first call may stand behind a bracket."""
     python: bool = False
     """True if Python's literals do for JSON."""
-    scope: Scope | None = JSON_SCOPE
+    scope: CallScope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one."""
@@ -98,16 +98,16 @@ class HeadedCall:
 
     patterns: tuple[str, ...]
     """The first that fits counts. A name may be inside of an ``ID``."""
-    scope: Scope | None = JSON_SCOPE
+    scope: CallScope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one."""
         for pattern in self.patterns:
             if match := compile_pattern(pattern).fullmatch(text):
-                found = match.groupdict()
-                call_id = found.get("id") or ""
+                groups = match.groupdict()
+                call_id = groups.get("id") or ""
                 named = ID_NAME.fullmatch(call_id)
-                name = found.get("name") or (named[1] if named else "")
+                name = groups.get("name") or (named[1] if named else "")
                 is_plain = "NAME" not in pattern and ":" not in call_id
                 return checked_call(name, match["arguments"], "" if is_plain else call_id)
         return None
@@ -119,7 +119,7 @@ class EitherCall:
     """One of several forms: what the models of a family wrote from version to version."""
 
     forms: "tuple[JsonCall | HeadedCall, ...]"
-    scope: Scope | None = JSON_SCOPE
+    scope: CallScope | None = JSON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call of the first form that takes ``text``."""
@@ -145,7 +145,7 @@ class TaggedCall:
     """True if a parameter also ends where a line opens the next one, or the call ends: models forget to close them."""
     verbatim: tuple[str, str] = ("", "")
     """Marks around a value that is text whatever its type."""
-    scope: Scope | None = None
+    scope: CallScope | None = None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one. Each character is looked at a few times, however broken the text is."""
@@ -201,7 +201,7 @@ class NestedCall:
     """Pattern of what stands before the parameters."""
     mark: str
     item: str = "item"
-    scope: Scope | None = None
+    scope: CallScope | None = None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one."""
@@ -247,7 +247,7 @@ class NestedCall:
 class PythonCall:
     """A call as Python has it, the first maybe behind a bracket, with keywords and literals."""
 
-    scope: Scope | None = PYTHON_SCOPE
+    scope: CallScope | None = PYTHON_SCOPE
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one."""
@@ -270,7 +270,7 @@ class PythonCall:
 class GemmaCall:
     """``call:edit{line:3}``."""
 
-    scope: Scope | None = None
+    scope: CallScope | None = None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> ParsedCall | None:
         """The call, if ``text`` is one."""

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.errors import DamagedError
 from etude.tokens.grammars import HERMES
-from etude.tokens.messages import NO_KWARGS, Message, TemplateKwargs, Tool, ToolCall, UnreadKwargs
+from etude.tokens.messages import NO_KWARGS, ChatMessage, TemplateKwargs, Tool, ToolCall, UnreadKwargs
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.toolcalls import ReplyMarks
 from etude.tokens.vocabulary import Spelling
@@ -37,7 +37,7 @@ SPECIAL_TOKENS = (PAD, DOCUMENT, END, *ROLES.values())
 TOOLS_INTRODUCTION = (
     'Tools, to be called with <tool_call>{"name": <name>, "arguments": <arguments as a JSON object>}</tool_call>:\n'
 )
-"""What stands before the tools in their system message."""
+"""Text before the tools in their system message."""
 
 JINJA_TEMPLATE = (
     "{% if tools %}{{ '<|system|>' + '"
@@ -55,7 +55,7 @@ JINJA_TEMPLATE = (
 """The same format for ``AutoTokenizer.apply_chat_template``."""
 
 MARKS = ReplyMarks(grammar=HERMES)
-"""What has a meaning in a reply: calls, where there are tools."""
+"""The grammar of a reply: calls, where there are tools."""
 
 
 class ChatTemplate:
@@ -129,7 +129,7 @@ class ChatTemplate:
         return self._spelling.decode(token_ids)
 
     def open(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
         """The ids that a model continues to answer a conversation.
 
@@ -147,8 +147,8 @@ class ChatTemplate:
 
     def extend(
         self,
-        reply: Message,
-        messages: Sequence[Message],
+        reply: ChatMessage,
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
@@ -182,10 +182,8 @@ class ChatTemplate:
 def check_kwargs(kwargs: TemplateKwargs, reads: Collection[str]) -> None:
     """Raise :class:`~etude.tokens.messages.UnreadKwargs` with those that a template does not read, and what it does."""
     if unread := sorted(kwargs.keys() - set(reads)):
-        known = f"it reads {', '.join(sorted(reads))}" if reads else "it reads none"
-        raise UnreadKwargs(
-            f"chat_template_kwargs: the model's chat template does not read {', '.join(unread)}; {known}"
-        )
+        keys = f"it reads {', '.join(sorted(reads))}" if reads else "it reads none"
+        raise UnreadKwargs(f"chat_template_kwargs: the model's chat template does not read {', '.join(unread)}; {keys}")
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

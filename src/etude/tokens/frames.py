@@ -1,4 +1,4 @@
-"""What a chat format writes around a message that follows a reply, and what is left of the text without it.
+"""Frames: the text that a chat format writes around a message that follows a reply.
 
     ids behind a reply     ⟨end⟩⏎⟨start⟩user⏎bad call⟨end⟩⏎⟨start⟩assistant⏎
     decoded                ⏎user⏎bad call⏎assistant⏎                            role names stay, special tokens go
@@ -10,16 +10,16 @@ found out by rendering a message whose content is known, so any chat format will
 
 from typing import final
 
-from etude.tokens.messages import ChatFormat, Message, ToolCall
+from etude.tokens.messages import ChatFormat, ChatMessage, ToolCall
 
 CONTENT = "zq7"
-"""Of the message that is rendered: nothing that a template would say by itself."""
+"""Text of the message that is rendered: nothing that a template would say by itself."""
 _CALL = ToolCall(call_id="abcdefghi", name="probe", arguments="{}")
-PAIRS: tuple[tuple[Message, Message], ...] = (
-    (Message(role="assistant", content="."), Message(role="user", content=CONTENT)),
+PAIRS: tuple[tuple[ChatMessage, ChatMessage], ...] = (
+    (ChatMessage(role="assistant", content="."), ChatMessage(role="user", content=CONTENT)),
     (
-        Message(role="assistant", content="", tool_calls=(_CALL,)),
-        Message(role="tool", content=CONTENT, tool_call_id=_CALL.call_id),
+        ChatMessage(role="assistant", content="", tool_calls=(_CALL,)),
+        ChatMessage(role="tool", content=CONTENT, tool_call_id=_CALL.call_id),
     ),
 )
 """A reply and what may follow it; a format that knows no tools is not asked about them."""
@@ -30,8 +30,8 @@ class Frames:
     """Takes messages out of what one chat format writes around them."""
 
     def __init__(self, chat: ChatFormat) -> None:
-        found = {frame for reply, message in PAIRS if (frame := _frame(chat, reply, message)) is not None}
-        self._frames = sorted(found, key=lambda frame: len(frame[0]) + len(frame[1]), reverse=True)
+        frames = {frame for reply, message in PAIRS if (frame := _frame(chat, reply, message)) is not None}
+        self._frames = sorted(frames, key=lambda frame: len(frame[0]) + len(frame[1]), reverse=True)
 
     def content(self, text: str) -> str:
         """A text that follows a reply, without what stands before its first message and behind its last one.
@@ -44,8 +44,8 @@ class Frames:
         return text
 
 
-def _frame(chat: ChatFormat, reply: Message, message: Message) -> tuple[str, str] | None:
-    """What stands before a message and behind it; ``None`` where the format does not take it, or changes it."""
+def _frame(chat: ChatFormat, reply: ChatMessage, message: ChatMessage) -> tuple[str, str] | None:
+    """The text before a message and behind it; ``None`` where the format does not take it, or changes it."""
     try:
         text = chat.decode(chat.extend(reply, [message]))
     except ValueError:

@@ -35,10 +35,10 @@ from etude.tokens.chat import (
     read_tokenizer,
 )
 from etude.tokens.grammars import HERMES
-from etude.tokens.messages import NO_KWARGS, ChatFormat, Message, TemplateKwargs, Tool, ToolCall, UnreadKwargs
+from etude.tokens.messages import NO_KWARGS, ChatFormat, ChatMessage, TemplateKwargs, Tool, ToolCall, UnreadKwargs
 from etude.tokens.probes import SIMPLE, CallSupport, find_grammar
 from etude.tokens.reader import IncrementalReader
-from etude.tokens.templates import SPECIAL_ROLES, Now, Template
+from etude.tokens.templates import SPECIAL_ROLES, JinjaTemplate, Now
 from etude.tokens.toolcalls import THINKING, ReplyMarks, Thinking, thinking_of
 from etude.tokens.vocabulary import Guard, Spelling, stand_in
 from etude.types import Json, TokenIds, as_list
@@ -46,7 +46,7 @@ from etude.types import Json, TokenIds, as_list
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of templates: for any conversation; for one with tools, where a checkpoint has it."""
 ROLES = ("system", "user", "assistant", "tool")
-"""Who may speak; a template may know fewer."""
+"""Roles of messages; a template may know fewer."""
 PROBE_ID = "abcdefghi"
 """A call id that every template takes, Mistral's included."""
 PROBE_ARGUMENTS = '{"probe":1}'
@@ -86,7 +86,7 @@ def call_support(folder: Path) -> CallSupport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint folder says of its chat format."""
+    """The chat format as a checkpoint folder describes it."""
 
     tokenizer: Tokenizer
     templates: Mapping[str, str]
@@ -159,13 +159,13 @@ def _token_text(value: Json) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Style:
-    """What was found out about one template by rendering with it."""
+class _TemplateStyle:
+    """The properties of one template, found by rendering with it."""
 
-    template: Template
+    template: JinjaTemplate
     marks: ReplyMarks
     arguments_as_text: bool
-    """Whether arguments are given to it as JSON text; else as objects."""
+    """True if arguments are given to it as JSON text; else as objects."""
     turn_end: str | None
     """The control token behind an assistant's words; ``None`` if it writes none."""
     calls: CallSupport
@@ -182,7 +182,7 @@ class JinjaFormat:
         self._guard = Guard(checkpoint.tokenizer, _controls(checkpoint))
         self._mark = stand_in()
         styles = {
-            name: self._probe(Template(source, checkpoint.variables, now))
+            name: self._probe(JinjaTemplate(source, checkpoint.variables, now))
             for name, source in checkpoint.templates.items()
             if name in (DEFAULT, TOOL_USE)
         }
@@ -233,7 +233,7 @@ class JinjaFormat:
         return self._spelling.decode(token_ids)
 
     def open(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
         """The ids that a model continues to answer a conversation.
 
@@ -244,8 +244,8 @@ class JinjaFormat:
 
     def extend(
         self,
-        reply: Message,
-        messages: Sequence[Message],
+        reply: ChatMessage,
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
@@ -263,8 +263,8 @@ class JinjaFormat:
             for call in reply.tool_calls
         ]
         before = [
-            Message(role="user", content="."),
-            Message(role="assistant", content=text, tool_calls=tuple(calls)),
+            ChatMessage(role="user", content="."),
+            ChatMessage(role="assistant", content=text, tool_calls=tuple(calls)),
         ]
         conversation = self._fields(style, [*before, *messages], names)
         rendered = self._render(style, conversation, tools, kwargs)
@@ -307,18 +307,18 @@ class JinjaFormat:
         last = next((token_id for token_id in reversed(tail) if self._written.decode([token_id]).strip()), None)
         return last == opening_id
 
-    def _style(self, tools: Sequence[Tool]) -> _Style:
+    def _style(self, tools: Sequence[Tool]) -> _TemplateStyle:
         return self._tool_use if tools else self._default
 
     def _render(
-        self, style: _Style, conversation: Sequence[Json], tools: Sequence[Tool], kwargs: TemplateKwargs
+        self, style: _TemplateStyle, conversation: Sequence[Json], tools: Sequence[Tool], kwargs: TemplateKwargs
     ) -> str:
         """Render a conversation whose texts are hidden, up to the opening of the next reply."""
         check_kwargs(kwargs, self.reads)
         hidden = {name: self._guard.hide_all(value) for name, value in {**self._kwargs, **kwargs}.items()}
         return style.template.render(conversation, _tool_fields(tools, self._guard), hidden, opening=True)
 
-    def _fields(self, style: _Style, messages: Sequence[Message], names: Mapping[str, str]) -> list[Json]:
+    def _fields(self, style: _TemplateStyle, messages: Sequence[ChatMessage], names: Mapping[str, str]) -> list[Json]:
         """The messages as templates know them. ``names`` are those of calls by id; a tool's message has its tool's."""
         names = dict(names)
         conversation: list[Json] = []
@@ -342,30 +342,30 @@ class JinjaFormat:
             conversation.append(fields)
         return conversation
 
-    def _probe(self, template: Template) -> _Style:
+    def _probe(self, template: JinjaTemplate) -> _TemplateStyle:
         """Find out by rendering what a template does."""
         thinking = thinking_of(template.source)
         user: Json = {"role": "user", "content": "."}
-        said = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
-        _, found, behind = said.partition(self._mark)
+        reply = _rendered(template, [user, {"role": "assistant", "content": self._mark}], opening=False)
+        _, mark, behind = reply.partition(self._mark)
         call = ToolCall(call_id=PROBE_ID, name="probe", arguments=PROBE_ARGUMENTS)
-        asked: Json = {"role": "assistant", "content": "", "tool_calls": [_call_fields(call, as_text=True)]}
-        style = _Style(
+        request: Json = {"role": "assistant", "content": "", "tool_calls": [_call_fields(call, as_text=True)]}
+        style = _TemplateStyle(
             template=template,
             marks=ReplyMarks(),
             calls=CallSupport(),
             arguments_as_text=False,
-            turn_end=self._guard.find_control(behind) if found else None,
+            turn_end=self._guard.find_control(behind) if mark else None,
         )
         calls = find_grammar(partial(self._try, style), template.source, thinking)
-        if PROBE_ARGUMENTS in _rendered(template, [user, asked], opening=False):
+        if PROBE_ARGUMENTS in _rendered(template, [user, request], opening=False):
             as_text = replace(style, arguments_as_text=True)
             if not (spelt := find_grammar(partial(self._try, as_text), template.source, thinking)).is_worse(calls):
                 style, calls = as_text, spelt  # keeps the spelling of the model
         thinking = thinking or (calls.grammar.thinking if calls.grammar else None)
         return replace(style, marks=ReplyMarks(grammar=calls.grammar, thinking=thinking), calls=calls)
 
-    def _try(self, style: _Style, messages: Sequence[Message], tools: Sequence[Tool], opening: bool) -> str:
+    def _try(self, style: _TemplateStyle, messages: Sequence[ChatMessage], tools: Sequence[Tool], opening: bool) -> str:
         """The text of a probe; empty if the template does not take it."""
         try:
             return style.template.render(
@@ -412,8 +412,8 @@ def _call_fields(call: ToolCall, *, as_text: bool) -> dict[str, Json]:
     return {"id": call.call_id, "type": "function", "function": function}
 
 
-def _rendered(template: Template, messages: Sequence[Json], *, opening: bool) -> str:
-    """What a template makes of a probe; empty if it does not take it."""
+def _rendered(template: JinjaTemplate, messages: Sequence[Json], *, opening: bool) -> str:
+    """A probe's rendering; empty if it does not take it."""
     try:
         return template.render(messages, opening=opening)
     except ValueError:

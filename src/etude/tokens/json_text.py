@@ -16,7 +16,7 @@ def _refuse_constant(name: str) -> Json:
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 """Reads JSON as the standard has it: ``NaN`` and kin are none."""
 SPACE = re.compile(r"[ \t\r\n]*")
-"""What JSON allows between its parts."""
+"""White space that JSON allows between its parts."""
 
 
 def read_object(text: str) -> dict[str, tuple[Json, str]] | None:

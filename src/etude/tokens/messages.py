@@ -1,4 +1,4 @@
-"""What a conversation is made of, whatever wire it came over and whatever model it is for.
+"""The nouns of conversations, for every API protocol and every model.
 
 Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.api`'
 business, how in tokens is a :class:`ChatFormat`'s.
@@ -12,7 +12,7 @@ from typing import Literal, Protocol, TypeAlias
 from etude.types import Json, TokenIds
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-"""Who speaks."""
+"""The role of a message."""
 
 TemplateKwargs: TypeAlias = Mapping[str, Json]
 """Further variables that a chat template is rendered with (``chat_template_kwargs``), e.g. ``enable_thinking``."""
@@ -44,17 +44,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class ChatMessage:
     """One message of a conversation."""
 
     role: Role
     content: str = ""
     thinking: str = ""
-    """What an assistant thought before it spoke."""
+    """Reasoning of an assistant, before its text."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """What an assistant asked for."""
+    """Tool calls of an assistant."""
     tool_call_id: str = ""
-    """Which call a tool's message answers."""
+    """Id of the call that a tool's message answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class CallDelta:
     """A tool call begins (``call_id`` and ``name`` are set, once) or goes on (``arguments`` is)."""
 
     index: int
-    """Which call of the reply, from 0."""
+    """Index of the call in the reply, from 0."""
     call_id: str = ""
     name: str = ""
     arguments: str = ""
@@ -84,7 +84,7 @@ class CallDelta:
 
 
 Delta: TypeAlias = TextDelta | ThinkingDelta | CallDelta
-"""What some sampled tokens add to a reply."""
+"""The parts that some sampled tokens add to a reply."""
 
 
 class ReplyReader(Protocol):
@@ -95,7 +95,7 @@ class ReplyReader(Protocol):
 
     @property
     def stopped_after(self) -> int | None:
-        """How many tokens the reply has when it ended for the reader's reasons (a stop string, the only call that was
+        """Count of the reply's tokens when it ended for the reader's reasons (a stop string, the only call that was
         wanted); ``None`` while it has not. Tokens behind it are no part of the reply.
         """
         ...
@@ -106,14 +106,14 @@ class ReplyReader(Protocol):
         ...
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """What the next tokens add. A stop id of the format says nothing."""
+        """The parts that the next tokens add. A stop id of the format says nothing."""
         ...
 
     def finish(self) -> list[Delta]:
-        """What was held back, once no token will come."""
+        """The parts that were held back, once no token will come."""
         ...
 
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The reply as far as it was read. A tool call that cannot be parsed is text: its caller sees what was said."""
         ...
 
@@ -145,7 +145,7 @@ class ChatFormat(Protocol):
         ...
 
     def open(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
         """The ids that a model continues to answer a whole conversation.
 
@@ -156,8 +156,8 @@ class ChatFormat(Protocol):
 
     def extend(
         self,
-        reply: Message,
-        messages: Sequence[Message],
+        reply: ChatMessage,
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:

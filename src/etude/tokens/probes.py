@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from etude.tokens.grammars import GRAMMARS, mentioned
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.tokens.reader import read_text
 from etude.tokens.toolcalls import Grammar, ReplyMarks, Thinking
 from etude.types import Json
 
-Render: TypeAlias = Callable[[Sequence[Message], Sequence[Tool], bool], str]
+Render: TypeAlias = Callable[[Sequence[ChatMessage], Sequence[Tool], bool], str]
 """(messages, tools, whether a reply is opened) → text, empty if the template does not take that conversation."""
 
 NAME = "probe_tool"
@@ -26,7 +26,7 @@ ITEM: dict[str, Json] = {"type": "object", "properties": {"b": {"type": "string"
 PARTS: dict[str, Json] = {"type": "array", "items": {"type": "integer"}}
 TOOL = Tool(
     name=NAME,
-    description="Probe.",
+    description="TemplateProbe.",
     parameters={
         "type": "object",
         "properties": {
@@ -43,7 +43,7 @@ TOOL = Tool(
 """The tool that probes call: each type of argument once."""
 TEXT, OTHER_TEXT = "Let me look.", "4711"
 """Two replies that differ from their first character on."""
-USER = Message(role="user", content=".")
+USER = ChatMessage(role="user", content=".")
 
 
 BEGUN_MARK = re.compile(r"[<\[][^<>\[\]\s]*\Z")
@@ -56,7 +56,7 @@ SIMPLE = "one call with a text"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class TemplateProbe:
     """A reply with calls."""
 
     name: str
@@ -75,19 +75,19 @@ class Probe:
 
 
 PROBES = (
-    Probe(name="a number", arguments=({"days": 3},)),
-    Probe(name=SIMPLE, arguments=({"city": "Paris"},)),
-    Probe(name="numbers and booleans", arguments=({"city": "Paris", "days": 3, "share": 0.5, "deep": True},)),
-    Probe(
+    TemplateProbe(name="a number", arguments=({"days": 3},)),
+    TemplateProbe(name=SIMPLE, arguments=({"city": "Paris"},)),
+    TemplateProbe(name="numbers and booleans", arguments=({"city": "Paris", "days": 3, "share": 0.5, "deep": True},)),
+    TemplateProbe(
         name="lists and objects",
         arguments=({"city": "Paris", "names": ["p", "q"], "parts": {"a": [1, 2], "c": {"b": "r"}}},),
     ),
-    Probe(
+    TemplateProbe(
         name="text with quotes, brackets and line breaks",
         arguments=({"city": 'Zürich "1", it\'s\n  <b>\\n</b> {"a": [1]}; f(x)\n'},),
     ),
-    Probe(name="text before a call", arguments=({"city": "Paris"},), text=TEXT),
-    Probe(name="parallel calls", arguments=({"city": "Paris"}, {"city": "Rome", "days": 4})),
+    TemplateProbe(name="text before a call", arguments=({"city": "Paris"},), text=TEXT),
+    TemplateProbe(name="parallel calls", arguments=({"city": "Paris"}, {"city": "Rome", "days": 4})),
 )
 
 
@@ -150,29 +150,29 @@ def find_grammar(render: Render, source: str, thinking: Thinking | None) -> Call
     return CallSupport(grammar=best, rendered=tuple(probe.name for probe, _ in replies), differing=tuple(differing))
 
 
-def _reply(render: Render, probe: Probe, thinking: Thinking | None) -> str:
+def _reply(render: Render, probe: TemplateProbe, thinking: Thinking | None) -> str:
     """Render a reply, from where its text would begin; empty where the template leaves out the calls."""
-    told = render([USER], [TOOL], False).count(NAME)
+    in_tools = render([USER], [TOOL], False).count(NAME)
     for call_id in CALL_IDS:
-        asked = Message(role="assistant", content=probe.text, tool_calls=probe.calls(call_id))
-        whole = render([USER, asked], [TOOL], False)
-        if whole.count(NAME) >= told + len(probe.arguments) and probe.text in whole:
+        request = ChatMessage(role="assistant", content=probe.text, tool_calls=probe.calls(call_id))
+        whole = render([USER, request], [TOOL], False)
+        if whole.count(NAME) >= in_tools + len(probe.arguments) and probe.text in whole:
             break
     else:
         return ""
     prompt = render([USER], [TOOL], True)
-    said = render([USER, Message(role="assistant", content=OTHER_TEXT)], [TOOL], False)
-    start = max(_common(whole, other) for other in (prompt, said))
+    plain = render([USER, ChatMessage(role="assistant", content=OTHER_TEXT)], [TOOL], False)
+    start = max(_common(whole, other) for other in (prompt, plain))
     if not whole.startswith(prompt) and (begun := BEGUN_MARK.search(whole, 0, start)):
         start = begun.start()
     reply = whole[start:]
     return reply.partition(thinking.closing)[2] if thinking and thinking.closing in reply else reply
 
 
-def _is_read(grammar: Grammar, probe: Probe, reply: str) -> bool:
+def _is_read(grammar: Grammar, probe: TemplateProbe, reply: str) -> bool:
     text, calls = read_text(reply, ReplyMarks(grammar=grammar, thinking=grammar.thinking), [TOOL])
-    found = [(call.name, json.loads(call.arguments)) for call in calls]
-    return probe.text in text and found == [(NAME, arguments) for arguments in probe.arguments]
+    read = [(call.name, json.loads(call.arguments)) for call in calls]
+    return probe.text in text and read == [(NAME, arguments) for arguments in probe.arguments]
 
 
 def _common(left: str, right: str) -> int:

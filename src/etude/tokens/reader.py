@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from types import MappingProxyType
 
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, Tool, ToolCall
 from etude.tokens.toolcalls import CallEnd, ParsedCall, ReplyMarks
 from etude.tokens.vocabulary import TextState, TextStream
 
@@ -79,7 +79,7 @@ class IncrementalReader:
         return self._stop_text
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """What the next tokens add; nothing once the reply has ended."""
+        """The parts that the next tokens add; nothing once the reply has ended."""
         if self._stopped_after is not None:
             return []
         text = self._read(token_ids) if self._may_stop else self._stream.feed(token_ids)
@@ -91,7 +91,7 @@ class IncrementalReader:
         return self._scan(text)
 
     def finish(self) -> list[Delta]:
-        """What was held back; call it once."""
+        """The parts that were held back; call it once."""
         deltas: list[Delta] = []
         if self._stopped_after is None:
             deltas = self._scan(self._stream.finish())
@@ -101,9 +101,9 @@ class IncrementalReader:
         self._keep(rest)
         return deltas + rest
 
-    def message(self) -> Message:
+    def message(self) -> ChatMessage:
         """The reply as far as it was delivered."""
-        return Message(
+        return ChatMessage(
             role="assistant",
             content="".join(self._texts),
             thinking="".join(self._thoughts),
@@ -133,7 +133,7 @@ class IncrementalReader:
         return deltas
 
     def _tokens_until(self, characters: int) -> int:
-        """How many tokens it took to complete so many characters, at least one, of the raw text."""
+        """Count of the tokens that it took to complete so many characters, at least one, of the raw text."""
         last = bisect_left(self._fed, characters, key=lambda fed: fed[0]) - 1
         num_tokens = sum(len(token_ids) for _, _, token_ids in self._fed[:last])
         reached, state, token_ids = self._fed[last]
@@ -163,7 +163,7 @@ class _Stops:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self._released = 0
         self.ended_at = 0
         """Characters of the raw text up to the end of the stop string, once one was complete."""
@@ -172,22 +172,22 @@ class _Stops:
         """(text that is out of every stop string's reach, the stop string that is now complete)."""
         if not self._stops:
             return text, None
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            end, start, stop = min(found)
-            self._held = ""
+        text = self._pending + text
+        matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            end, start, stop = min(matches)
+            self._pending = ""
             self.ended_at = self._released + end
             return text[:start], stop
         released = len(text) - _partial(text, self._stops)
-        self._held = text[released:]
+        self._pending = text[released:]
         self._released += released
         return text[:released], None
 
     def finish(self) -> str:
-        """What was held back."""
-        held, self._held = self._held, ""
-        return held
+        """The text that was held back."""
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 class _Phase(Enum):
@@ -233,9 +233,9 @@ class _Scanner:
         self._new_id = new_id or (short_call_id if is_short else long_call_id)
         self._single_call = single_call
         self.has_calls = self._grammar is not None
-        """Whether there can be tool calls."""
+        """True where there can be tool calls."""
         self.is_plain = self._grammar is None and self._thinking is None and not self._framing
-        """Whether all there can be is text."""
+        """True where there can be text only."""
         self._phase = _Phase.THINKING if marks.starts_thinking and marks.thinking else _Phase.START
         self._steps: Mapping[_Phase, Callable[[], bool]] = {
             _Phase.START: self._start,
@@ -255,7 +255,7 @@ class _Scanner:
         """Characters up to the end of the only call that was wanted, once it is complete."""
 
     def feed(self, text: str) -> list[Delta]:
-        """What more text decides."""
+        """The parts that more text decides."""
         self._rest += text
         while self._phase is not _Phase.ENDED and self._steps[self._phase]():
             pass
@@ -263,7 +263,7 @@ class _Scanner:
         return deltas
 
     def finish(self) -> list[Delta]:
-        """What is undecided is what it looks like; a complete call needs no closing mark any more."""
+        """The undecided text as what it looks like; a complete call needs no closing mark any more."""
         if self._phase is _Phase.CALL and self._call_end is not None:
             self._close(len(self._rest))
         if self._phase is _Phase.THINKING:
@@ -332,9 +332,9 @@ class _Scanner:
     def _say(self) -> bool:
         openings = () if self._grammar and self._grammar.first else self._openings
         marks = openings + self._framing
-        found = [at for at in map(self._rest.find, marks) if at >= 0]
-        if found:
-            self._emit_text(len(self._rest[: min(found)].rstrip()))
+        places = [at for at in map(self._rest.find, marks) if at >= 0]
+        if places:
+            self._emit_text(len(self._rest[: min(places)].rstrip()))
             return self._mark(openings)
         decided = len(self._rest) - _partial(self._rest, marks)
         self._emit_text(len(self._rest[:decided].rstrip()) if marks else len(self._rest))
@@ -398,10 +398,10 @@ def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str,
     """Read a whole reply that is text already, control tokens spelt: its thoughts and words, and its calls."""
     scanner = _Scanner(marks, tools, None, single_call=False)
     deltas = [*scanner.feed(text), *scanner.finish()]
-    said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
+    content = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
     calls = [delta for delta in deltas if isinstance(delta, CallDelta)]
     pairs = zip(calls[::2], calls[1::2], strict=True)
-    return said, tuple(ParsedCall(name=begun.name, arguments=more.arguments) for begun, more in pairs)
+    return content, tuple(ParsedCall(name=begun.name, arguments=more.arguments) for begun, more in pairs)
 
 
 def _partial(text: str, words: Sequence[str]) -> int:

@@ -16,21 +16,21 @@ from typing import final
 
 import numpy as np
 
-from etude.tokens.messages import ChatFormat, Message, Role, ToolCall
+from etude.tokens.messages import ChatFormat, ChatMessage, Role, ToolCall
 from etude.types import Ids
 
 ROLES: tuple[Role, ...] = ("user", "system")
-"""Who reminds: the first of whom a format takes a message there."""
-_ASKED = Message(role="user", content=".")
-_SAID = Message(role="assistant", content=".")
+"""Roles of a reminder, in order: the first that a format accepts there."""
+_QUESTION = ChatMessage(role="user", content=".")
+_REPLY = ChatMessage(role="assistant", content=".")
 _CALL = ToolCall(call_id="abcdefghi", name="probe", arguments="{}")
-_CALLED = Message(role="assistant", content="", tool_calls=(_CALL,))
-_ANSWERED = Message(role="tool", content=".", tool_call_id=_CALL.call_id)
-ENDINGS: tuple[tuple[Message, ...], ...] = (
-    (_ASKED,),
-    (_ASKED, _SAID, _ASKED),
-    (Message(role="system", content="."), _ASKED),
-    (_ASKED, _CALLED, _ANSWERED),
+_CALLED = ChatMessage(role="assistant", content="", tool_calls=(_CALL,))
+_ANSWERED = ChatMessage(role="tool", content=".", tool_call_id=_CALL.call_id)
+ENDINGS: tuple[tuple[ChatMessage, ...], ...] = (
+    (_QUESTION,),
+    (_QUESTION, _REPLY, _QUESTION),
+    (ChatMessage(role="system", content="."), _QUESTION),
+    (_QUESTION, _CALLED, _ANSWERED),
 )
 """Conversations before a reply; a format that knows no tools or no system message is not asked about them."""
 
@@ -39,15 +39,15 @@ ENDINGS: tuple[tuple[Message, ...], ...] = (
 class _Seam:
     """One way in which a format goes on to a reply, and where a message fits in."""
 
-    ending: tuple[Message, ...]
+    ending: tuple[ChatMessage, ...]
     """The conversation that showed it."""
     opening: tuple[int, ...]
-    """What stands between the last message and the reply."""
+    """Text between the last message and the reply."""
     last: int
     """The token before that: by it a context is known where nothing opens a reply."""
 
     def fits(self, prompt_ids: Ids) -> bool:
-        """Whether a context goes on like this."""
+        """Report whether a context goes on like this."""
         place = len(prompt_ids) - len(self.opening)
         if place < 1 or tuple(prompt_ids[place:].tolist()) != self.opening:
             return False
@@ -66,7 +66,7 @@ class Reminders:
         self._role, self._seams = _find_seams(chat)
 
     def fits(self, prompt_ids: Ids) -> bool:
-        """Whether a reminder can be put into a context [P]: not into one that ends in the middle of a reply."""
+        """Report whether a reminder can be put into a context [P]: not into one that ends in the middle of a reply."""
         return self._seam(prompt_ids) is not None
 
     def place(self, prompt_ids: Ids) -> int:
@@ -91,7 +91,7 @@ class Reminders:
             return prompt_ids
         place, seam = self.place(prompt_ids), self._seam(prompt_ids)
         assert seam is not None
-        message = _written(self._chat, seam, Message(role=self._role, content=text))
+        message = _written(self._chat, seam, ChatMessage(role=self._role, content=text))
         return np.concatenate((prompt_ids[:place], np.asarray(message, prompt_ids.dtype), prompt_ids[place:]))
 
     def _seam(self, prompt_ids: Ids) -> _Seam | None:
@@ -100,19 +100,19 @@ class Reminders:
 
 
 def _find_seams(chat: ChatFormat) -> tuple[Role, tuple[_Seam, ...]]:
-    refusals: list[str] = []
+    errors: list[str] = []
     for role in ROLES:
         try:
             return role, _seams_of(chat, role)
         except ValueError as error:
-            refusals.append(f"as {role}: {error}")
-    raise ValueError(f"its chat template takes no message between the last one and a reply ({'; '.join(refusals)})")
+            errors.append(f"as {role}: {error}")
+    raise ValueError(f"its chat template takes no message between the last one and a reply ({'; '.join(errors)})")
 
 
 def _seams_of(chat: ChatFormat, role: Role) -> tuple[_Seam, ...]:
     """Every way there is for messages of ``role``, longest opening first. Raises ``ValueError`` where that is none."""
-    reminder = Message(role=role, content=".")
-    found: dict[tuple[object, ...], tuple[_Seam, list[int]]] = {}
+    reminder = ChatMessage(role=role, content=".")
+    seams_by_opening: dict[tuple[object, ...], tuple[_Seam, list[int]]] = {}
     for ending in ENDINGS:
         plain = _opened(chat, ending)
         if plain is None:
@@ -122,15 +122,15 @@ def _seams_of(chat: ChatFormat, role: Role) -> tuple[_Seam, ...]:
             raise ValueError(f"a message behind {ending[-1].role!r} changes the whole conversation")
         seam = _Seam(ending=ending, opening=opening, last=plain[-1 - len(opening)])
         written = _written(chat, seam, reminder)
-        known, before = found.setdefault((opening, None if opening else seam.last), (seam, written))
+        first, before = seams_by_opening.setdefault((opening, None if opening else seam.last), (seam, written))
         if written != before:
-            places = f"behind {known.ending[-1].role!r} and behind {ending[-1].role!r}"
+            places = f"behind {first.ending[-1].role!r} and behind {ending[-1].role!r}"
             raise ValueError(f"a message is written differently {places}: {before} and {written}")
-    seams = (seam for seam, _ in found.values())
+    seams = (seam for seam, _ in seams_by_opening.values())
     return tuple(sorted(seams, key=lambda seam: len(seam.opening), reverse=True))
 
 
-def _written(chat: ChatFormat, seam: _Seam, message: Message) -> list[int]:
+def _written(chat: ChatFormat, seam: _Seam, message: ChatMessage) -> list[int]:
     """The ids of a message at a seam. Raises ``ValueError`` if they are mixed up with others."""
     plain, longer = chat.open(seam.ending), chat.open([*seam.ending, message])
     start, end = len(plain) - len(seam.opening), len(longer) - len(seam.opening)
@@ -139,7 +139,7 @@ def _written(chat: ChatFormat, seam: _Seam, message: Message) -> list[int]:
     return longer[start:end]
 
 
-def _opened(chat: ChatFormat, messages: Sequence[Message]) -> list[int] | None:
+def _opened(chat: ChatFormat, messages: Sequence[ChatMessage]) -> list[int] | None:
     """The ids of a conversation; ``None`` for one that the format does not take."""
     try:
         return chat.open(messages)
@@ -148,6 +148,6 @@ def _opened(chat: ChatFormat, messages: Sequence[Message]) -> list[int] | None:
 
 
 def _behind(plain: Sequence[int], longer: Sequence[int]) -> tuple[int, ...]:
-    """What is left of a conversation once it differs from a longer one."""
+    """The rest of a conversation once it differs from a longer one."""
     differs = (index for index, (a, b) in enumerate(zip(plain, longer, strict=False)) if a != b)
     return tuple(plain[next(differs, len(plain)) :])

@@ -9,17 +9,17 @@ docs/models.md says what to do about it.
 
 from collections.abc import Sequence
 
-from etude.tokens.messages import ChatFormat, Message, Tool, ToolCall
+from etude.tokens.messages import ChatFormat, ChatMessage, Tool, ToolCall
 
-ASKED, THOUGHT = "zq1", "zq2"
+QUESTION, THOUGHT = "zq1", "zq2"
 """Words that no template would say by itself."""
 TOOL = Tool(name="probe", description=".", parameters={"type": "object", "properties": {}})
-USER, NEXT = Message(role="user", content=ASKED), Message(role="user", content=".")
-ANSWER = Message(role="assistant", content=".", thinking=THOUGHT)
-CALL = Message(
+USER, NEXT = ChatMessage(role="user", content=QUESTION), ChatMessage(role="user", content=".")
+ANSWER = ChatMessage(role="assistant", content=".", thinking=THOUGHT)
+CALL = ChatMessage(
     role="assistant", thinking=THOUGHT, tool_calls=(ToolCall(call_id="abcdefghi", name="probe", arguments="{}"),)
 )
-RESULT = Message(role="tool", content=".", tool_call_id="abcdefghi")
+RESULT = ChatMessage(role="tool", content=".", tool_call_id="abcdefghi")
 
 
 def rendered_differently(chat: ChatFormat) -> list[str]:
@@ -39,14 +39,14 @@ def rendered_differently(chat: ChatFormat) -> list[str]:
     return [f"{what} {' and '.join(there[:2])}" for what, there in places.items()]
 
 
-def _differences(chat: ChatFormat, conversation: Sequence[Message]) -> list[str]:
+def _differences(chat: ChatFormat, conversation: Sequence[ChatMessage]) -> list[str]:
     opened, whole = chat.open(conversation[:1], [TOOL]), chat.open(conversation, [TOOL])
     behind = chat.extend(conversation[-2], conversation[-1:], [TOOL])
-    start, _, _ = chat.decode(opened).partition(ASKED)
+    start, _, _ = chat.decode(opened).partition(QUESTION)
     text = chat.decode(whole)
     checks = {
         "earlier thoughts are left out": chat.thinks and THOUGHT not in text,
-        "what stands before the first message changes": not text.startswith(start + ASKED),
+        "what stands before the first message changes": not text.startswith(start + QUESTION),
         "other tokens stand behind the reply": whole[-len(behind) :] != behind,
     }
     return [what for what, differs in checks.items() if differs]

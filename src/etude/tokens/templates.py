@@ -41,10 +41,10 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
 """Variables that a template is given with each conversation: nobody may set them by name."""
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a template may raise, on purpose or by a conversation it did not expect."""
+"""Errors that a template may raise, on purpose or by a conversation it did not expect."""
 
 
-class Template:
+class JinjaTemplate:
     """Renders conversations. ``variables`` are the special tokens by their role, e.g. ``bos_token``.
 
     Raises :class:`~etude.errors.DamagedError` for a source that does not compile.
@@ -52,7 +52,7 @@ class Template:
 
     def __init__(self, source: str, variables: Mapping[str, str], now: Now) -> None:
         self.source = source
-        """What it was compiled from."""
+        """The source it was compiled from."""
         self._variables = dict(variables)
         self._now = now
         environment = _Environment()
@@ -99,12 +99,12 @@ class Template:
 def _variables_of(tree: nodes.Template) -> frozenset[str]:
     """The variables that a template takes from outside: those it looks up and does not set, or asks about before."""
     names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-    asked = {
+    optional = {
         node.node.name
         for node in tree.find_all((nodes.Test, nodes.Filter))
         if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, nodes.Name)
     }
-    return frozenset(meta.find_undeclared_variables(tree)) - (names - asked)
+    return frozenset(meta.find_undeclared_variables(tree)) - (names - optional)
 
 
 _steps: ContextVar[int] = ContextVar("steps", default=MAX_STEPS)

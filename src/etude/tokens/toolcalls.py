@@ -27,11 +27,11 @@ class ParsedCall:
     arguments: str
     """A JSON object, as text."""
     call_id: str = ""
-    """Where the grammar carries one."""
+    """Positions where the grammar carries one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class CallScope:
     """The brackets that hold the arguments of a call together; inside of them quotes make text of every mark."""
 
     opening: str
@@ -39,15 +39,15 @@ class Scope:
     quotes: str
 
 
-JSON_SCOPE = Scope(opening="{", closing="}", quotes='"')
-PYTHON_SCOPE = Scope(opening="(", closing=")", quotes="\"'")
+JSON_SCOPE = CallScope(opening="{", closing="}", quotes='"')
+PYTHON_SCOPE = CallScope(opening="(", closing=")", quotes="\"'")
 
 
 class CallForm(Protocol):
     """One way to write a call between its marks."""
 
     @property
-    def scope(self) -> Scope | None:
+    def scope(self) -> CallScope | None:
         """The brackets around its arguments; ``None`` where only marks hold them together."""
         ...
 
@@ -85,9 +85,9 @@ class Grammar:
     framing: tuple[str, ...] = ()
     """Says nothing, around text."""
     first: bool = False
-    """Whether calls open only where a reply begins."""
+    """True if calls open only where a reply begins."""
     short_ids: bool = False
-    """Whether the template takes call ids of nine letters and digits only."""
+    """True if the template takes call ids of nine letters and digits only."""
     thinking: Thinking | None = None
     """The marks of thoughts that come with these calls alone."""
     sign: str = ""
@@ -113,14 +113,14 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyMarks:
-    """What has a meaning in the replies of one checkpoint."""
+    """The reply grammar of one checkpoint."""
 
     grammar: Grammar | None = None
     """``None``: all is text."""
     thinking: Thinking | None = None
     """``None``: there are no thoughts."""
     starts_thinking: bool = False
-    """Whether the template opens the thoughts at the end of the prompt."""
+    """True if the template opens the thoughts at the end of the prompt."""
 
 
 THINKING = (Thinking(opening="<think>", closing="</think>"), Thinking(opening="[THINK]", closing="[/THINK]"))
@@ -140,7 +140,7 @@ class CallEnd:
 
     def __init__(self, grammar: Grammar, start: int) -> None:
         self.start = start
-        """Where the call begins."""
+        """Offset of the call."""
         self._scope = grammar.form.scope
         self._closing = re.compile("|".join(map(re.escape, grammar.closings))) if grammar.closings else None
         self._longest = max(map(len, grammar.closings), default=0)

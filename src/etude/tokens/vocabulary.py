@@ -1,4 +1,4 @@
-"""What token ids spell, and how text becomes ids without forging any: a tokenizer as chat formats need it.
+"""A tokenizer as chat formats need it: the text of token ids, and ids of text without forging any.
 
 Owns the bytes behind each id, their decoding while they come, and the guard that keeps text from spelling control
 tokens. Does not own how a conversation looks (:mod:`etude.tokens.chat`, :mod:`etude.tokens.jinja`).
@@ -28,7 +28,7 @@ NONCE_DIGITS = 40
 template may put text through: JSON, case, trimming.
 """
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece spells a byte that no token covers."""
+"""SentencePiece's spelling of a byte that no token covers."""
 
 
 class Spelling:
@@ -41,11 +41,11 @@ class Spelling:
     def __init__(self, tokenizer: Tokenizer) -> None:
         decoders = _decoders(tokenizer)
         kinds = {str(decoder.get("type")) for decoder in decoders}
-        spell: _ByteLevel | _SentencePiece
+        spell: _ByteLevel | _MetaspaceSpelling
         if "ByteLevel" in kinds:
             spell = _ByteLevel()
         elif kinds and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
-            spell = _SentencePiece(decoders)
+            spell = _MetaspaceSpelling(decoders)
         else:
             raise DamagedError(
                 f"the tokenizer's decoder is made of {sorted(kinds)}: expected ByteLevel, or SentencePiece's parts"
@@ -98,15 +98,15 @@ class TextStream:
         return self._stripped(text) if self._strips else text
 
     def finish(self) -> str:
-        """What an unfinished character comes to."""
+        """The text of an unfinished character."""
         return self._decoder.decode(b"", True)
 
     def state(self) -> TextState:
-        """Where the stream is now, for :meth:`lengths` later on."""
+        """The state of the stream, for :meth:`lengths` later on."""
         return self._decoder.getstate()[0], self._strips
 
     def lengths(self, state: TextState, token_ids: Sequence[int]) -> Iterator[int]:
-        """How many characters each of ``token_ids`` completed when they were fed in ``state``."""
+        """Counts of the characters that each of ``token_ids`` completed when they were fed in ``state``."""
         pending, strips = state
         past = TextStream(self._table, strips=strips)
         past._decoder.setstate((pending, 0))
@@ -242,7 +242,7 @@ class _ByteLevel:
             return token.encode()
 
 
-class _SentencePiece:
+class _MetaspaceSpelling:
     """SentencePiece's way: a mark for the space, ``<0xE2>`` for a byte, a space before the first word."""
 
     def __init__(self, decoders: Iterable[Spec]) -> None:

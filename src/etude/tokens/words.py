@@ -1,6 +1,6 @@
 """Token ids of words, remembered: what agents send is nearly all made of words that were tokenised before.
 
-    text ──WORDS──▶ words ──known──▶ ids          a word that is new: the tokenizer, once
+    text ──WORDS──▶ words ──cache──▶ ids          a word that is new: the tokenizer, once
 
 A byte-level BPE never merges across the words of its pre-tokenizer, so the ids of a text are those of its words,
 one after the other. Owns the pattern of the built-in format's words, for the tokenizer that is trained with it and for
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-"""What the tokenizer's ``\\s`` stands for; Python's has four more control characters."""
+"""Characters of the tokenizer's ``\\s``; Python's has four more control characters."""
 WORDS = r" ?[A-Za-z_]+| ?[0-9]|\n *| +| ?[<>=!+*-]=| ?[^\sA-Za-z_0-9]|\s"
-"""Where BPE may not merge across: words, single digits, an indent with its line break, single marks.
+"""Bounds that BPE may not merge across: words, single digits, an indent with its line break, single marks.
 
 Marks stay apart (but for ``==`` and kin) so that ``s[-n:][::-1]`` is built from parts the model has met elsewhere: were
 ``:][::-`` one token, a combination that is held out could never be written.
@@ -37,25 +37,25 @@ class WordCache:
         """``tokenizer`` has no normaliser; whether it splits by ``WORDS`` is looked up, else nothing is remembered."""
         self._tokenizer = tokenizer
         self._splits = _state(tokenizer.pre_tokenizer) == _state(word_splitter())
-        self._known: dict[str, list[int]] = {}
+        self._ids_of: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, with nothing added."""
         if not self._splits:
             return self._ids(text)
         ids: list[int] = []
-        known = self._known
+        cache = self._ids_of
         for word in FIND_WORDS(text):
-            found = known.get(word)
-            ids += self._learn(word) if found is None else found
+            cached = cache.get(word)
+            ids += self._learn(word) if cached is None else cached
         return ids
 
     def _learn(self, word: str) -> list[int]:
         ids = self._ids(word)
         if len(word) <= LONGEST_CHARACTERS:
-            if len(self._known) >= MOST_WORDS:
-                self._known.clear()
-            self._known[word] = ids
+            if len(self._ids_of) >= MOST_WORDS:
+                self._ids_of.clear()
+            self._ids_of[word] = ids
         return ids
 
     def _ids(self, text: str) -> list[int]:

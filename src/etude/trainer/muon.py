@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from etude.models.attention import GroupedAttention, LatentAttention
-from etude.models.decoder import Block, Decoder
+from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, FeedForward
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -182,7 +182,7 @@ def _updates(whole_MRC: Tensor, split: Split) -> Tensor:
 
 
 def _block(block: nn.Module) -> Iterator[tuple[nn.Parameter, Split]]:
-    assert isinstance(block, Block)
+    assert isinstance(block, DecoderBlock)
     attention = block.attention
     yield from _grouped(attention) if isinstance(attention, GroupedAttention) else _latent(attention)
     if isinstance(block.feed, FeedForward):

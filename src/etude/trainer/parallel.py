@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
-from etude.models.decoder import Block, Decoder
+from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, RoutedExperts
 from etude.trainer.parallel_context import ContextParallel
 
@@ -138,7 +138,7 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -
     :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
     """
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, DecoderBlock)
         fill(block)
         if isinstance(block.feed, Experts):
             _spread(block.feed.routed, grid.experts)
@@ -155,7 +155,7 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -
 
 def materialise(part: nn.Module, device: str) -> None:
     """Give one block that was made on ``meta``, or what a decoder has outside of its blocks, memory on ``device``."""
-    if isinstance(part, Block):
+    if isinstance(part, DecoderBlock):
         part.to_empty(device=device)
         return
     assert isinstance(part, Decoder)

@@ -3,7 +3,7 @@
 An engine keeps weights fused, stacked, sliced, transposed or padded; a change names checkpoint tensors and canonical
 indices. A :class:`Placement` is the map between the two, so that a change costs what changed and not the model's size.
 It is learned by probing: every number of the checkpoint gets a *code*, its loader is given the codes digit by digit,
-and what then lies in the parameters says where it came from (``engines/weights/inplace.py`` does that; the numbers a
+and what then lies in the parameters says where it came from (``engines/vllm/inplace.py`` does that; the numbers a
 probe loads are here). Real layouts are affine in blocks, so a map of a billion codes becomes a handful of rectangles:
 
     q_proj  [256, 128]  ──▶  qkv rows   0–63     Rectangle(region = rows 128–191 of q_proj, position = 0, …)

@@ -28,11 +28,11 @@ from etude.gateway.service import Caller, Recorder, ReplySampler, Service
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.messages import Message
+from etude.tokens.messages import ChatMessage
 from etude.types import Json, SamplingMask, TokenIds
 
 VOCAB_SIZE, MAX_LENGTH = 300, 128
-GO = (Message(role="user", content="go"),)
+GO = (ChatMessage(role="user", content="go"),)
 CLOCK = SystemClock()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from etude.harnesses.actions import OUTPUT_LETTERS, SHELL, Action, excerpt, read_actions, read_calls
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.messages import Message
+from etude.tokens.messages import ChatMessage
 from etude.types import Finish, Ids, Turn
 
 
@@ -80,7 +80,7 @@ def test_an_output_is_what_stands_behind_the_reply_in_the_next_prompt() -> None:
 def test_real_conversations_are_read_back_from_their_tokens() -> None:
     chat = ChatTemplate.train(["read a.py test submit PASS 1 x = 1 edit fix"] * 4, 300)
     replies, observations = ("read a.py", "edit a.py 1\nx = 2", "test", "submit"), ("1 x = 1", "ok", "PASS")
-    messages = [Message(role="user", content="fix a.py")]
+    messages = [ChatMessage(role="user", content="fix a.py")]
     turns: list[Turn] = []
     for index, reply in enumerate(replies):
         sampled = np.asarray([*chat.encode(reply), chat.end_id], np.int32)
@@ -95,8 +95,8 @@ def test_real_conversations_are_read_back_from_their_tokens() -> None:
                 finish=Finish.STOP,
             )
         )
-        messages.append(Message(role="assistant", content=reply))
-        messages += [Message(role="user", content=text) for text in observations[index : index + 1]]
+        messages.append(ChatMessage(role="assistant", content=reply))
+        messages += [ChatMessage(role="user", content=text) for text in observations[index : index + 1]]
     actions = read_actions(turns, lambda token_ids: chat.decode(token_ids.tolist()))
     assert [(action.tool, action.output) for action in actions] == [
         ("read", "1 x = 1"),

@@ -57,7 +57,7 @@ def test_a_folder_without_weights_is_named(folder: Path) -> None:
         load_checkpoint(folder)
 
 
-def test_a_split_checkpoint_is_put_together(folder: Path) -> None:
+def test_a_split_checkpoint_is_joined(folder: Path) -> None:
     _, whole = load_checkpoint(folder)
     split(folder)
     _, state = load_checkpoint(folder)

@@ -45,9 +45,9 @@ def test_a_packed_sequence_is_computed_as_if_it_were_alone(spec: ModelSpec) -> N
     model, lengths = make_model(spec), (5, 5, 17, 1, 17, 30)
     ids = make_ids(sum(lengths))
     with torch.no_grad():
-        together = model.forward_packed(ids, lengths)
+        batched = model.forward_packed(ids, lengths)
         alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
-    assert torch.allclose(together, alone, atol=1e-5)
+    assert torch.allclose(batched, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -56,10 +56,10 @@ def test_in_invariant_arithmetic_bits_do_not_depend_on_company(spec: ModelSpec, 
     model, lengths = make_model(spec, InvariantArithmetic()).to(dtype), (1, 13, 16, 33)
     ids = make_ids(sum(lengths))
     with torch.no_grad():
-        together = model.forward_packed(ids, lengths)
+        batched = model.forward_packed(ids, lengths)
         alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
-    assert torch.equal(together, alone)
-    assert together.dtype is torch.float32
+    assert torch.equal(batched, alone)
+    assert batched.dtype is torch.float32
 
 
 @pytest.mark.parametrize("lengths", [(3, 1), (), (5, 0)])

@@ -48,13 +48,13 @@ def check_against_sorting(
     size = len(choices.sampling_mask) or len(logits)
     fewest, most = nucleus_sizes(probability[order], min(k, len(logits)), p)
     assert fewest <= size <= most
-    kept = np.sort(order[:size])
+    mask = np.sort(order[:size])
     if len(choices.sampling_mask):
-        assert np.array_equal(choices.sampling_mask, kept)
+        assert np.array_equal(choices.sampling_mask, mask)
     token = int(choices.token_ids[0])
-    place = int(np.searchsorted(kept, token))
-    assert kept[place] == token
-    sums = np.concatenate([[0.0], np.cumsum(probability[kept] / probability[kept].sum())])
+    place = int(np.searchsorted(mask, token))
+    assert mask[place] == token
+    sums = np.concatenate([[0.0], np.cumsum(probability[mask] / probability[mask].sum())])
     assert sums[place] - TOLERANCE <= u <= sums[place + 1] + TOLERANCE
     assert probability[token] > 0
 
@@ -162,11 +162,11 @@ def test_a_row_does_not_know_its_batch() -> None:
 
     alone = [draw_rows(np.array([row])) for row in range(rows)]
     order = generator.permutation(rows)
-    together = draw_rows(order)
+    batched = draw_rows(order)
     for place, row in enumerate(order):
-        assert together.token_ids[place] == alone[row].token_ids[0]
-        kept = together.sampling_mask[together.offsets[place] : together.offsets[place + 1]]
-        assert np.array_equal(kept, alone[row].sampling_mask)
+        assert batched.token_ids[place] == alone[row].token_ids[0]
+        mask = batched.sampling_mask[batched.offsets[place] : batched.offsets[place + 1]]
+        assert np.array_equal(mask, alone[row].sampling_mask)
 
 
 @pytest.mark.parametrize(("k", "p"), [(0, 1.0), (0, 0.8), (6, 1.0)])
@@ -176,13 +176,13 @@ def test_frequencies_are_the_probabilities(k: int, p: float) -> None:
     seeds, positions = np.full(draws, 7, np.uint64), np.arange(draws, dtype=np.uint64)
     ks, ps = np.full(draws, k, np.int64), np.full(draws, p)
     choices = draw(np.tile(logits, (draws, 1)), np.full(draws, 0.7), ks, ps, uniforms(seeds, positions))
-    kept = choices.sampling_mask[: choices.offsets[1]] if len(choices.sampling_mask) else np.arange(12)
-    expected = probabilities(logits, 0.7)[kept]
+    mask = choices.sampling_mask[: choices.offsets[1]] if len(choices.sampling_mask) else np.arange(12)
+    expected = probabilities(logits, 0.7)[mask]
     expected *= draws / expected.sum()
     counts = np.bincount(choices.token_ids, minlength=12)
-    assert counts.sum() == counts[kept].sum()
-    chi_squared = float(((counts[kept] - expected) ** 2 / expected).sum())
-    freedom = len(kept) - 1
+    assert counts.sum() == counts[mask].sum()
+    chi_squared = float(((counts[mask] - expected) ** 2 / expected).sum())
+    freedom = len(mask) - 1
     assert chi_squared < freedom + 4 * (2 * freedom) ** 0.5
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.models.decoder import Decoder
-from etude.models.experts import Experts, Router, Routing
+from etude.models.experts import ExpertRouter, Experts, Routing
 from etude.models.fast import FastArithmetic
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ExpertsSpec, ModelSpec
 from etude.types import NO_ROUTE
@@ -26,7 +26,7 @@ def make_model(spec: ModelSpec, seed: int = 0) -> Decoder:
     model = Decoder(spec)
     model.initialise(seed, std=0.2)
     for module in model.modules():
-        if isinstance(module, Router) and module.correction is not None:
+        if isinstance(module, ExpertRouter) and module.correction is not None:
             module.correction.values.copy_(torch.linspace(-0.2, 0.2, spec.experts.count if spec.experts else 0))
     return model
 
@@ -83,7 +83,7 @@ def test_replayed_experts_are_used_and_flips_counted(spec: ModelSpec) -> None:
     with torch.no_grad():
         model.forward_packed(ids, routing=once)
     pairs = zip(other[:, 0].tolist(), live.recorded()[:, 0].tolist(), strict=True)
-    assert once.flips == sum(len(set(asked) - set(chosen)) for asked, chosen in pairs)
+    assert once.flips == sum(len(set(replayed) - set(chosen)) for replayed, chosen in pairs)
     assert 0 < once.flips <= once.pairs == other[:, 0].numel()
 
 
@@ -111,19 +111,19 @@ def cases(draw: st.DrawFn) -> tuple[ExpertsSpec, list[list[float]], list[list[in
     spec = ExpertsSpec(count=count, per_token=k, size=4, scoring=scoring, groups=groups, top_groups=1)
     rows = st.lists(st.floats(-4, 4, width=32), min_size=count, max_size=count)
     logits = draw(st.lists(rows, min_size=1, max_size=3))
-    asked = [draw(st.permutations(range(count)))[:k] for _ in logits]
-    return spec, logits, asked, draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
+    replayed = [draw(st.permutations(range(count)))[:k] for _ in logits]
+    return spec, logits, replayed, draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
 
 
 @given(cases())
 def test_the_floor_replaces_as_its_definition_says(
     case: tuple[ExpertsSpec, list[list[float]], list[list[int]], float],
 ) -> None:
-    spec, logits, asked, floor = case
-    router = Router(spec, spec.count, 0)
+    spec, logits, replayed, floor = case
+    router = ExpertRouter(spec, spec.count, 0)
     torch.nn.init.eye_(router.weight)
     model_spec = replace(TINY, layers=1, experts=spec, sparse_layers=(0,), hidden_size=spec.count)
-    routing = Routing(replay=torch.tensor(asked).unsqueeze(1), floor=floor, record=True)
+    routing = Routing(replay=torch.tensor(replayed).unsqueeze(1), floor=floor, record=True)
     routing.begin(len(logits), model_spec, torch.device("cpu"))
     x = torch.tensor(logits)
     live, _ = router(x, ARITHMETIC, None)
@@ -131,13 +131,13 @@ def test_the_floor_replaces_as_its_definition_says(
 
     values = x.softmax(-1) if spec.scoring == "softmax" else x.sigmoid()
     replaced = 0
-    for row, chosen, wanted, out in zip(values.tolist(), live.tolist(), asked, used.tolist(), strict=True):
+    for row, chosen, needed, out in zip(values.tolist(), live.tolist(), replayed, used.tolist(), strict=True):
         lowest = floor * row[chosen[-1]]
-        if any(abs(row[e] - lowest) < 1e-5 for e in wanted):
+        if any(abs(row[e] - lowest) < 1e-5 for e in needed):
             return  # too close to call in another arithmetic
-        implausible = [e not in chosen and row[e] < lowest for e in wanted]
-        substitutes = iter([e for e in chosen if e not in wanted])
-        expected = [next(substitutes) if bad else e for e, bad in zip(wanted, implausible, strict=True)]
+        implausible = [e not in chosen and row[e] < lowest for e in needed]
+        substitutes = iter([e for e in chosen if e not in needed])
+        expected = [next(substitutes) if bad else e for e, bad in zip(needed, implausible, strict=True)]
         assert out == expected
         assert len(set(out)) == len(out)
         replaced += sum(implausible)
@@ -147,15 +147,15 @@ def test_the_floor_replaces_as_its_definition_says(
 
 def test_the_floor_looks_at_the_score_however_large_corrections_are() -> None:
     spec = ExpertsSpec(count=4, per_token=1, size=4, scoring="sigmoid")
-    router = Router(spec, 4, 0)
+    router = ExpertRouter(spec, 4, 0)
     torch.nn.init.eye_(router.weight)
     assert router.correction is not None
     x = torch.tensor([[2.0, 1.0, -3.0, -3.0]])  # scores 0.88, 0.73, 0.05, 0.05
 
-    def used(asked: int, correction: list[float]) -> int:
+    def used(replayed: int, correction: list[float]) -> int:
         assert router.correction is not None
         router.correction.values.copy_(torch.tensor(correction))
-        routing = Routing(replay=torch.tensor([[[asked]]]), floor=0.5, record=True)
+        routing = Routing(replay=torch.tensor([[[replayed]]]), floor=0.5, record=True)
         routing.begin(1, replace(TINY, layers=1, experts=spec, sparse_layers=(0,)), x.device)
         router(x, ARITHMETIC, routing)
         return int(routing.recorded())
@@ -169,7 +169,7 @@ def test_the_floor_looks_at_the_score_however_large_corrections_are() -> None:
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_experts_come_from_the_best_groups(groups: int) -> None:
     spec = ExpertsSpec(count=8, per_token=2, size=4, scoring="sigmoid", groups=groups, top_groups=1)
-    router = Router(spec, 8, 0)
+    router = ExpertRouter(spec, 8, 0)
     torch.nn.init.eye_(router.weight)
     x = torch.tensor([[9.0, -9.0, -9.0, -9.0, 2.0, 2.5, 3.0, 3.5]])
     experts, _ = router(x, ARITHMETIC, None)
@@ -184,7 +184,7 @@ def test_experts_come_from_the_best_groups(groups: int) -> None:
 def test_gates_are_the_chosen_scores(scoring: Literal["softmax", "sigmoid"], normalise: bool) -> None:
     spec = replace(TINY_LATENT.experts or ExpertsSpec(count=8, per_token=3, size=4), groups=1, top_groups=1)
     spec = replace(spec, scoring=scoring, normalise=normalise)
-    router = Router(spec, 8, 0)
+    router = ExpertRouter(spec, 8, 0)
     torch.nn.init.eye_(router.weight)
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     experts, gates = router(x, ARITHMETIC, None)
@@ -215,7 +215,7 @@ def test_a_format_is_applied_to_both_products_and_nothing_else() -> None:
     rounded.routed.format = Halving()
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        found = rounded(x, ARITHMETIC, None)
+        actual = rounded(x, ARITHMETIC, None)
         experts, gates = plain.router(x, ARITHMETIC, None)
         halves, routed = Halving().activation(x), plain.routed
         gate_up, down = (routed.gate_up * 2).round() / 2, (routed.down * 2).round() / 2
@@ -229,8 +229,8 @@ def test_a_format_is_applied_to_both_products_and_nothing_else() -> None:
         rounded.routed.published = True
         rounded.routed.gate_up.copy_(gate_up)
         rounded.routed.down.copy_(down)
-        assert torch.equal(rounded(x, ARITHMETIC, None), found)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(rounded(x, ARITHMETIC, None), actual)
+    assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

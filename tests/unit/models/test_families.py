@@ -207,9 +207,13 @@ SMALL: dict[str, dict[str, Json]] = {
 
 def small_config(family: str) -> tuple[dict[str, Json], type]:
     """Every key that transformers has for a family, few with its default; and the class that knows the defaults."""
-    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING["deepseek_v3" if family == "kimi_k2" else family]
-    defaults = known().to_dict()
-    own = SMALL.get(known.model_type, {}) | (SMALL["grouped"] if known.model_type != "deepseek_v3" else {})
+    config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[
+        "deepseek_v3" if family == "kimi_k2" else family
+    ]
+    defaults = config_class().to_dict()
+    own = SMALL.get(config_class.model_type, {}) | (
+        SMALL["grouped"] if config_class.model_type != "deepseek_v3" else {}
+    )
     shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 8, "rms_norm_eps": 1e-5}
     shape |= {"num_attention_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True}
     given = {
@@ -217,25 +221,29 @@ def small_config(family: str) -> tuple[dict[str, Json], type]:
         "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
     }
-    kept = {"attention_bias"} if known.model_type == "deepseek_v3" else set()
-    config = known(**own, **shape, **{key: given[key] for key in (given.keys() & defaults.keys()) - kept}).to_dict()
+    unlike = {"attention_bias"} if config_class.model_type == "deepseek_v3" else set()
+    config = config_class(
+        **own, **shape, **{key: given[key] for key in (given.keys() & defaults.keys()) - unlike}
+    ).to_dict()
     config.pop("layer_types", None)  # it has the length of another key, and says nothing without windows
-    return config | {"model_type": family}, known
+    return config | {"model_type": family}, config_class
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_key_that_is_absent_is_what_the_family_takes_it_for_or_refused(family: str) -> None:
-    config, known = small_config(family)
+    config, config_class = small_config(family)
     assert spec_of(config, origin="config.json").vocab_size == 96
     refused = []
     for key in config.keys() - {"model_type"}:
         rest = {name: value for name, value in config.items() if name != key}
-        default = known(**{name: value for name, value in rest.items() if name != "model_type"}).to_dict().get(key)
+        default = (
+            config_class(**{name: value for name, value in rest.items() if name != "model_type"}).to_dict().get(key)
+        )
         try:
-            found = spec_of(rest, origin="config.json")
+            actual = spec_of(rest, origin="config.json")
         except (DamagedError, UserError):
             refused.append(key)
             continue
-        assert found == spec_of(rest | {key: default}, origin="config.json"), f"{family}: {key}"
+        assert actual == spec_of(rest | {key: default}, origin="config.json"), f"{family}: {key}"
     assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(refused)
     assert ("sliding_window" in refused) is (family == "mistral")

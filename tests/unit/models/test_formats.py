@@ -84,8 +84,8 @@ def nearest(y: Floats, positive: Floats) -> Floats:
     size = np.abs(y)
     code = np.searchsorted(middles, size, side="left")
     tie = (code < len(middles)) & (size == middles[np.minimum(code, len(middles) - 1)])
-    found: Floats = positive[code + (tie & (code % 2 == 1))]
-    signed: Floats = np.copysign(found, y)
+    matches: Floats = positive[code + (tie & (code % 2 == 1))]
+    signed: Floats = np.copysign(matches, y)
     return signed
 
 
@@ -114,8 +114,8 @@ def emulated_block(name: str, x: Floats, outer: np.float32) -> Floats:
         exponent = int(np.frexp(largest)[1]) - 1 if largest else -149
         scale = np.float32(2.0 ** max(exponent - 8, -100))
         return scaled(nearest(x / scale, E4M3_POSITIVE), scale)
-    wanted = max(largest / np.float32(6) / outer, np.float32(2.0**-6))
-    scale = nearest(np.array([wanted]), E4M3_POSITIVE)[0] * outer
+    needed = max(largest / np.float32(6) / outer, np.float32(2.0**-6))
+    scale = nearest(np.array([needed]), E4M3_POSITIVE)[0] * outer
     return scaled(nearest(x / scale, E2M1_POSITIVE), scale)
 
 
@@ -175,7 +175,7 @@ def test_torch_and_the_loops_have_the_bits_of_an_emulation(
 @pytest.mark.parametrize(
     ("element", "positive"), [(formats.E4M3, E4M3_POSITIVE), (formats.E2M1, E2M1_POSITIVE)], ids=["e4m3", "e2m1"]
 )
-def test_every_bit_pattern_is_rounded_to_the_nearest_even(element: formats.Element, positive: Floats) -> None:
+def test_every_bit_pattern_is_rounded_to_the_nearest_even(element: formats.ElementFormat, positive: Floats) -> None:
     for seed in range(2):
         anything = random_bits(seed, (1, 1_000_000))[0]
         near = (np.random.default_rng(seed).standard_normal(1_000_000) * positive[-1] / 2).astype(np.float32)
@@ -190,11 +190,15 @@ def test_torch_and_the_loops_agree_on_millions_of_bit_patterns(form: ExpertForma
         assert_same_bits(by_loop(form, x_MOI), by_torch(form, x_MOI))
 
 
-TIES = [(FP8, formats.E4M3, E4M3_POSITIVE), (MXFP8, formats.E4M3, E4M3_POSITIVE), (NVFP4, formats.E2M1, E2M1_POSITIVE)]
+HALFWAY = [
+    (FP8, formats.E4M3, E4M3_POSITIVE),
+    (MXFP8, formats.E4M3, E4M3_POSITIVE),
+    (NVFP4, formats.E2M1, E2M1_POSITIVE),
+]
 
 
-@pytest.mark.parametrize(("form", "element", "positive"), TIES, ids=lambda value: getattr(value, "name", ""))
-def test_ties_go_to_the_even_code(form: ExpertFormat, element: formats.Element, positive: Floats) -> None:
+@pytest.mark.parametrize(("form", "element", "positive"), HALFWAY, ids=lambda value: getattr(value, "name", ""))
+def test_ties_go_to_the_even_code(form: ExpertFormat, element: formats.ElementFormat, positive: Floats) -> None:
     """Middles between neighbours and what is a hair beside them; the largest numbers make every scale 2⁻²⁰."""
     middles = (positive[:-1] + positive[1:]) / np.float32(2)
     beside = [np.nextafter(middles, np.float32(end)) for end in (0, 1000)]

@@ -51,16 +51,16 @@ def operations(inputs: int, outputs: int, dtype: torch.dtype) -> dict[str, Opera
 def test_rows_are_torchs_and_do_not_know_each_other(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     x = make(rows, inputs, seed=rows)
     for name, operation in operations(inputs, outputs, dtype).items():
-        together = operation(OURS, x)
-        assert torch.equal(together, row_by_row(operation, x)), name
-        torch.testing.assert_close(together, operation(TORCH, x), atol=2e-5, rtol=2e-5, msg=name)
+        batched = operation(OURS, x)
+        assert torch.equal(batched, row_by_row(operation, x)), name
+        torch.testing.assert_close(batched, operation(TORCH, x), atol=2e-5, rtol=2e-5, msg=name)
 
 
 def test_many_rows_on_several_threads_have_the_same_bits(threads: int) -> None:
     x = make(2 * ROWS_PER_TASK + 7, 40)
     for name, operation in operations(40, 24, torch.float32).items():
-        together = operation(OURS, x)
-        assert torch.equal(together[-3:], operation(OURS, x[-3:])), (name, threads)
+        batched = operation(OURS, x)
+        assert torch.equal(batched[-3:], operation(OURS, x[-3:])), (name, threads)
 
 
 @given(rows=st.integers(1, 30), experts=st.integers(2, 9), data=st.data())
@@ -134,14 +134,14 @@ def test_pages_and_chunks_do_not_change_a_bit(
 def test_log_probabilities_are_of_what_was_sampled_from() -> None:
     logits, ids = make(4, 50), torch.tensor([3, 7, 0, 49])
     temperatures = torch.tensor([1.0, 0.7, 0.0, 2.0])
-    kept = MaskTensors(offsets_N1=torch.tensor([0, 0, 3, 3, 5]), token_ids=torch.tensor([7, 9, 30, 2, 49]))
-    found = OURS.logprobs(logits, ids, temperatures, kept)
-    torch.testing.assert_close(found, TORCH.logprobs(logits, ids, temperatures, kept))
-    torch.testing.assert_close(found[0], logits[0].log_softmax(-1)[3])
-    torch.testing.assert_close(found[1], (logits[1] / 0.7)[[7, 9, 30]].log_softmax(-1)[0])
-    assert found[2] == 0
-    own = MaskTensors(offsets_N1=torch.tensor([0, 3]), token_ids=kept.token_ids[:3])
-    assert torch.equal(found[1:2], OURS.logprobs(logits[1:2], ids[1:2], temperatures[1:2], own))
+    mask = MaskTensors(offsets_N1=torch.tensor([0, 0, 3, 3, 5]), token_ids=torch.tensor([7, 9, 30, 2, 49]))
+    actual = OURS.logprobs(logits, ids, temperatures, mask)
+    torch.testing.assert_close(actual, TORCH.logprobs(logits, ids, temperatures, mask))
+    torch.testing.assert_close(actual[0], logits[0].log_softmax(-1)[3])
+    torch.testing.assert_close(actual[1], (logits[1] / 0.7)[[7, 9, 30]].log_softmax(-1)[0])
+    assert actual[2] == 0
+    own = MaskTensors(offsets_N1=torch.tensor([0, 3]), token_ids=mask.token_ids[:3])
+    assert torch.equal(actual[1:2], OURS.logprobs(logits[1:2], ids[1:2], temperatures[1:2], own))
 
 
 def gradient(operation: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:

@@ -53,10 +53,10 @@ def _one_thread() -> Iterator[None]:
 @each_format
 def test_a_row_depends_on_itself_alone(form: ExpertFormat) -> None:
     x_RI = torch.randn(70, 100, generator=torch.Generator().manual_seed(0)).exp()
-    together = form.activation(x_RI)
+    batched = form.activation(x_RI)
     for row in range(0, 70, 9):
-        assert torch.equal(form.activation(x_RI[row : row + 1])[0], together[row])
-        assert torch.equal(form.activation(x_RI[: row + 1])[row], together[row])
+        assert torch.equal(form.activation(x_RI[row : row + 1])[0], batched[row])
+        assert torch.equal(form.activation(x_RI[: row + 1])[row], batched[row])
     assert form.activation(x_RI[:0]).shape == (0, 100)
 
 
@@ -169,8 +169,8 @@ def test_checkpoint_tensors_are_named_and_typed_as_others_read_them(
     state = make_state()
     published = quantised_state(state, form)
     stem = expert_name(1, "gate").removesuffix("weight")
-    found = {name.removeprefix(stem): tensor for name, tensor in published.items() if name.startswith(stem)}
-    assert {last: (STORED[tensor.dtype], tuple(tensor.shape)) for last, tensor in found.items()} == expected
+    matches = {name.removeprefix(stem): tensor for name, tensor in published.items() if name.startswith(stem)}
+    assert {last: (STORED[tensor.dtype], tuple(tensor.shape)) for last, tensor in matches.items()} == expected
     left_alone = [name for name in state if not is_routed_expert(name)]
     assert len(left_alone) == 4
     assert all(published[name] is state[name] for name in left_alone)

@@ -19,16 +19,16 @@ def gradients(spec: ModelSpec, arithmetic: Arithmetic, *, recompute: bool) -> tu
     model = Decoder(spec, arithmetic)
     model.initialise(0, std=0.2)
     model.recompute = recompute
-    kept: list[int] = []
+    saved: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
+        saved.append(tensor.numel())
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden = model.forward_packed(IDS, (10, 14))
     hidden.square().sum().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], sum(kept)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], sum(saved)
 
 
 @pytest.mark.parametrize("spec", [TINY, TINY_DENSE, TINY_LATENT])

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.native.server import engine_app
+from etude.engines.http.server import engine_app
 from etude.gateway.http.server import HttpRequest, HttpResponse, http_server
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening

@@ -14,7 +14,7 @@ from etude.run.distillation import DistillationBatcher, distillation_example
 from etude.run.hints import reminders_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat
-from etude.tokens.messages import Message
+from etude.tokens.messages import ChatMessage
 from etude.tokens.reminders import Reminders
 from etude.types import (
     NO_ROUTE,
@@ -40,7 +40,7 @@ SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy"
 def make_turn(*said: str, kind: TurnKind = TurnKind.ACT) -> Turn:
     """The last of what was said in turns, by a user first."""
     roles = ("user", "assistant")
-    messages = [Message(role=roles[n % 2], content=text) for n, text in enumerate(said[:-1])]  # type: ignore[arg-type]
+    messages = [ChatMessage(role=roles[n % 2], content=text) for n, text in enumerate(said[:-1])]  # type: ignore[arg-type]
     completion = [*CHAT.encode(said[-1]), CHAT.end_id]
     return Turn(
         prompt_ids=np.array(CHAT.open(messages), np.int32),

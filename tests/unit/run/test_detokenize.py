@@ -8,7 +8,7 @@ from chat_formats import FAMILIES, every_format
 from etude.harnesses import tools
 from etude.rewards.shaping.hints import TOOL_RULES, malformed_call_rewards, ruled
 from etude.run.detokenize import turn_reader
-from etude.tokens.messages import ChatFormat, Message
+from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Turn
 from records import make_turn
 
@@ -23,12 +23,12 @@ def formats() -> dict[str, ChatFormat]:
 
 def session(chat: ChatFormat) -> Iterator[Turn]:
     """A conversation that grows by what was sampled and what came back."""
-    context = chat.open([Message(role="user", content="fix f in f.py")])
+    context = chat.open([ChatMessage(role="user", content="fix f in f.py")])
     for said, answered in zip(SAID, (*ANSWERED, ""), strict=True):
         sampled = [*chat.encode(said), chat.stop_ids[0]]
         yield make_turn(context, sampled)
-        reply = Message(role="assistant", content=said)
-        context = [*context, *sampled, *chat.extend(reply, [Message(role="user", content=answered)])]
+        reply = ChatMessage(role="assistant", content=said)
+        context = [*context, *sampled, *chat.extend(reply, [ChatMessage(role="user", content=answered)])]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "ours"])

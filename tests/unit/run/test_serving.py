@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from etude.engines import process_guard
 from etude.engines.vllm import process as vllm_process
+from etude.engines.vllm import process_guard
 from etude.run import gateway
 from etude.run.processes import PREDECESSOR_S
 from etude.run.serving import STOP_S, run_until_signal

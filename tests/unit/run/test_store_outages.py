@@ -3,6 +3,7 @@
 import asyncio
 import os
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -11,22 +12,23 @@ import pytest
 from etude.config.loading import default_recipe
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import outage_lines
-from etude.engines.native.engine import NativeEngine
+from etude.engines.native.opener import NativeUpdater
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.engine import _serve
+from etude.run.engine import serve
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import HEARTBEAT_VARIABLE
-from etude.run.numerics import published_state, to_stored
+from etude.run.numerics import largest_state, load_published, published_state, serving_model
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.weight_follower import Serving, WeightFollower
+from etude.run.weight_follower import WeightFollower
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog, EventReader
 from etude.weights.digest import state_digest
 from etude.weights.pull import pull
+from etude.weights.tensors import to_stored
 from patience import until
 
 AWAY = InfrastructureError("the store is away")
@@ -72,25 +74,26 @@ def test_trainer_and_engine_wait_for_their_store_and_go_on_with_the_same_bits(
     config, model = folder.config(), make_model(0)
     publish(folder, model, 0)
     store, away = Path(folder.store), tmp_path / "away"
-    serving = Serving(spec=TINY, numerics=config.numerics, device="cpu", spare=True)
 
     async def play(publishing: WeightPublishing, follower: WeightFollower) -> None:
         with ours, theirs:  # a test that fails is to end
-            engine = NativeEngine(follower.start(), config.engine, seed=0)
+            build = partial(serving_model, TINY, config.numerics, "cpu")
+            load = partial(load_published, config=config.numerics)
+            updater = NativeUpdater.open(follower.start(), config.engine, build, load)
             store.rename(away)  # noqa: ASYNC240
             publishing.start(published_state(make_model(1), config.numerics), 1)
-            following = asyncio.create_task(follower.update(engine))
+            following = asyncio.create_task(follower.update(updater))
             await until(lambda: {line.split()[0] for line in told(folder)} == {"trainer", "engine"})
             assert all(f"waits for {store}" in line for line in told(folder))
             assert beats.stat().st_mtime > 1, "who waits is alive"
             assert not publishing.landed
             assert not following.done()
-            assert engine.weights.version == 0, "it serves what it has"
+            assert updater.version == 0, "it serves what it has"
             assert not os.path.lexists(store), "nothing is begun in its place"  # noqa: ASYNC240
             assert await asyncio.to_thread(publishing.land, lambda: _bring_back(away, store)) == 1
             await following
             expected = state_digest(to_stored(published_state(make_model(1), config.numerics)))
-            assert (engine.weights.version, engine.weights.digest) == (1, expected)
+            assert (updater.version, updater.engine.weights.digest) == (1, expected)
 
     with (
         EventLog(folder.events, "trainer") as trainer,
@@ -98,7 +101,7 @@ def test_trainer_and_engine_wait_for_their_store_and_go_on_with_the_same_bits(
         StoreOutages(folder.store, 0.0, trainer) as ours,
         StoreOutages(folder.store, 0.0, engine) as theirs,
         WeightPublishing(open_log(folder, ours), config.name, trainer) as publishing,
-        closing(WeightFollower(open_log(folder, theirs), serving)) as follower,
+        closing(WeightFollower(open_log(folder, theirs), largest_state(TINY))) as follower,
     ):
         asyncio.run(play(publishing, follower))
     assert told(folder) == [], "everybody knows that it is over"
@@ -120,7 +123,7 @@ def test_an_engine_that_starts_while_the_store_is_away_waits_for_it(
     store.rename(away)
 
     async def play() -> None:
-        serving = asyncio.create_task(_serve(folder, config))
+        serving = asyncio.create_task(serve(folder, config))
         await until(lambda: serving.done() or bool(told(folder)))
         assert not serving.done(), serving.exception()
         if comes_back:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,26 +10,28 @@ import pytest
 import torch
 
 from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.native.engine import NativeEngine
+from etude.engines.native.opener import NativeUpdater, ResidentModel
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
-from etude.run.engine import follow
-from etude.run.numerics import published_state, to_stored, training_model
+from etude.run.numerics import largest_state, load_published, published_state, serving_model, training_model
 from etude.run.store_outages import StoreOutages
-from etude.run.weight_follower import ResidentModel, Serving, WeightFollower
+from etude.run.weight_follower import WeightFollower
 from etude.telemetry.log import EventLog
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.records import commit_key, pack_key
+from etude.weights.replica import PulledWeights
 from etude.weights.retrying import RetryingStore
 from etude.weights.store import ObjectStore
+from etude.weights.tensors import to_stored
 from patience import until
 
 SPARSE, DENSE = 0.01, 0.9
+FLOAT32 = NumericsConfig(dtype="float32")
 ALONE = PublishOptions(compact=False, anchor_every=0)
 """A chain in which no other way leads around a link."""
 ExpertsFormat = Literal["fp8", "mxfp8", "nvfp4"]
@@ -43,9 +46,21 @@ def train(model: Decoder, share: float, seed: int) -> None:
             weights.copy_(torch.where(chosen, weights * 1.02 + 1e-3, weights))
 
 
-def serving(dtype: torch.dtype, *, spare: bool, spec: ModelSpec = TINY) -> Serving:
-    numerics = NumericsConfig(dtype="float32" if dtype is torch.float32 else "bfloat16")
-    return Serving(spec=spec, numerics=numerics, device="cpu", spare=spare)
+def numerics_of(dtype: torch.dtype) -> NumericsConfig:
+    return NumericsConfig(dtype="float32" if dtype is torch.float32 else "bfloat16")
+
+
+def open_engine(
+    pulled: PulledWeights, *, spare: bool, numerics: NumericsConfig = FLOAT32, spec: ModelSpec = TINY
+) -> NativeUpdater:
+    config = EngineConfig(max_running=2, spare_weights=spare)
+    make_model, load = partial(serving_model, spec, numerics, "cpu"), partial(load_published, config=numerics)
+    return NativeUpdater.open(pulled, config, make_model, load)
+
+
+def state_in(updater: NativeUpdater) -> str:
+    """The digest of what is served, read anew."""
+    return state_digest(to_stored(state_of(updater.engine.weights.model)))
 
 
 @pytest.mark.parametrize("spec", [TINY, TINY_LATENT], ids=["grouped", "latent"])
@@ -58,21 +73,18 @@ def test_every_version_is_served_bit_for_bit(spare: bool, dtype: torch.dtype, sp
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-        follower = WeightFollower(log, serving(dtype, spare=spare, spec=spec))
-        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        follower = WeightFollower(log, largest_state(spec))
+        updater = open_engine(follower.start(), spare=spare, numerics=numerics_of(dtype), spec=spec)
         for version, share in enumerate([SPARSE, SPARSE, DENSE, SPARSE, DENSE, DENSE, SPARSE, 0.0, SPARSE], start=1):
             train(trained, share, version)
             stored = to_stored(state_of(trained))
-            publication = publisher.publish(stored, version=version, step=version)
-            publication.result()
-            weights, scatters = follower.stage(asyncio.run(follower.next_arrival(version - 1)))
-            assert bool(scatters) is not spare, "with a spare there is nothing to write in the pause"
-            assert asyncio.run(follower.swap_into(engine, weights, scatters)) >= 0
+            publisher.publish(stored, version=version, step=version).result()
+            stage_s, pause_s = asyncio.run(follower.update(updater))
+            assert stage_s > 0 and pause_s >= 0
             if version % 2:
-                follower.settle()
-            assert engine.weights.version == version
-            assert engine.weights.digest == state_digest(stored)
-            assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+                updater.settle()
+            assert updater.version == version
+            assert updater.engine.weights.digest == state_in(updater) == state_digest(stored)
         follower.close()
 
 
@@ -82,15 +94,15 @@ def test_versions_that_were_skipped_are_caught_up_with() -> None:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-        follower = WeightFollower(log, serving(torch.float32, spare=True))
-        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        follower = WeightFollower(log, largest_state(TINY))
+        updater = open_engine(follower.start(), spare=True)
         for version in range(1, 10):
             train(trained, SPARSE, version)
             stored = to_stored(state_of(trained))
             publisher.publish(stored, version=version, step=version).result()
             if version % 3 == 0:
-                asyncio.run(follower.update(engine))
-                assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+                asyncio.run(follower.update(updater))
+                assert state_in(updater) == state_digest(stored)
         follower.close()
 
 
@@ -103,8 +115,8 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
     log = WeightLog(RetryingStore(str(tmp_path), lambda: ObjectStore(str(tmp_path)), StoreOutages(str(tmp_path), 0.0)))
 
     async def play() -> None:
-        follower = WeightFollower(log, serving(torch.float32, spare=spare))
-        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        follower = WeightFollower(log, largest_state(TINY))
+        updater = open_engine(follower.start(), spare=spare)
         for version in (1, 2):
             train(trained, SPARSE, version)
             record = publisher.publish(to_stored(state_of(trained)), version=version, step=version).result()
@@ -112,14 +124,14 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
         data = place.read_bytes()
         place.unlink()
         place.symlink_to(place)  # cannot be read, and is not missing
-        moving = asyncio.create_task(follower.update(engine))
+        moving = asyncio.create_task(follower.update(updater))
         await until(lambda: "is away and waited for" in caplog.text)
-        assert engine.weights.version == 0
+        assert updater.version == 0
         place.unlink()
         place.write_bytes(data)
         await moving
-        assert engine.weights.version == 2
-        assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(to_stored(state_of(trained)))
+        assert updater.version == 2
+        assert state_in(updater) == state_digest(to_stored(state_of(trained)))
         follower.close()
 
     with Publisher(log, ALONE) as publisher:
@@ -137,22 +149,22 @@ def test_a_broken_chain_is_pleaded_about_and_followed_again_once_that_is_answere
     log = WeightLog(ObjectStore(str(tmp_path / "store")))
 
     async def play() -> None:
-        follower = WeightFollower(log, serving(torch.float32, spare=spare))
-        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        follower = WeightFollower(log, largest_state(TINY))
+        updater = open_engine(follower.start(), spare=spare)
         train(trained, SPARSE, 1)
         record = publisher.publish(to_stored(state_of(trained)), version=1, step=1).result()
         key = pack_key(record.packs[0].digest) if broken == "pack" else commit_key(1)
         (tmp_path / "store" / key).write_bytes(b"not what was written")
         with EventLog(tmp_path / "events", "engine") as events:
-            following = asyncio.create_task(follow(follower, engine, events))
+            following = asyncio.create_task(follower.follow(updater, events))
             await until(lambda: following.done() or bool(log.store.list("pleas")))
             assert not following.done(), following.exception()
-            assert engine.weights.version == 0
+            assert updater.version == 0
             train(trained, SPARSE, 2)
             stored = to_stored(state_of(trained))
             assert publisher.publish(stored, version=2, step=2).result().base is None, "a plea is answered whole"
-            await until(lambda: following.done() or engine.weights.version == 2)
-            assert state_digest(to_stored(state_of(engine.weights.model))) == state_digest(stored)
+            await until(lambda: following.done() or updater.version == 2)
+            assert state_in(updater) == state_digest(stored)
             following.cancel()
             await asyncio.wait([following])
         follower.close()
@@ -174,7 +186,7 @@ def test_an_engine_does_not_start_on_a_broken_chain(tmp_path: Path) -> None:
             if version == 2:
                 (tmp_path / pack_key(record.packs[0].digest)).unlink()
     refused = pytest.raises(DamagedError, match=r"version 3 cannot be reached.*run `etude weights verify`")
-    with closing(WeightFollower(log, serving(torch.float32, spare=False))) as follower, refused:
+    with closing(WeightFollower(log, largest_state(TINY))) as follower, refused:
         follower.start()
 
 
@@ -184,7 +196,8 @@ def test_resident_weights_that_are_not_those_of_their_version_end_the_process_to
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(state_of(trained)), version=0, step=0).result()
-    resident = ResidentModel(pull(log), serving(torch.float32, spare=False))
+    model = serving_model(TINY, FLOAT32, "cpu")
+    resident = ResidentModel(model, partial(load_published, model, config=FLOAT32), pull(log))
     with torch.no_grad():
         next(resident.model.parameters()).add_(1)
     with pytest.raises(InfrastructureError, match="loads it anew"):
@@ -200,15 +213,15 @@ def test_quantised_experts_are_served_as_the_trainer_rounds_them(spare: bool, fo
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:
         publisher.publish(to_stored(published_state(trained, numerics)), version=0, step=0).result()
-        follower = WeightFollower(log, Serving(spec=TINY, numerics=numerics, device="cpu", spare=spare))
-        engine = NativeEngine(follower.start(), EngineConfig(max_running=2), seed=0)
+        follower = WeightFollower(log, largest_state(TINY))
+        updater = open_engine(follower.start(), spare=spare, numerics=numerics)
         for version, share in enumerate([SPARSE, DENSE, SPARSE], start=1):
             train(trained, share, version)
             stored = to_stored(published_state(trained, numerics))
             publisher.publish(stored, version=version, step=version).result()
-            asyncio.run(follower.update(engine))
+            asyncio.run(follower.update(updater))
             ids = torch.arange(40)
             with torch.no_grad():
-                ours, theirs = (m.logits(m.forward_packed(ids)) for m in (trained, engine.weights.model))
+                ours, theirs = (m.logits(m.forward_packed(ids)) for m in (trained, updater.engine.weights.model))
             assert torch.equal(ours, theirs)
         follower.close()

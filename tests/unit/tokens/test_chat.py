@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.tokens.chat import SPECIAL_TOKENS, ChatTemplate, described
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 
 TEXTS = [
     "def f(a, b):\n    return a + b\n",
@@ -61,12 +61,12 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
 
 TOOL = Tool(name="read", description="Show a file's lines", parameters={"type": "object"})
 CALL = ToolCall(call_id="call_1", name="read", arguments='{"path":"a.py"}')
-CALLED = Message(role="assistant", content="Let me see.", tool_calls=(CALL, CALL))
+CALLED = ChatMessage(role="assistant", content="Let me see.", tool_calls=(CALL, CALL))
 CONVERSATION = [
-    Message(role="system", content="fix it"),
-    Message(role="user", content="go"),
+    ChatMessage(role="system", content="fix it"),
+    ChatMessage(role="user", content="go"),
     CALLED,
-    Message(role="tool", content="PASS", tool_call_id="call_1"),
+    ChatMessage(role="tool", content="PASS", tool_call_id="call_1"),
 ]
 
 
@@ -87,7 +87,7 @@ def test_a_conversation_is_its_messages_and_the_opening_of_a_reply() -> None:
     plain = CONVERSATION[:2]
     rendered = [token for message in plain for token in CHAT.render_message(message.role, message.content)]
     assert CHAT.open(plain) == rendered + CHAT.generation_prompt()
-    assert CHAT.open([Message(role="tool", content="x")]) == CHAT.open([Message(role="user", content="x")])
+    assert CHAT.open([ChatMessage(role="tool", content="x")]) == CHAT.open([ChatMessage(role="user", content="x")])
 
 
 def test_an_extension_continues_what_was_sampled() -> None:

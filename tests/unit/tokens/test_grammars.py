@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from chat_formats import make_jinja
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.grammars import GRAMMARS, HERMES, MISTRAL, PYTHONIC, QWEN_CODER
-from etude.tokens.messages import Message, Tool
+from etude.tokens.messages import ChatMessage, Tool
 from etude.tokens.probes import NAME, SIMPLE, TOOL, find_grammar
 from etude.tokens.reader import IncrementalReader
-from etude.tokens.templates import Template
+from etude.tokens.templates import JinjaTemplate
 from etude.tokens.toolcalls import ReplyMarks
 from etude.tokens.vocabulary import Spelling
 from etude.types import Json
@@ -188,7 +188,7 @@ ALONE = ("llama", "xlam", "phi", "pythonic")
 CHAT = ChatTemplate.train(["a"], vocab_size=300)
 SPELLING = Spelling(CHAT._tokenizer)
 GRAMMAR = {grammar.name: grammar for grammar in GRAMMARS}
-USER = Message(role="user", content="hi")
+USER = ChatMessage(role="user", content="hi")
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="<>[]"), max_size=12)
 ARGUMENTS = st.fixed_dictionaries(
     {},
@@ -208,16 +208,16 @@ ARGUMENTS = st.fixed_dictionaries(
 @cache
 def source_of(name: str) -> str:
     text = "" if name in ALONE else "{{ m.content }}"
-    said = "{% if m.tool_calls %}" + text + CALLS[name] + "{% else %}{{ m.content }}{% endif %}"
+    reply = "{% if m.tool_calls %}" + text + CALLS[name] + "{% else %}{{ m.content }}{% endif %}"
     return (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + said + "<|im_end|>\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + reply + "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 
 
 @cache
-def template_of(name: str) -> Template:
-    return Template(source_of(name), {}, lambda: datetime(2026, 7, 1))
+def template_of(name: str) -> JinjaTemplate:
+    return JinjaTemplate(source_of(name), {}, lambda: datetime(2026, 7, 1))
 
 
 def written(name: str, arguments: list[dict[str, Json]], text: str = "") -> str:
@@ -231,7 +231,7 @@ def written(name: str, arguments: list[dict[str, Json]], text: str = "") -> str:
     return rendered.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
 
 
-def read(name: str, text: str, *, step: int, tool: Tool = TOOL) -> Message:
+def read(name: str, text: str, *, step: int, tool: Tool = TOOL) -> ChatMessage:
     marks = ReplyMarks(grammar=GRAMMAR[name], thinking=GRAMMAR[name].thinking)
     ids, serial = CHAT.encode(text), iter(range(99))
     reader = IncrementalReader(SPELLING.stream(), marks, [tool], new_id=lambda: f"id{next(serial)}")
@@ -251,18 +251,18 @@ def test_a_template_is_known_by_the_calls_it_writes(name: str) -> None:
 
 @pytest.mark.parametrize("name", GRAMMAR)
 @settings(max_examples=25, deadline=None)
-@given(first=ARGUMENTS, others=st.lists(ARGUMENTS, max_size=1), said=st.sampled_from(["", "Let me look: 1 < 2."]))
+@given(first=ARGUMENTS, others=st.lists(ARGUMENTS, max_size=1), reply=st.sampled_from(["", "Let me look: 1 < 2."]))
 def test_what_a_template_writes_is_read_back_however_it_is_cut(
-    name: str, first: dict[str, Json], others: list[dict[str, Json]], said: str
+    name: str, first: dict[str, Json], others: list[dict[str, Json]], reply: str
 ) -> None:
     arguments = [first, *others]
-    said = "" if name in ALONE else said
-    text = written(name, arguments, said)
+    reply = "" if name in ALONE else reply
+    text = written(name, arguments, reply)
     message = read(name, text, step=len(text) or 1)
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [
         (NAME, one) for one in arguments
     ]
-    assert message.content == said
+    assert message.content == reply
     assert read(name, text, step=1) == message
     for cut in range(0, len(text), 1 + len(text) // 8):  # a reply that was cut says nothing that the whole did not say
         part = read(name, text[:cut], step=7)
@@ -335,7 +335,7 @@ def test_qwen_coder_keeps_a_value_that_mentions_a_parameter_in_a_line() -> None:
 
 def test_a_cut_call_between_tags_is_text() -> None:
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nDal"
-    assert read("qwen-coder", text, step=1, tool=CITY) == Message(role="assistant", content=text)
+    assert read("qwen-coder", text, step=1, tool=CITY) == ChatMessage(role="assistant", content=text)
 
 
 def test_mistral_may_repeat_its_mark() -> None:
@@ -377,4 +377,4 @@ def test_python_strings_may_hold_quotes(command: str, value: str) -> None:
 @pytest.mark.parametrize("broken", ["city='x", "city=f(1)", "city=07", "city=" + "[" * 500, "3", "city="])
 def test_what_is_no_literal_is_no_call(broken: str) -> None:
     text = f"[probe_tool({broken})]"
-    assert read("pythonic", text, step=1) == Message(role="assistant", content=text)
+    assert read("pythonic", text, step=1) == ChatMessage(role="assistant", content=text)

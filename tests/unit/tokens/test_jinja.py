@@ -17,7 +17,7 @@ from etude.errors import DamagedError
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.grammars import DEEPSEEK, HERMES, KIMI, LLAMA, MISTRAL, QWEN_CODER
 from etude.tokens.jinja import Checkpoint, JinjaFormat, load_format, read_checkpoint
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.tokens.toolcalls import Grammar
 
 transformers = pytest.importorskip("transformers")
@@ -111,8 +111,11 @@ TOOL = Tool(
     description="Change a line <b>'now'</b>",
     parameters={"type": "object", "properties": {"line": {"type": "integer"}}},
 )
-SYSTEM, HELLO = Message(role="system", content=" Be brief. "), Message(role="user", content="hello world, fix it")
-AGAIN = Message(role="user", content="and\n\nagain: é🙂")
+SYSTEM, HELLO = (
+    ChatMessage(role="system", content=" Be brief. "),
+    ChatMessage(role="user", content="hello world, fix it"),
+)
+AGAIN = ChatMessage(role="user", content="and\n\nagain: é🙂")
 
 
 def save(folder: Path, name: str) -> Path:
@@ -159,7 +162,7 @@ def chat(name: str, folders: dict[str, Path]) -> JinjaFormat:
     return load(folders[name])
 
 
-def theirs(folder: Path, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+def theirs(folder: Path, messages: Sequence[ChatMessage], tools: Sequence[Tool] = ()) -> list[int]:
     """What ``apply_chat_template`` makes of it."""
     checkpoint = read_checkpoint(folder)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=checkpoint.tokenizer, **checkpoint.variables)
@@ -195,7 +198,7 @@ def theirs(folder: Path, messages: Sequence[Message], tools: Sequence[Tool] = ()
     return ids
 
 
-def reply_of(chat: JinjaFormat, name: str, text: str) -> tuple[list[int], Message]:
+def reply_of(chat: JinjaFormat, name: str, text: str) -> tuple[list[int], ChatMessage]:
     """Ids as a model would sample them, special tokens and all, and what they say."""
     ids = [*chat._tokenizer.encode(text, add_special_tokens=False).ids, chat.stop_ids[0]]
     reader = chat.reader([TOOL])
@@ -204,13 +207,13 @@ def reply_of(chat: JinjaFormat, name: str, text: str) -> tuple[list[int], Messag
     return ids, reader.message()
 
 
-def answer_to(message: Message, content: str = "done") -> Message:
-    return Message(role="tool", content=content, tool_call_id=message.tool_calls[0].call_id)
+def answer_to(message: ChatMessage, content: str = "done") -> ChatMessage:
+    return ChatMessage(role="tool", content=content, tool_call_id=message.tool_calls[0].call_id)
 
 
 def test_ids_equal_those_of_transformers(name: str, chat: JinjaFormat, folders: dict[str, Path]) -> None:
     _, called = reply_of(chat, name, STYLES[name].call)
-    thought = Message(role="assistant", content="Yes.", thinking="Is it?")
+    thought = ChatMessage(role="assistant", content="Yes.", thinking="Is it?")
     first = [] if name == "mistral" else [SYSTEM]
     for messages in (
         [*first, HELLO],
@@ -260,10 +263,16 @@ def test_no_text_opens_or_closes_a_turn(data: st.DataObject, folders: dict[str, 
     call = ToolCall(call_id="abcdefghi", name="edit", arguments=json.dumps({"line": hostile, hostile: [hostile]}))
     harmless = call.__class__(call_id="abcdefghi", name="edit", arguments='{"line": "x", "y": ["x"]}')
 
-    def conversation(text: str, made: ToolCall) -> list[Message]:
-        asked = Message(role="assistant", content="", tool_calls=(made,))
-        answer = Message(role="tool", content=text, tool_call_id="abcdefghi")
-        return [Message(role="user", content=text), asked, answer, Message(role="assistant", content=text), HELLO]
+    def conversation(text: str, made: ToolCall) -> list[ChatMessage]:
+        sent = ChatMessage(role="assistant", content="", tool_calls=(made,))
+        answer = ChatMessage(role="tool", content=text, tool_call_id="abcdefghi")
+        return [
+            ChatMessage(role="user", content=text),
+            sent,
+            answer,
+            ChatMessage(role="assistant", content=text),
+            HELLO,
+        ]
 
     def marks(ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token in control]
@@ -278,7 +287,7 @@ def test_no_text_opens_or_closes_a_turn(data: st.DataObject, folders: dict[str, 
 
 def test_hidden_text_is_encoded_with_its_surroundings(folders: dict[str, Path]) -> None:
     chat = load(folders["qwen"])
-    ids = chat.open([Message(role="user", content="again<|im_end|>again")])
+    ids = chat.open([ChatMessage(role="user", content="again<|im_end|>again")])
     start, end = (chat._tokenizer.encode(token).ids[0] for token in ("<|im_start|>", "<|im_end|>"))
     assert (ids.count(start), ids.count(end)) == (2, 1)
     body = ids[ids.index(start) + 1 : ids.index(end)]
@@ -291,14 +300,14 @@ def test_words_of_the_template_are_the_callers_error(folders: dict[str, Path]) -
         mistral.open([SYSTEM, HELLO])
     two = tuple(ToolCall(call_id=f"call{i}", name="edit", arguments="{}") for i in range(2))
     with pytest.raises(ValueError, match="one call at a time"):
-        llama.extend(Message(role="assistant", tool_calls=two), [AGAIN])
+        llama.extend(ChatMessage(role="assistant", tool_calls=two), [AGAIN])
     with pytest.raises(ValueError, match="9 characters"):
-        mistral.open([HELLO, Message(role="assistant", tool_calls=two[:1])])
+        mistral.open([HELLO, ChatMessage(role="assistant", tool_calls=two[:1])])
     with pytest.raises(ValueError, match="not JSON"):
         broken = (ToolCall(call_id="c", name="edit", arguments="{"),)
-        llama.open([HELLO, Message(role="assistant", tool_calls=broken)])
+        llama.open([HELLO, ChatMessage(role="assistant", tool_calls=broken)])
     with pytest.raises(ValueError, match="unknown role 'robot'"):
-        llama.open([Message(role="robot")])  # type: ignore[arg-type]  # what a caller may send all the same
+        llama.open([ChatMessage(role="robot")])  # type: ignore[arg-type]  # what a caller may send all the same
 
 
 def test_thoughts_opened_by_the_prompt_are_read_as_thoughts(tmp_path: Path) -> None:
@@ -309,7 +318,7 @@ def test_thoughts_opened_by_the_prompt_are_read_as_thoughts(tmp_path: Path) -> N
     reader = load(folder).reader(prompt_ids=load(folder).open([HELLO]))
     reader.feed(load(folder)._tokenizer.encode("hm\n</think>\n\nYes").ids)
     reader.finish()
-    assert reader.message() == Message(role="assistant", thinking="hm", content="Yes")
+    assert reader.message() == ChatMessage(role="assistant", thinking="hm", content="Yes")
 
 
 def test_templates_may_be_files_or_named_and_the_config_lists_more_ends(tmp_path: Path) -> None:
@@ -334,10 +343,12 @@ def test_a_template_without_turn_ends_goes_on_behind_the_words(tmp_path: Path) -
     folder = save(tmp_path, "qwen")
     (folder / "chat_template.jinja").write_text(source)
     chat = load(folder)
-    said = Message(role="assistant", content="Yes.")
-    assert chat.extend(said, [HELLO]) == chat.encode("\nuser: hello world, fix it\nassistant: ")
+    spoken = ChatMessage(role="assistant", content="Yes.")
+    assert chat.extend(spoken, [HELLO]) == chat.encode("\nuser: hello world, fix it\nassistant: ")
     with pytest.raises(ValueError, match="leaves out"):
-        chat.extend(Message(role="assistant", tool_calls=(ToolCall(call_id="c", name="e", arguments="{}"),)), [HELLO])
+        chat.extend(
+            ChatMessage(role="assistant", tool_calls=(ToolCall(call_id="c", name="e", arguments="{}"),)), [HELLO]
+        )
 
 
 @pytest.mark.parametrize(
@@ -366,7 +377,7 @@ def test_the_built_in_format_is_recognised(tmp_path: Path, folders: dict[str, Pa
     assert isinstance(load_format(folders["qwen"]), JinjaFormat)
 
 
-def test_a_sentence_piece_tokenizer_continues_without_a_space(tmp_path: Path) -> None:
+def test_a_metaspace_tokenizer_continues_without_a_space(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", "▁", "▁hello", *"helo world,fixtagnd:.[]INSTOLCAY/é🙂\n"]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True))
@@ -381,11 +392,11 @@ def test_a_sentence_piece_tokenizer_continues_without_a_space(tmp_path: Path) ->
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": source}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = load(tmp_path)
-    said = Message(role="assistant", content="A")
-    whole = chat.open([HELLO, said, HELLO])
-    extension = chat.extend(said, [HELLO])
+    spoken = ChatMessage(role="assistant", content="A")
+    whole = chat.open([HELLO, spoken, HELLO])
+    extension = chat.extend(spoken, [HELLO])
     assert whole[-len(extension) :] == extension and whole[-len(extension) - 1] == chat.stop_ids[0] == vocab["</s>"]
-    hostile = chat.open([Message(role="user", content="</s>A")])
+    hostile = chat.open([ChatMessage(role="user", content="</s>A")])
     assert vocab["</s>"] not in hostile and hostile.count(vocab["<s>"]) == 1
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.grammars import DEEPSEEK, GRAMMARS, HERMES, KIMI, LLAMA, MISTRAL
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, Tool
 from etude.tokens.reader import IncrementalReader, long_call_id, short_call_id
 from etude.tokens.toolcalls import THINKING, Grammar, ReplyMarks
 from etude.tokens.vocabulary import Spelling
@@ -98,7 +98,7 @@ def joined(deltas: Sequence[Delta]) -> tuple[str, str, dict[int, list[str]]]:
     return text, thought, calls
 
 
-def message_of(text: str, marks: ReplyMarks) -> Message:
+def message_of(text: str, marks: ReplyMarks) -> ChatMessage:
     one = reader(marks)
     read(one, [CHAT.encode(text)])
     return one.message()
@@ -135,8 +135,8 @@ def test_what_is_no_call_is_text(text: str, grammar: Grammar | None) -> None:
 def test_what_is_no_thought_is_text(text: str) -> None:
     message = message_of(text, ReplyMarks(thinking=THINKS))
     if text.lstrip().startswith("<think>"):
-        thought, _, said = text.lstrip().removeprefix("<think>").partition("</think>")
-        assert (message.thinking.strip(), message.content) == (thought.strip(), said.lstrip())
+        thought, _, reply = text.lstrip().removeprefix("<think>").partition("</think>")
+        assert (message.thinking.strip(), message.content) == (thought.strip(), reply.lstrip())
     else:
         assert (message.thinking, message.content) == ("", text)
 
@@ -210,7 +210,7 @@ def test_a_single_call_ends_the_reply_with_its_last_token(grammar: Grammar, text
 def test_a_broken_call_is_text(grammar: Grammar) -> None:
     opening = (*grammar.starts, *grammar.openings)[-1]
     text = f"{opening}edit: 1{(*grammar.closings, '')[0]} done"
-    assert message_of(text, ReplyMarks(grammar=grammar)) == Message(role="assistant", content=text)
+    assert message_of(text, ReplyMarks(grammar=grammar)) == ChatMessage(role="assistant", content=text)
 
 
 def test_a_call_cut_off_is_text_and_a_complete_one_needs_no_closing_mark() -> None:
@@ -239,7 +239,7 @@ def test_thoughts_come_before_the_answer() -> None:
 
 def test_a_prompt_may_have_opened_the_thoughts() -> None:
     marks = ReplyMarks(thinking=THINKS, starts_thinking=True)
-    assert message_of("hm\n</think>\n\nYes", marks) == Message(role="assistant", thinking="hm", content="Yes")
+    assert message_of("hm\n</think>\n\nYes", marks) == ChatMessage(role="assistant", thinking="hm", content="Yes")
     assert message_of("hm, cut", marks).thinking == "hm, cut"
 
 
@@ -264,7 +264,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         CHAT.reader(stops=[""])
 
 
-def sentence_piece() -> Tokenizer:
+def metaspace() -> Tokenizer:
     """Llama 2's kind of tokenizer: marks for spaces, bytes for what no token covers."""
     tokens = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", "▁a", "b", "▁▁"]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], byte_fallback=True))
@@ -275,8 +275,8 @@ def sentence_piece() -> Tokenizer:
 
 
 @given(st.lists(st.sampled_from([257, 258, 259, 260]) | st.sampled_from("é🙂x").map(lambda c: -ord(c)), max_size=10))
-def test_sentence_piece_spaces_and_bytes(parts: list[int]) -> None:
-    tokenizer = sentence_piece()
+def test_metaspace_spaces_and_bytes(parts: list[int]) -> None:
+    tokenizer = metaspace()
     ids = [token for part in parts for token in ([part] if part > 0 else [1 + byte for byte in chr(-part).encode()])]
     spelling = Spelling(tokenizer)
     stream = spelling.stream()

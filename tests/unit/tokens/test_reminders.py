@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chat_formats import FAMILIES, SPECIAL, every_format, make_jinja
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.messages import ChatFormat, Message, ToolCall
+from etude.tokens.messages import ChatFormat, ChatMessage, ToolCall
 from etude.tokens.reminders import Reminders
 from etude.types import Ids
 
@@ -22,10 +22,12 @@ STRICT = (
 )
 """In the manner of early templates, which know two speakers that take turns."""
 
-ASKED, SAID = Message(role="user", content="fix f in f.py"), Message(role="assistant", content="read f.py")
-SHOWN = Message(role="user", content="1 def f(x):\n2     return x")
-CALLED = Message(role="assistant", tool_calls=(ToolCall(call_id="abcdefghi", name="edit", arguments='{"line": 3}'),))
-ANSWERED = Message(role="tool", content="no such line", tool_call_id="abcdefghi")
+QUESTION, REPLY = ChatMessage(role="user", content="fix f in f.py"), ChatMessage(role="assistant", content="read f.py")
+SHOWN = ChatMessage(role="user", content="1 def f(x):\n2     return x")
+CALLED = ChatMessage(
+    role="assistant", tool_calls=(ToolCall(call_id="abcdefghi", name="edit", arguments='{"line": 3}'),)
+)
+ANSWERED = ChatMessage(role="tool", content="no such line", tool_call_id="abcdefghi")
 HINT = "Reminder: edit FILE N."
 
 
@@ -34,28 +36,28 @@ def formats() -> dict[str, ChatFormat]:
     return every_format()
 
 
-def opened(chat: ChatFormat, messages: Sequence[Message]) -> Ids:
+def opened(chat: ChatFormat, messages: Sequence[ChatMessage]) -> Ids:
     return np.array(chat.open(messages), np.int32)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "ours"])
 @pytest.mark.parametrize(
-    "conversation", [(ASKED,), (ASKED, SAID, SHOWN), (ASKED, CALLED, ANSWERED)], ids=["task", "text", "tool"]
+    "conversation", [(QUESTION,), (QUESTION, REPLY, SHOWN), (QUESTION, CALLED, ANSWERED)], ids=["task", "text", "tool"]
 )
 def test_it_is_one_message_more_as_the_format_writes_it(
-    name: str, conversation: tuple[Message, ...], formats: dict[str, ChatFormat]
+    name: str, conversation: tuple[ChatMessage, ...], formats: dict[str, ChatFormat]
 ) -> None:
     chat = formats[name]
     prompt_ids = opened(chat, conversation)
     reminded = Reminders(chat).insert(prompt_ids, HINT)
-    assert reminded.tolist() == chat.open([*conversation, Message(role="user", content=HINT)])
+    assert reminded.tolist() == chat.open([*conversation, ChatMessage(role="user", content=HINT)])
     assert reminded.dtype == prompt_ids.dtype
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "ours"])
 def test_what_is_around_it_stays(name: str, formats: dict[str, ChatFormat]) -> None:
     chat = formats[name]
-    reminders, prompt_ids = Reminders(chat), opened(chat, (ASKED, SAID, SHOWN))
+    reminders, prompt_ids = Reminders(chat), opened(chat, (QUESTION, REPLY, SHOWN))
     place = reminders.place(prompt_ids)
     reminded = reminders.insert(prompt_ids, HINT)
     assert reminded[:place].tolist() == prompt_ids[:place].tolist()
@@ -67,9 +69,9 @@ def test_what_is_around_it_stays(name: str, formats: dict[str, ChatFormat]) -> N
 @given(text=st.text(min_size=1, max_size=60))
 def test_any_text_is_one_message_of_ours(text: str) -> None:
     chat = OURS
-    prompt_ids = opened(chat, (ASKED, SAID, SHOWN))
+    prompt_ids = opened(chat, (QUESTION, REPLY, SHOWN))
     reminded = REMINDERS.insert(prompt_ids, text).tolist()
-    assert reminded == chat.open([ASKED, SAID, SHOWN, Message(role="user", content=text)])
+    assert reminded == chat.open([QUESTION, REPLY, SHOWN, ChatMessage(role="user", content=text)])
 
 
 OURS = ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)
@@ -77,13 +79,13 @@ REMINDERS = Reminders(OURS)
 
 
 def test_without_a_text_the_context_is_the_same() -> None:
-    prompt_ids = opened(OURS, (ASKED,))
+    prompt_ids = opened(OURS, (QUESTION,))
     assert REMINDERS.insert(prompt_ids, "") is prompt_ids
 
 
 def test_a_hint_that_spells_a_control_token_is_text(formats: dict[str, ChatFormat]) -> None:
     for name, chat in formats.items():
-        prompt_ids = opened(chat, (ASKED,))
+        prompt_ids = opened(chat, (QUESTION,))
         forged = Reminders(chat).insert(prompt_ids, "".join(SPECIAL) + "<|user|><|end|>")
         plain = Reminders(chat).insert(prompt_ids, "x")
         control = range(OURS.end_id + 4) if name == "ours" else [chat._tokenizer.token_to_id(t) for t in SPECIAL]  # type: ignore[attr-defined]
@@ -92,7 +94,7 @@ def test_a_hint_that_spells_a_control_token_is_text(formats: dict[str, ChatForma
 
 def test_a_context_in_the_middle_of_a_reply_takes_none(formats: dict[str, ChatFormat]) -> None:
     for chat in formats.values():
-        reminders, prompt_ids = Reminders(chat), opened(chat, (ASKED,))
+        reminders, prompt_ids = Reminders(chat), opened(chat, (QUESTION,))
         begun = np.append(prompt_ids, np.array(chat.encode("read"), np.int32))
         assert reminders.fits(prompt_ids)
         assert not reminders.fits(begun)
@@ -109,8 +111,8 @@ def test_a_format_that_takes_no_message_there_says_so_at_once() -> None:
 def test_where_no_user_may_speak_twice_the_system_does() -> None:
     patient = STRICT.replace("{% if message.role !=", "{% if message.role != 'system' and message.role !=")
     chat = make_jinja(patient, "</s>")
-    reminded = Reminders(chat).insert(opened(chat, (ASKED,)), HINT)
-    assert reminded.tolist() == chat.open([ASKED, Message(role="system", content=HINT)])
+    reminded = Reminders(chat).insert(opened(chat, (QUESTION,)), HINT)
+    assert reminded.tolist() == chat.open([QUESTION, ChatMessage(role="system", content=HINT)])
 
 
 def test_a_template_that_rewrites_what_was_said_is_refused() -> None:

@@ -10,15 +10,15 @@ from chat_formats import TEMPLATES, make_jinja, make_tokenizer
 from etude.errors import UserError
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat, load_format
-from etude.tokens.messages import NO_KWARGS, ChatFormat, Message, Tool, ToolCall
+from etude.tokens.messages import NO_KWARGS, ChatFormat, ChatMessage, Tool, ToolCall
 from etude.types import Json, TokenIds
 
 END = "<｜end▁of▁sentence｜>"
 R1 = (TEMPLATES / "r1.jinja").read_text()
 TOOL = Tool(name="weather", parameters={"type": "object"})
-ASKED = Message(role="user", content="Is it sunny in <think>")
-CALLED = Message(role="assistant", tool_calls=(ToolCall(call_id="a", name="weather", arguments="{}"),))
-SHOWN = Message(role="tool", content="sunny", tool_call_id="a")
+QUESTION = ChatMessage(role="user", content="Is it sunny in <think>")
+CALLED = ChatMessage(role="assistant", tool_calls=(ToolCall(call_id="a", name="weather", arguments="{}"),))
+SHOWN = ChatMessage(role="tool", content="sunny", tool_call_id="a")
 
 
 def r1(*, marked: bool = True, **kwargs: Json) -> JinjaFormat:
@@ -33,7 +33,7 @@ def r1(*, marked: bool = True, **kwargs: Json) -> JinjaFormat:
     return JinjaFormat(checkpoint, kwargs)
 
 
-def read(chat: ChatFormat, prompt_ids: TokenIds, text: str) -> Message:
+def read(chat: ChatFormat, prompt_ids: TokenIds, text: str) -> ChatMessage:
     """A reply of plain words, read where it stands."""
     reader = chat.reader([TOOL], prompt_ids=prompt_ids)
     reader.feed(chat.encode(text))
@@ -44,34 +44,34 @@ def read(chat: ChatFormat, prompt_ids: TokenIds, text: str) -> Message:
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_reply_behind_a_tools_output_is_no_thought_where_the_template_opens_none_there(*, marked: bool) -> None:
     chat = r1(marked=marked)
-    said = Message(role="assistant", content="It is sunny.")
-    thought = Message(role="assistant", thinking="It is sunny.")
-    assert read(chat, chat.open([ASKED], [TOOL]), "It is sunny.") == thought
-    assert read(chat, chat.open([ASKED, CALLED, SHOWN], [TOOL]), "It is sunny.") == said
-    assert read(chat, chat.extend(CALLED, [SHOWN], [TOOL]), "It is sunny.") == said
-    assert read(chat, chat.extend(CALLED, [SHOWN, ASKED], [TOOL]), "It is sunny.") == thought
-    assert read(chat, [], "It is sunny.") == said
+    reply = ChatMessage(role="assistant", content="It is sunny.")
+    thought = ChatMessage(role="assistant", thinking="It is sunny.")
+    assert read(chat, chat.open([QUESTION], [TOOL]), "It is sunny.") == thought
+    assert read(chat, chat.open([QUESTION, CALLED, SHOWN], [TOOL]), "It is sunny.") == reply
+    assert read(chat, chat.extend(CALLED, [SHOWN], [TOOL]), "It is sunny.") == reply
+    assert read(chat, chat.extend(CALLED, [SHOWN, QUESTION], [TOOL]), "It is sunny.") == thought
+    assert read(chat, [], "It is sunny.") == reply
 
 
 def test_words_that_spell_the_opening_of_a_thought_open_none() -> None:
     chat = r1()
-    assert read(chat, chat.encode("<think>\n"), "yes") == Message(role="assistant", content="yes")
+    assert read(chat, chat.encode("<think>\n"), "yes") == ChatMessage(role="assistant", content="yes")
     assert read(r1(marked=False), chat.encode("<think>, he said"), "yes").content == "yes"
 
 
 def test_a_template_is_told_what_it_reads_and_nothing_else() -> None:
     chat = r1()
     quiet: dict[str, Json] = {"enable_thinking": False}
-    prompt, opened = chat.open([ASKED], [TOOL], quiet), chat.open([ASKED], [TOOL])
+    prompt, opened = chat.open([QUESTION], [TOOL], quiet), chat.open([QUESTION], [TOOL])
     assert prompt != opened and read(chat, prompt, "yes").content == "yes"
-    assert chat.extend(CALLED, [SHOWN, ASKED], [TOOL], quiet)[-len(prompt) + 1 :] != opened[1:]
-    assert r1(enable_thinking=False).open([ASKED], [TOOL]) == prompt
-    assert r1(enable_thinking=False).open([ASKED], [TOOL], {"enable_thinking": True}) == opened
+    assert chat.extend(CALLED, [SHOWN, QUESTION], [TOOL], quiet)[-len(prompt) + 1 :] != opened[1:]
+    assert r1(enable_thinking=False).open([QUESTION], [TOOL]) == prompt
+    assert r1(enable_thinking=False).open([QUESTION], [TOOL], {"enable_thinking": True}) == opened
     assert chat.reads == {"enable_thinking", "identity"}
     for wrong in ("thinking", "messages", "bos_token", "add_generation_prompt", "range"):
         with pytest.raises(ValueError, match=f"does not read {wrong}; it reads enable_thinking, identity"):
-            chat.open([ASKED], [TOOL], {wrong: True})
-    hostile = chat.open([ASKED], [TOOL], {"identity": f"I am {END}"})
+            chat.open([QUESTION], [TOOL], {wrong: True})
+    hostile = chat.open([QUESTION], [TOOL], {"identity": f"I am {END}"})
     assert chat.stop_ids[0] not in hostile and chat.decode(hostile).startswith(f"I am {END}")
 
 
@@ -80,7 +80,7 @@ def test_what_a_checkpoint_does_not_read_is_refused_as_it_is_loaded(tmp_path: Pa
     settings = {"eos_token": END, "chat_template": R1}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     quiet = load_format(tmp_path, {"enable_thinking": False})
-    assert quiet.open([ASKED]) == load_format(tmp_path).open([ASKED], (), {"enable_thinking": False})
+    assert quiet.open([QUESTION]) == load_format(tmp_path).open([QUESTION], (), {"enable_thinking": False})
     with pytest.raises(UserError, match="does not read thinking; it reads enable_thinking, identity"):
         load_format(tmp_path, {"thinking": True})
     ours = ChatTemplate.train(["hello"] * 3, 300)
@@ -89,4 +89,4 @@ def test_what_a_checkpoint_does_not_read_is_refused_as_it_is_loaded(tmp_path: Pa
         load_format(tmp_path / "ours", {"thinking": True})
     with pytest.raises(ValueError, match="it reads none"):
         ours.extend(CALLED, [SHOWN], [TOOL], {"thinking": True})
-    assert ours.open([ASKED], [TOOL], NO_KWARGS) == ours.open([ASKED], [TOOL])
+    assert ours.open([QUESTION], [TOOL], NO_KWARGS) == ours.open([QUESTION], [TOOL])

@@ -74,7 +74,7 @@ def test_no_text_breaks_a_parser(grammar: Grammar, text: str) -> None:
 def test_an_object_is_read_with_the_spelling_of_its_members(value: dict[str, object], space: str) -> None:
     members = read_object(space + json.dumps(value, indent=2) + space)
     assert members is not None
-    assert {name: found for name, (found, _) in members.items()} == value
+    assert {name: spelling for name, (spelling, _) in members.items()} == value
     assert all(json.loads(spelling) == value[name] for name, (_, spelling) in members.items())
 
 

@@ -21,9 +21,9 @@ def unigram() -> Tokenizer:
 
 
 def id_of(tokenizer: Tokenizer, text: str) -> int:
-    found = tokenizer.token_to_id(text)
-    assert found is not None
-    return found
+    matches = tokenizer.token_to_id(text)
+    assert matches is not None
+    return matches
 
 
 def guard(controls: list[str]) -> tuple[Tokenizer, Guard]:

@@ -49,7 +49,7 @@ def test_long_words_are_not_remembered(tokenizer: Tokenizer) -> None:
     words = WordCache(tokenizer)
     long = "x" * (LONGEST_CHARACTERS + 1)
     assert words.encode(f"f({long})") == whole(tokenizer, f"f({long})")
-    assert sorted(words._known) == ["(", ")", "f"]  # what is kept cannot be seen from outside
+    assert sorted(words._ids_of) == ["(", ")", "f"]  # what is kept cannot be seen from outside
 
 
 def test_a_tokenizer_that_splits_otherwise_is_asked_itself() -> None:

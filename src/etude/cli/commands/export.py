@@ -8,10 +8,11 @@ from etude.cli.commands.weights import log_of, require_empty
 from etude.errors import RunFolderError
 from etude.models.checkpoint import load_spec
 from etude.run.folder import RunFolder
-from etude.run.numerics import checkpoint_extra, to_tensors
+from etude.run.numerics import checkpoint_extra
 from etude.run.phases import hand_down, save_state
 from etude.tokens.jinja import load_format
 from etude.weights.pull import pull
+from etude.weights.tensors import to_tensors
 
 
 def export_run(folder: RunFolder, out: Path, version: int | None) -> int:

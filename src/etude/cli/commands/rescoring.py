@@ -15,7 +15,7 @@ from etude.errors import EtudeError
 from etude.models.checkpoint import load_spec
 from etude.models.experts import Routing
 from etude.run.folder import RunFolder
-from etude.run.numerics import load_published, to_tensors, training_model
+from etude.run.numerics import load_published, training_model
 from etude.run.resolve import check_devices
 from etude.run.weight_log import open_log
 from etude.trainer.batching.build import build_trajectories
@@ -25,6 +25,7 @@ from etude.trainer.replay import producers, replay
 from etude.trainer.scores import sampled_logprobs, sampled_tokens
 from etude.types import Floats, Mask, Rollout, Trajectory
 from etude.weights.pull import pull
+from etude.weights.tensors import to_tensors
 
 
 class Rescoring:

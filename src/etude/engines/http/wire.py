@@ -1,7 +1,7 @@
-"""What the native engine's HTTP carries: JSON in, arrays out.
+"""The wire format between engine client and engine server: JSON in, arrays out.
 
 A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and kept sets too,
-with nothing to unpickle. A stream is lines of JSON, one per piece; the last line says how many bytes of such a file
+with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line says how many bytes of such a file
 follow it. Owns both directions, so that client and server cannot disagree.
 """
 
@@ -21,14 +21,14 @@ from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Finish, Json, SamplingMask, TokenIds
 
 PARAMS = tuple(field.name for field in fields(SamplingParams))
-"""What travels of sampling parameters: all of them."""
+"""The sampling parameters that travel: all of them."""
 MAX_LINE_BYTES = 2**20
-"""Of a piece: far more tokens than any engine has at once."""
+"""Longest line of a chunk: far more tokens than any engine has at once."""
 MAX_SEED = 2**63 - 1
-"""What every random generator takes."""
+"""Largest seed: every random generator takes it."""
 REQUIRED = frozenset({"prompt_ids", "session", "max_tokens"})
 OPTIONAL = frozenset({"temperature", "top_p", "top_k", "stop_ids", "seed", "priority", "want_routes"})
-PIECE = frozenset({"token_ids", "logprobs", "versions", "completion_bytes"})
+CHUNK = frozenset({"token_ids", "logprobs", "versions", "completion_bytes"})
 FINISH = "finish"
 """The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
 ARRAYS: Mapping[str, tuple[type[np.generic], int]] = MappingProxyType(
@@ -95,32 +95,32 @@ def decode_completion(data: bytes) -> Completion:
     try:
         arrays = load(data)
         _check_kinds(arrays)
-        kept = None
+        mask = None
         if "kept_ids" in arrays:
-            kept = SamplingMask(offsets=arrays["kept_offsets"], token_ids=arrays["kept_ids"])
+            mask = SamplingMask(offsets=arrays["kept_offsets"], token_ids=arrays["kept_ids"])
         completion = Completion(
             token_ids=arrays["token_ids"],
             logprobs=arrays["logprobs"],
             versions=arrays["versions"],
             finish=list(Finish)[int(arrays[FINISH][0])],
             routes=arrays.get("routes"),
-            sampling_mask=kept,
+            sampling_mask=mask,
         )
     except (SafetensorError, KeyError, IndexError, json.JSONDecodeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     _check_tokens(completion)
-    if kept is not None and len(kept) != len(completion.token_ids):
-        raise ValueError(f"{len(kept)} kept sets of {len(completion.token_ids)} tokens")
+    if mask is not None and len(mask) != len(completion.token_ids):
+        raise ValueError(f"{len(mask)} sampling masks of {len(completion.token_ids)} tokens")
     return completion
 
 
-def encode_chunk(piece: TokenChunk) -> bytes:
-    """One line of a stream; with the last piece, what follows it as well."""
-    tail = b"" if piece.completion is None else encode_completion(piece.completion)
+def encode_chunk(chunk: TokenChunk) -> bytes:
+    """One line of a stream; with the last chunk, what follows it as well."""
+    tail = b"" if chunk.completion is None else encode_completion(chunk.completion)
     line = {
-        "token_ids": piece.token_ids,
-        "logprobs": piece.logprobs,
-        "versions": piece.versions,
+        "token_ids": chunk.token_ids,
+        "logprobs": chunk.logprobs,
+        "versions": chunk.versions,
         "completion_bytes": len(tail),
     }
     return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" + tail
@@ -128,7 +128,7 @@ def encode_chunk(piece: TokenChunk) -> bytes:
 
 @final
 class ChunkReader:
-    """Puts a stream together again, however its bytes were cut. What came together is one piece."""
+    """Puts a stream together again, however its bytes were cut. What came together is one chunk."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -140,7 +140,7 @@ class ChunkReader:
         self._is_done = False
 
     def feed(self, data: bytes) -> TokenChunk | None:
-        """What more bytes complete, if anything. Raises ``ValueError`` on what is no stream of pieces."""
+        """The chunk that more bytes complete, if any. Raises ``ValueError`` on what is no stream of chunks."""
         self._rest += data
         if self._is_done:
             self._check_end(0)
@@ -151,14 +151,14 @@ class ChunkReader:
         if not self._tail_bytes:
             if len(self._rest) > MAX_LINE_BYTES:
                 raise ValueError(f"a line of more than {MAX_LINE_BYTES} bytes")
-            return self._piece(None) if self._token_ids else None
+            return self._chunk(None) if self._token_ids else None
         if len(self._rest) < self._tail_bytes:
             return None
         self._check_end(self._tail_bytes)
         completion = decode_completion(bytes(self._rest))
         self._is_done = True
         self._rest.clear()
-        return self._piece(completion)
+        return self._chunk(completion)
 
     def _check_end(self, size: int) -> None:
         """A completion ends its stream."""
@@ -166,7 +166,7 @@ class ChunkReader:
             raise ValueError(f"{len(self._rest) - size} bytes more behind the completion of a stream")
 
     def _take(self, line: bytes) -> None:
-        fields = _fields(line, PIECE)
+        fields = _fields(line, CHUNK)
         logprobs = fields["logprobs"]
         if not isinstance(logprobs, list):
             raise ValueError("logprobs must be a list of numbers")
@@ -179,10 +179,10 @@ class ChunkReader:
         self._versions += versions
         self._tail_bytes = _whole("completion_bytes", fields["completion_bytes"], low=0)
 
-    def _piece(self, completion: Completion | None) -> TokenChunk:
+    def _chunk(self, completion: Completion | None) -> TokenChunk:
         try:
             with np.errstate(over="ignore"):  # what becomes infinite is refused
-                piece = TokenChunk(
+                chunk = TokenChunk(
                     token_ids=np.array(self._token_ids, np.int32),
                     logprobs=np.array(self._logprobs, np.float32),
                     versions=np.array(self._versions, np.int32),
@@ -190,9 +190,9 @@ class ChunkReader:
                 )
         except OverflowError as error:
             raise ValueError(str(error)) from error
-        _check_tokens(piece)
+        _check_tokens(chunk)
         self._token_ids, self._logprobs, self._versions = [], [], []
-        return piece
+        return chunk
 
 
 def _check_kinds(arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -25,10 +25,9 @@ from torch import Tensor
 from etude.config.inference import EngineConfig
 from etude.engines.native.cache import PagedCache, as_routes
 from etude.engines.native.pages import PAGE
-from etude.engines.native.requests import Counters, Request, Work
-from etude.engines.native.sampling import Sampler, kept_sets
-from etude.engines.native.scheduler import Scheduler, SwapMode
-from etude.engines.weights.inplace import Scatter
+from etude.engines.native.sampling import Sampler, join_masks
+from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
+from etude.engines.scatter import Scatter
 from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
@@ -49,18 +48,18 @@ class Weights:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
+class _PendingCall:
     """A request and whoever waits for it."""
 
-    request: Request
+    request: EngineRequest
     seed: int
     done: asyncio.Future[Completion]
-    pieces: asyncio.Queue[TokenChunk | EngineUnavailable] | None
-    """Where tokens go as they come, if somebody looks; it holds no more than the completion has."""
+    chunks: asyncio.Queue[TokenChunk | EngineUnavailable] | None
+    """Receives tokens as they come, for a stream; it holds no more than the completion has."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
-    """What each token was drawn from, if anything may be cut."""
+    """The ids each token was drawn from, where top-k or top-p truncates."""
 
 
 @final
@@ -80,11 +79,11 @@ class NativeEngine:
         self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
         self._sampler = Sampler(weights.model.arithmetic)
         self._seeds = np.random.default_rng(seed)
-        self._calls: dict[Request, _Call] = {}
+        self._calls: dict[EngineRequest, _PendingCall] = {}
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
-        """Why there are no more steps, if there are none."""
+        """The error that ended the steps, if one did."""
         self.busy_s = 0.0
         """Seconds spent computing."""
 
@@ -102,17 +101,17 @@ class NativeEngine:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out each token as it comes. Raises like :meth:`generate`."""
         with self._submitted(prompt_ids, params, session, streaming=True) as call:
-            assert call.pieces is not None
+            assert call.chunks is not None
             while True:
-                piece = await call.pieces.get()
-                if isinstance(piece, EngineUnavailable):
-                    raise piece
-                yield piece
-                if piece.completion is not None:
+                chunk = await call.chunks.get()
+                if isinstance(chunk, EngineUnavailable):
+                    raise chunk
+                yield chunk
+                if chunk.completion is not None:
                     return
 
     async def health(self) -> EngineHealth:
-        """Which weights are serving, and the load. Raises like :meth:`generate` when a step failed."""
+        """The weights being served, and the load. Raises like :meth:`generate` when a step failed."""
         if self._failure:
             raise EngineUnavailable(self._failure)
         return EngineHealth(
@@ -124,7 +123,7 @@ class NativeEngine:
 
     @property
     def weights(self) -> Weights:
-        """What is serving now."""
+        """The weights being served."""
         return self._weights
 
     @property
@@ -200,7 +199,7 @@ class NativeEngine:
         return bool(plan)
 
     @torch.inference_mode()
-    def _compute(self, plan: Sequence[Work]) -> None:
+    def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
         """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
         model = self._weights.model
         hidden_NH, routes_NLk = self._cache.forward(model, plan)
@@ -218,7 +217,7 @@ class NativeEngine:
                 call.routes.append(routes)
         self._draw(calls, model.logits(hidden_NH))
 
-    def _draw(self, calls: Sequence[_Call], logits_RV: Tensor) -> None:
+    def _draw(self, calls: Sequence[_PendingCall], logits_RV: Tensor) -> None:
         """Draw the next token of each call and complete those that ended."""
         drawn = self._sampler.sample(
             logits_RV,
@@ -233,10 +232,10 @@ class NativeEngine:
             if call.request.params.truncates:
                 call.sampling_mask.append(drawn.kept_row(row))
             completion = self._complete(call) if call.request.finished else None
-            if call.pieces is not None:
-                call.pieces.put_nowait(_piece(token, logprob, version, completion))
+            if call.chunks is not None:
+                call.chunks.put_nowait(_chunk(token, logprob, version, completion))
 
-    def _complete(self, call: _Call) -> Completion:
+    def _complete(self, call: _PendingCall) -> Completion:
         request = call.request
         completion = Completion(
             token_ids=np.array(request.token_ids[request.prompt_length :], np.int32),
@@ -244,7 +243,7 @@ class NativeEngine:
             versions=np.array(request.versions, np.int32),
             finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
             routes=_routes(call, self._cache) if request.params.want_routes else None,
-            sampling_mask=kept_sets(call.sampling_mask) if request.params.truncates else None,
+            sampling_mask=join_masks(call.sampling_mask) if request.params.truncates else None,
         )
         self._scheduler.finish(request)
         del self._calls[request]
@@ -255,19 +254,19 @@ class NativeEngine:
     @contextmanager
     def _submitted(
         self, prompt_ids: TokenIds, params: SamplingParams, session: str, *, streaming: bool
-    ) -> Iterator[_Call]:
+    ) -> Iterator[_PendingCall]:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
-        request = Request(session=session, params=params, token_ids=token_ids, prompt_length=len(token_ids))
+        request = EngineRequest(session=session, params=params, token_ids=token_ids, prompt_length=len(token_ids))
         self._scheduler.add(request)
-        call = _Call(
+        call = _PendingCall(
             request=request,
             seed=int(self._seeds.integers(1 << SEED_BITS)) if params.seed is None else params.seed,
             done=asyncio.get_running_loop().create_future(),
-            pieces=asyncio.Queue() if streaming else None,
+            chunks=asyncio.Queue() if streaming else None,
         )
         self._calls[request] = call
         self._work.set()
@@ -282,8 +281,8 @@ class NativeEngine:
         self._failure = f"the engine's step failed: {type(error).__name__}: {error}"
         failure = EngineUnavailable(self._failure)
         for call in self._calls.values():
-            if call.pieces is not None:
-                call.pieces.put_nowait(failure)
+            if call.chunks is not None:
+                call.chunks.put_nowait(failure)
             if not call.done.done():
                 call.done.set_exception(failure)
                 call.done.exception()  # a stream's future is awaited by nobody
@@ -302,7 +301,7 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
 
-def _piece(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:
+def _chunk(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:
     return TokenChunk(
         token_ids=np.array([token], np.int32),
         logprobs=np.array([logprob], np.float32),
@@ -311,7 +310,7 @@ def _piece(token: int, logprob: float, version: int, completion: Completion | No
     )
 
 
-def _routes(call: _Call, cache: PagedCache) -> Routes | None:
+def _routes(call: _PendingCall, cache: PagedCache) -> Routes | None:
     """[P + C − 1, L, k]: of the prompt as it lies in the cache, of sampled tokens as they were sampled.
 
     The two differ where new weights or a lack of pages made the engine read sampled tokens again.

@@ -28,16 +28,16 @@ NO_PAGE = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Node:
+class PageNode:
     """One page worth of tokens, behind the tokens of its parents."""
 
     version: int
     """The weight version that computed the whole chain."""
-    parent: "Node | None" = None
+    parent: "PageNode | None" = None
     """``None`` for a root and for what is no longer in the index."""
     token_ids: tuple[int, ...] = ()
     page: int = NO_PAGE
-    children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    children: dict[tuple[int, ...], "PageNode"] = field(default_factory=dict)
 
 
 class PagePool:
@@ -47,27 +47,27 @@ class PagePool:
         self.count = count
         self._free = list(range(count - 1, -1, -1))
         self._references = [0] * count
-        self._nodes: list[Node | None] = [None] * count
+        self._nodes: list[PageNode | None] = [None] * count
         """The node of each indexed page."""
         self._idle: dict[int, OrderedDict[int, None]] = {}
         """Version → indexed pages that nobody holds, least recently used first; no version without any."""
         self._idle_count = 0
-        self.root = Node(version=0)
-        """Where the chains of the serving version begin."""
+        self.root = PageNode(version=0)
+        """Root of the chains of the serving version."""
         self._roots = {0: self.root}
         self.evicted = 0
-        """How many indexed pages were given up so far."""
+        """Count of the indexed pages given up so far."""
 
     @property
     def available(self) -> int:
-        """How many pages can be taken now."""
+        """Count of the pages that can be taken now."""
         return len(self._free) + self._idle_count
 
     def serve(self, version: int) -> None:
         """Look up chains of ``version`` from now on; those of other versions are evicted before its own."""
         if not self.root.children:
             del self._roots[self.root.version]
-        self.root = self._roots.setdefault(version, Node(version=version))
+        self.root = self._roots.setdefault(version, PageNode(version=version))
 
     def take(self) -> int:
         """A page that nobody else holds, its content arbitrary. Look at :attr:`available` first."""
@@ -100,9 +100,9 @@ class PagePool:
                     self._idle.setdefault(node.version, OrderedDict())[page] = None
                     self._idle_count += 1
 
-    def find(self, token_ids: Sequence[int], limit: int) -> list[Node]:
+    def find(self, token_ids: Sequence[int], limit: int) -> list[PageNode]:
         """The longest chain of the serving version that begins ``token_ids``, of at most ``limit`` pages."""
-        chain, node = list[Node](), self.root
+        chain, node = list[PageNode](), self.root
         for start in range(0, limit * PAGE, PAGE):
             child = node.children.get(tuple(token_ids[start : start + PAGE]))
             if child is None or child.page == NO_PAGE:
@@ -111,7 +111,7 @@ class PagePool:
             node = child
         return chain
 
-    def enter(self, parent: Node, token_ids: tuple[int, ...], page: int) -> Node | None:
+    def enter(self, parent: PageNode, token_ids: tuple[int, ...], page: int) -> PageNode | None:
         """Index a page that its one holder has filled with ``token_ids``, behind ``parent``; returns its node.
 
         Where those tokens have a page already and somebody holds it, that one stays and ``page`` remains private: the
@@ -122,7 +122,7 @@ class PagePool:
             return None
         node = parent.children.get(token_ids)
         if node is None:
-            node = Node(version=parent.version, parent=parent, token_ids=token_ids)
+            node = PageNode(version=parent.version, parent=parent, token_ids=token_ids)
             parent.children[token_ids] = node
         elif node.page != NO_PAGE:
             if self._references[node.page]:
@@ -135,7 +135,7 @@ class PagePool:
         return node
 
     def is_mutable(self, page: int) -> bool:
-        """Whether its holder may write it: it is the only one, and the index does not know the page."""
+        """Report whether its holder may write it: it is the only one, and the index does not know the page."""
         return self._references[page] == 1 and self._nodes[page] is None
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -143,16 +143,16 @@ class PagePool:
         references = [0] * self.count
         for page in (page for table in tables for page in table):
             references[page] += 1
-        assert references == self._references, "references differ from what is held"
+        assert references == self._references, "references differ from the tables"
         idle = [page for pages in self._idle.values() for page in pages]
-        held = [page for page in range(self.count) if references[page]]
-        assert sorted([*self._free, *idle, *held]) == list(range(self.count)), "a page is lost or in two places"
+        taken = [page for page in range(self.count) if references[page]]
+        assert sorted([*self._free, *idle, *taken]) == list(range(self.count)), "a page is lost or in two places"
         assert self._idle_count == len(idle)
         assert all(self._idle.values()), "a version without idle pages is kept"
         indexed = {node.page: node for root in self._roots.values() for node in _below(root) if node.page != NO_PAGE}
         assert indexed == {page: node for page, node in enumerate(self._nodes) if node is not None}
         assert not any(page in indexed for page in self._free), "a free page is indexed"
-        assert all(references[page] <= 1 or page in indexed for page in held), "a mutable page has two holders"
+        assert all(references[page] <= 1 or page in indexed for page in taken), "a mutable page has two holders"
         for version, pages in self._idle.items():
             assert all(indexed[page].version == version for page in pages)
         for version, root in self._roots.items():
@@ -185,7 +185,7 @@ class PagePool:
         self._idle_count -= 1
 
 
-def _below(root: Node) -> Iterator[Node]:
+def _below(root: PageNode) -> Iterator[PageNode]:
     pending = list(root.children.values())
     while pending:
         node = pending.pop()

@@ -1,24 +1,342 @@
-"""Which tokens the native engine computes next: a pure, synchronous core.
+"""The native engine's scheduler: which tokens are computed next, a pure, synchronous core.
 
     add ──▶ waiting ──▶ running ──plan──▶ works ──(forward pass)──▶ advance, append ──▶ finish
                ▲           │
                └───────────┘   preempted, or its keys are of old weights
 
-Owns when requests are taken, in which step each token is computed and what an exchange of weights does to requests in
-progress. Knows neither tensors nor time. Seats and pages are the :class:`~etude.engines.native.request_queue.Roster`'s.
+Owns the requests, the queue of the waiting and the running ones, the pages that these hold, in which step each token is
+computed, and what new weights do to requests in progress. Knows neither tensors nor time.
 
 Each step is bounded: every running request that is ready to sample gets one token, the others share what is left of
 the step's tokens to read their prompts in chunks, best rank first (Agrawal et al. 2024, arXiv:2403.02310: long prompts
 must not stall decoding).
+
+All decisions follow one order, the rank: priority, then arrival. No two ranks are equal, so the best request can always
+take what it needs, and something always moves.
+
+* A running request without room for its next token takes the pages of the worst-ranked one. If it is the worst itself
+  it stays without work until others end; it keeps what it has computed.
+* A waiting request preempts running ones of a worse *priority* only. Where it does not fit, no request behind it is let
+  in, or it could wait for ever.
+* A waiting request whose next pages are being computed by a running one is passed over until it can reuse them. It
+  holds nothing meanwhile, and it looks anew as soon as the other stops for any reason.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
-from etude.engines.native.pages import PAGE
-from etude.engines.native.request_queue import Roster
-from etude.engines.native.requests import Counters, Request, State, Work
+from etude.engines.native.pages import PAGE, PageNode, PagePool
 from etude.errors import EngineBusy
+from etude.protocols import SamplingParams
+
+
+class RequestState(StrEnum):
+    """The state of a request."""
+
+    NEW = "new"
+    """Nobody has heard of it."""
+    WAITING = "waiting"
+    """In line; it holds no page."""
+    RUNNING = "running"
+    """It holds pages for all its tokens."""
+    DONE = "done"
+    """Finished or cancelled."""
+
+
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        RequestState.NEW: frozenset({RequestState.WAITING}),
+        RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.DONE}),
+        RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.DONE}),
+        RequestState.DONE: frozenset(),
+    }
+)
+"""Running to waiting: its pages went to a better one, or its keys were of weights that are gone."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineRequest:
+    """One completion in progress. Callers give the first four; the rest is written by the scheduler."""
+
+    session: str
+    params: SamplingParams
+    token_ids: list[int]
+    """Prompt, then what was sampled so far."""
+    prompt_length: int
+    cached: int = 0
+    """Count of the leading ``token_ids`` that have their keys in ``pages``."""
+    pages: list[int] = field(default_factory=list)
+    """Its pages in the order of its tokens; there is room for at least ``cached`` positions. While it runs, pages are
+    added at the end and none is exchanged.
+    """
+    logprobs: list[float] = field(default_factory=list)
+    """One per sampled token, like ``versions``."""
+    versions: list[int] = field(default_factory=list)
+    arrival: int = -1
+    """Its place in the order of arrival; of equal priorities the earlier is served first."""
+    state: RequestState = RequestState.NEW
+    rereads: int = 0
+    """Count of the times that new weights made its prompt be read again."""
+    leaf: PageNode | None = None
+    """The index node of its last full page; ``None`` while it does not run, and when its keys are of several versions:
+    such are never indexed.
+    """
+    indexed: int = 0
+    """Count of its pages that are full and in the index."""
+    reader: "EngineRequest | None" = None
+    """A running request that is computing pages which this one needs, too."""
+    awaited: int = 0
+    """Count of the pages that ``reader`` will have indexed when there is nothing more to wait for."""
+    room: int = 0
+    """Pages that must be available before another look at whether this one fits."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in line: the lower is served first. No two requests have the same."""
+        return (self.params.priority, self.arrival)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def finished(self) -> bool:
+        """True once the last sampled token ended the completion."""
+        stopped = self.sampled > 0 and self.token_ids[-1] in self.params.stop_ids
+        return stopped or self.sampled >= self.params.max_tokens
+
+    def move(self, state: RequestState) -> None:
+        """Go to another state; only moves in ``TRANSITIONS`` exist."""
+        assert state in TRANSITIONS[self.state], f"a request went from {self.state} to {state}"
+        self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledTokens:
+    """Tokens ``start : start + count`` of a request, to be computed in this step."""
+
+    request: EngineRequest
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """True if this work reaches the request's last token, so that a next one is sampled."""
+        return self.start + self.count == len(self.request.token_ids)
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Counts of what was scheduled since they were last taken."""
+
+    generated_tokens: int = 0
+    """Sampled."""
+    prefill_tokens: int = 0
+    """Read by computing them: prompts, and what a request without its pages has to read again."""
+    reused_tokens: int = 0
+    """Read by finding their pages."""
+    preempted: int = 0
+    """Running requests that lost their pages to better ones."""
+    evicted_pages: int = 0
+    """Indexed pages given up for other content."""
+    rereads: int = 0
+    """Running requests whose keys were thrown away because the weights changed."""
+
+
+class RequestQueue:
+    """The waiting and the running requests of one engine, each line best first."""
+
+    def __init__(self, *, pages: int, max_running: int) -> None:
+        self.pool = PagePool(pages)
+        self.max_running = max_running
+        self.waiting: list[EngineRequest] = []
+        self.running: list[EngineRequest] = []
+
+    def enqueue(self, request: EngineRequest) -> None:
+        """Put a request in the waiting line, by rank."""
+        request.move(RequestState.WAITING)
+        insort(self.waiting, request, key=_rank)
+
+    def requeue(self, request: EngineRequest) -> None:
+        """Take a running request's pages and let it wait again, with all it has sampled."""
+        self._leave(request)
+        self.enqueue(request)
+
+    def dismiss(self, request: EngineRequest) -> None:
+        """Forget a request that waits or runs."""
+        if request.state is RequestState.RUNNING:
+            self._leave(request)
+        else:
+            _take_out(self.waiting, request)
+        request.move(RequestState.DONE)
+
+    def grow(self, counters: Counters) -> None:
+        """Give every running request room for its next token, the best first, as far as pages go."""
+        for request in tuple(self.running):
+            if len(request.pages) * PAGE >= len(request.token_ids) or request.state is not RequestState.RUNNING:
+                continue
+            while not self.pool.available and (worst := self.running[-1]) is not request:
+                self.requeue(worst)
+                counters.preempted += 1
+            if self.pool.available:
+                request.pages.append(self.pool.take())
+
+    def admit(self, counters: Counters, *, begun_only: bool) -> None:
+        """Let waiting requests run, the best first, until one finds no room.
+
+        With ``begun_only`` those that have sampled nothing yet are passed over.
+        """
+        if not self.waiting or not self._may_run(self.waiting[0]):
+            return
+        place = 0
+        while place < len(self.waiting):
+            request = self.waiting[place]
+            if _awaits_reader(request) or (begun_only and not request.sampled):
+                place += 1
+                continue
+            if not self._may_run(request) or not self._may_fit(request):
+                return
+            chain = self.pool.find(request.token_ids, _reusable(request))
+            if self._follow(request, chain):
+                place += 1
+                continue
+            if not self._make_room(request, chain, counters):
+                return
+            del self.waiting[place]
+            self._start(request, chain)
+            counters.reused_tokens += request.cached
+
+    def index(self, request: EngineRequest) -> None:
+        """Make the pages that a running request has filled known to others."""
+        while request.leaf is not None and request.indexed < request.cached // PAGE:
+            start = request.indexed * PAGE
+            token_ids = tuple(request.token_ids[start : start + PAGE])
+            request.leaf = self.pool.enter(request.leaf, token_ids, request.pages[request.indexed])
+            request.indexed += 1
+
+    def check(self) -> None:
+        """Assert every invariant; for tests, it reads everything."""
+        self.pool.check([request.pages for request in self.running])
+        assert len(self.running) <= self.max_running
+        for line, state in ((self.waiting, RequestState.WAITING), (self.running, RequestState.RUNNING)):
+            assert line == sorted(line, key=_rank), f"the {state} line is out of order"
+            assert all(request.state is state for request in line)
+        for request in self.waiting:
+            assert not request.pages and not request.cached and request.leaf is None
+        for request in self.running:
+            room = len(request.pages) * PAGE
+            assert request.cached <= min(room, len(request.token_ids))
+            assert request.leaf is None or request.indexed == request.cached // PAGE
+            assert all(self.pool.is_mutable(page) for page in request.pages[request.cached // PAGE :])
+
+    def _may_run(self, request: EngineRequest) -> bool:
+        """Report whether one more may run, in place of a request of worse priority if need be."""
+        return len(self.running) < self.max_running or _outranks(request, self.running[-1])
+
+    def _may_fit(self, request: EngineRequest) -> bool:
+        """Report whether a look at the index is worth its time: the first in the queue gets one in every step."""
+        return self.pool.available >= request.room or bool(self.running and _outranks(request, self.running[-1]))
+
+    def _follow(self, request: EngineRequest, chain: Sequence[PageNode]) -> bool:
+        """Report whether a running request computes what this one needs next behind ``chain``, and let it await that.
+
+        Nobody waits for a request of worse priority: it could be kept from its work for long.
+        """
+        leaf = chain[-1] if chain else self.pool.root
+        limit = _reusable(request)
+        for reader in self.running:
+            if reader.leaf is not leaf or _outranks(request, reader):
+                continue
+            shared = _shared_pages(reader.token_ids, request.token_ids, len(chain), limit)
+            if shared > len(chain):
+                request.reader, request.awaited = reader, shared
+                return True
+        return False
+
+    def _make_room(self, request: EngineRequest, chain: Sequence[PageNode], counters: Counters) -> bool:
+        """Find a seat, and pages for all tokens behind ``chain`` and one more; ``chain`` is held if there are."""
+        for node in chain:
+            self.pool.retain(node.page)
+        needed = _pages_for(request) - len(chain)
+        victims = [other for other in self.running if _outranks(request, other)]
+        # Pages that victims share are counted several times: too much hope at worst, never a refusal that is wrong.
+        if needed <= self.pool.available + sum(len(victim.pages) for victim in victims):
+            while victims and not self._has_room(needed):
+                self.requeue(victims.pop())
+                counters.preempted += 1
+            if self._has_room(needed):
+                return True
+        missing = needed - self.pool.available
+        self.pool.release([node.page for node in chain])
+        request.room = self.pool.available + missing
+        return False
+
+    def _has_room(self, pages: int) -> bool:
+        return len(self.running) < self.max_running and self.pool.available >= pages
+
+    def _start(self, request: EngineRequest, chain: Sequence[PageNode]) -> None:
+        """Let a request run behind ``chain``, which is held for it."""
+        request.move(RequestState.RUNNING)
+        request.room = 0
+        fresh = _pages_for(request) - len(chain)
+        request.pages = [node.page for node in chain] + [self.pool.take() for _ in range(fresh)]
+        request.indexed = len(chain)
+        request.cached = len(chain) * PAGE
+        request.leaf = chain[-1] if chain else self.pool.root
+        insort(self.running, request, key=_rank)
+
+    def _leave(self, request: EngineRequest) -> None:
+        _take_out(self.running, request)
+        self.pool.release(request.pages)
+        request.pages, request.cached, request.indexed, request.leaf = [], 0, 0, None
+
+
+def _rank(request: EngineRequest) -> tuple[int, int]:
+    return request.rank
+
+
+def _outranks(request: EngineRequest, other: EngineRequest) -> bool:
+    """Report whether a waiting request may preempt ``other``: by priority only, arrival does not count."""
+    return request.params.priority < other.params.priority
+
+
+def _take_out(line: list[EngineRequest], request: EngineRequest) -> None:
+    place = bisect_left(line, request.rank, key=_rank)
+    assert line[place] is request, "a request is not in its line"
+    del line[place]
+
+
+def _awaits_reader(request: EngineRequest) -> bool:
+    """Report whether the request it follows is still about to index what it needs."""
+    reader = request.reader
+    if reader is not None and reader.leaf is not None and reader.indexed < request.awaited:
+        return True
+    request.reader = None
+    return False
+
+
+def _reusable(request: EngineRequest) -> int:
+    """Count of the pages that could be reused: the last token is always computed, its logits choose the next one."""
+    return (len(request.token_ids) - 1) // PAGE
+
+
+def _pages_for(request: EngineRequest) -> int:
+    """Pages for all tokens and the one that is sampled next."""
+    return len(request.token_ids) // PAGE + 1
+
+
+def _shared_pages(token_ids: Sequence[int], others: Sequence[int], first: int, limit: int) -> int:
+    """Count of the full pages that two sequences share, at most ``limit``, given that they share ``first``."""
+    for page in range(first, limit):
+        start = page * PAGE
+        if token_ids[start : start + PAGE] != others[start : start + PAGE]:
+            return page
+    return limit
+
 
 MAX_REREADS = 2
 """In mode keep, a prompt is read again this often, then its keys may be a mixture of versions: weights that change
@@ -27,14 +345,14 @@ faster than prompts are read must not starve them.
 
 
 class SwapMode(StrEnum):
-    """What an exchange of weights does to completions in progress."""
+    """The effect of a weight swap on completions in progress."""
 
     KEEP = "keep"
     """They go on with the keys they have. Prompts from which nothing was sampled are read again."""
     RECOMPUTE = "recompute"
     """Prompt and sampled tokens are read again under the new weights before the next one is sampled."""
     DRAIN = "drain"
-    """None is in progress: the exchange waits for them, and new ones wait for the exchange."""
+    """None is in progress: the exchange waits for them, and new ones wait for the client."""
 
 
 class Scheduler:
@@ -58,34 +376,34 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._max_length = max_length
         self._step_tokens = step_tokens
-        self._roster = Roster(pages=pages, max_running=max_running)
+        self._queue = RequestQueue(pages=pages, max_running=max_running)
         self._version: int | None = None
-        """What the last plan was made for; ``None`` when the weights were exchanged since."""
+        """Weight version of the last plan; ``None`` when the weights were swapped since."""
         self._arrivals = 0
         self._draining = False
 
     @property
     def running(self) -> int:
         """Requests that hold pages."""
-        return len(self._roster.running)
+        return len(self._queue.running)
 
     @property
     def waiting(self) -> int:
         """Requests in line."""
-        return len(self._roster.waiting)
+        return len(self._queue.waiting)
 
     @property
     def free_pages(self) -> int:
         """Pages that no request holds, those kept for reuse included."""
-        return self._roster.pool.available
+        return self._queue.pool.available
 
     @property
     def drained(self) -> bool:
-        """Whether the weights may be exchanged in mode drain: no completion is in progress, none can begin."""
-        begun = any(request.sampled for request in self._roster.waiting)
-        return self._draining and not self._roster.running and not begun
+        """True when the weights may be swapped in mode drain: no completion is in progress, none can begin."""
+        begun = any(request.sampled for request in self._queue.waiting)
+        return self._draining and not self._queue.running and not begun
 
-    def add(self, request: Request) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Put a request in line.
 
         Raises ``ValueError`` when it could not run even alone, :class:`~etude.errors.EngineBusy` when the line is full.
@@ -105,14 +423,14 @@ class Scheduler:
             raise EngineBusy(f"{self.waiting} requests are waiting, which is all this engine takes: ask again later")
         request.arrival = self._arrivals
         self._arrivals += 1
-        self._roster.enqueue(request)
+        self._queue.enqueue(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: EngineRequest) -> None:
         """Forget a request, wherever it is; doing it twice, or after its end, is harmless."""
-        if request.state in (State.WAITING, State.RUNNING):
-            self._roster.dismiss(request)
+        if request.state in (RequestState.WAITING, RequestState.RUNNING):
+            self._queue.dismiss(request)
 
-    def plan(self, version: int) -> list[Work]:
+    def plan(self, version: int) -> list[ScheduledTokens]:
         """The next step under weights ``version``: first requests that decode, one token each, then chunks of prompts.
 
         Pages for all of it are allocated. A version that differs from the last one without a call of :meth:`swapped`
@@ -121,35 +439,35 @@ class Scheduler:
         if version != self._version:
             if self._version is not None:
                 self.swapped(SwapMode.KEEP)
-            self._roster.pool.serve(version)
+            self._queue.pool.serve(version)
             self._version = version
-        evicted = self._roster.pool.evicted
-        self._roster.grow(self.counters)
-        self._roster.admit(self.counters, begun_only=self._draining)
-        self.counters.evicted_pages += self._roster.pool.evicted - evicted
-        return _works(self._roster.running, self._step_tokens)
+        evicted = self._queue.pool.evicted
+        self._queue.grow(self.counters)
+        self._queue.admit(self.counters, begun_only=self._draining)
+        self.counters.evicted_pages += self._queue.pool.evicted - evicted
+        return _works(self._queue.running, self._step_tokens)
 
-    def advance(self, work: Work) -> None:
+    def advance(self, work: ScheduledTokens) -> None:
         """Note that the tokens of a work are in the cache now; pages that are full become known to others."""
         request = work.request
-        if request.state is not State.RUNNING:
+        if request.state is not RequestState.RUNNING:
             return  # cancelled while its step was computed
         assert work.start == request.cached, f"a work starts at {work.start}, {request.cached} tokens are cached"
         request.cached += work.count
         if work.count > 1 or not request.sampled:
             self.counters.prefill_tokens += work.count
-        self._roster.index(request)
+        self._queue.index(request)
 
-    def append(self, request: Request, token_id: int, logprob: float, version: int) -> None:
+    def append(self, request: EngineRequest, token_id: int, logprob: float, version: int) -> None:
         """Add a sampled token to a request."""
-        if request.state is not State.RUNNING:
+        if request.state is not RequestState.RUNNING:
             return  # cancelled while its step was computed
         request.token_ids.append(token_id)
         request.logprobs.append(logprob)
         request.versions.append(version)
         self.counters.generated_tokens += 1
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: EngineRequest) -> None:
         """Free the pages of a request that ended; those known to others stay for reuse until pages are short."""
         self.cancel(request)
 
@@ -160,12 +478,12 @@ class Scheduler:
         """
         if mode is SwapMode.DRAIN and self.running:
             raise ValueError(f"weights were exchanged in mode drain while {self.running} requests run: await drained")
-        for request in tuple(self._roster.running):
+        for request in tuple(self._queue.running):
             unread = not request.sampled and request.rereads < MAX_REREADS
             if mode is SwapMode.RECOMPUTE or unread:
                 request.rereads += request.cached > 0
                 self.counters.rereads += request.cached > 0
-                self._roster.requeue(request)
+                self._queue.requeue(request)
             else:
                 request.leaf = None
         self._version = None
@@ -180,22 +498,22 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert every invariant; for tests, it reads everything."""
-        self._roster.check()
+        self._queue.check()
 
 
-def _works(running: Sequence[Request], step_tokens: int) -> list[Work]:
+def _works(running: Sequence[EngineRequest], step_tokens: int) -> list[ScheduledTokens]:
     """Share a step of ``step_tokens`` among running requests, given best first."""
-    works, readers = list[Work](), list[Request]()
+    works, readers = list[ScheduledTokens](), list[EngineRequest]()
     for request in running:
         missing = len(request.token_ids) - request.cached
         if missing > 1:
             readers.append(request)
         elif missing and request.cached < len(request.pages) * PAGE:  # else it waits for a page
-            works.append(Work(request, request.cached, 1))
+            works.append(ScheduledTokens(request, request.cached, 1))
     budget = step_tokens - len(works)
     for request in readers:
         if budget <= 0:
             break
-        works.append(Work(request, request.cached, min(len(request.token_ids) - request.cached, budget)))
+        works.append(ScheduledTokens(request, request.cached, min(len(request.token_ids) - request.cached, budget)))
         budget -= works[-1].count
     return works

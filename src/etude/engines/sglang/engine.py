@@ -22,8 +22,7 @@ from typing import Any, final
 
 import numpy as np
 
-from etude.engines.http.exchange import Exchange
-from etude.engines.http.limits import Limits
+from etude.engines.http.api_client import ApiClient, RequestLimits
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Floats, Ids, Routes, TokenIds, as_list
@@ -37,16 +36,16 @@ ABORTED = "abort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SglangOffer:
-    """What a server was started to do beyond sampling."""
+class SglangFeatures:
+    """The features that a server was started with."""
 
     sparse_layers: tuple[int, ...] = ()
-    """Which hidden layers have experts, ascending, under ``--enable-return-routed-experts``; empty without."""
+    """Hidden layers with experts, ascending, under ``--enable-return-routed-experts``; empty without."""
     hidden_layers: int = 0
     """All of them: routes come flat."""
     experts_per_token: int = 0
     seeds: bool = False
-    """Whether it heeds seeds: under ``--enable-deterministic-inference`` only."""
+    """True if it follows seeds: under ``--enable-deterministic-inference`` only."""
 
     def check(self, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a wish that would be ignored in silence."""
@@ -64,13 +63,13 @@ class SglangOffer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Answer:
-    """What one call to ``/generate`` gave, so far."""
+class SglangAnswer:
+    """The result of one call to ``/generate``, so far."""
 
     token_ids: Ids
     logprobs: Floats
     version: int
-    """Of all its tokens."""
+    """The weight version of all its tokens."""
     finish: str | None
     """``stop``, ``length``, ``abort``; ``None`` while it goes on."""
     routes: Routes | None
@@ -80,11 +79,11 @@ class Answer:
 class SglangEngine:
     """Samples with an SGLang server; implements :class:`~etude.protocols.Engine`."""
 
-    def __init__(self, exchange: Exchange, limits: Limits, offer: SglangOffer) -> None:
+    def __init__(self, client: ApiClient, limits: RequestLimits, features: SglangFeatures) -> None:
         """Only this client may update the server."""
-        self._exchange = exchange
+        self._client = client
         self._limits = limits
-        self._offer = offer
+        self._features = features
         self._version = -1
         self._digest = ""
         self._updates = 0
@@ -104,9 +103,9 @@ class SglangEngine:
 
         Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
         """
-        async for piece in self.stream(prompt_ids, params, session=session):
-            if piece.completion is not None:
-                return piece.completion
+        async for chunk in self.stream(prompt_ids, params, session=session):
+            if chunk.completion is not None:
+                return chunk.completion
         raise AssertionError("a stream ends with its completion")
 
     async def stream(
@@ -114,8 +113,8 @@ class SglangEngine:
     ) -> AsyncGenerator[TokenChunk, None]:
         """Sample one completion and hand out its tokens as they come; raises as :meth:`generate` does."""
         self._limits.check(prompt_ids, params)
-        self._offer.check(params)
-        done: list[Answer] = []
+        self._features.check(params)
+        done: list[SglangAnswer] = []
         self._inflight += 1
         try:
             while not _is_finished(done):
@@ -125,7 +124,7 @@ class SglangEngine:
                 rest = replace(params, max_tokens=params.max_tokens - len(read) + len(prompt_ids))
                 async for answer in self._answers(read, rest):
                     if given < len(answer.token_ids) and answer.finish is None:
-                        yield _piece(answer, given)
+                        yield _chunk(answer, given)
                         given = len(answer.token_ids)
                 if answer is None or answer.finish is None:
                     raise EngineUnavailable("SGLang ended a completion without saying why")
@@ -133,8 +132,8 @@ class SglangEngine:
                     raise EngineUnavailable("SGLang gave up on a completion")
                 done.append(answer)
                 if not _is_finished(done) and given < len(answer.token_ids):
-                    yield _piece(answer, given)
-            yield replace(_piece(done[-1], given), completion=_completion(done, params))
+                    yield _chunk(answer, given)
+            yield replace(_chunk(done[-1], given), completion=_completion(done, params))
         finally:
             self._inflight -= 1
 
@@ -145,8 +144,8 @@ class SglangEngine:
         """
         if self._fault:
             raise EngineUnavailable(self._fault)
-        await self._exchange.text("/health")
-        label = (await self._exchange.get("/get_model_info"))["weight_version"]
+        await self._client.text("/health")
+        label = (await self._client.get("/get_model_info"))["weight_version"]
         if label != str(self._version) and not self._updating.locked():
             raise EngineUnavailable(f"SGLang serves weight version {label!r}, not {self._version}: somebody changed it")
         return EngineHealth(version=self._version, digest=self._digest, running=self._inflight, waiting=0)
@@ -158,8 +157,8 @@ class SglangEngine:
         :class:`~etude.errors.DamagedError` if they are another state; then nothing was done.
         """
         async with self._updating:
-            if (found := await asyncio.to_thread(_digest_of, folder)) != digest:
-                raise DamagedError(f"{folder} holds the state {found[:12]}, not {digest[:12]}")
+            if (digest_of_files := await asyncio.to_thread(_digest_of, folder)) != digest:
+                raise DamagedError(f"{folder} holds the state {digest_of_files[:12]}, not {digest[:12]}")
             self._updates += 1
             self._open.clear()
             began_s = time.monotonic()
@@ -174,12 +173,12 @@ class SglangEngine:
             return time.monotonic() - began_s
 
     async def _swap(self, version: int, folder: Path) -> None:
-        await self._exchange.post("/pause_generation", {"mode": ABORTED}, UPDATE_TIMEOUT_S)
+        await self._client.post("/pause_generation", {"mode": ABORTED}, UPDATE_TIMEOUT_S)
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        answer = await self._exchange.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+        answer = await self._client.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
         if not answer["success"]:
             raise EngineUnavailable(f"SGLang did not load {folder}: {answer['message']}")
-        await self._exchange.post("/continue_generation", {}, UPDATE_TIMEOUT_S)
+        await self._client.post("/continue_generation", {}, UPDATE_TIMEOUT_S)
 
     async def _admitted(self) -> None:
         """Wait for the end of an update."""
@@ -189,10 +188,10 @@ class SglangEngine:
         if self._fault:
             raise EngineUnavailable(self._fault)
 
-    async def _answers(self, read: Sequence[int], params: SamplingParams) -> AsyncIterator[Answer]:
+    async def _answers(self, read: Sequence[int], params: SamplingParams) -> AsyncIterator[SglangAnswer]:
         """Each event holds all of the answer so far."""
-        async for event in self._exchange.events(GENERATE, request_body(read, params)):
-            yield read_answer(event, params, len(read), self._offer)
+        async for event in self._client.events(GENERATE, request_body(read, params)):
+            yield read_answer(event, params, len(read), self._features)
 
 
 def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]:
@@ -217,7 +216,7 @@ def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]
     }
 
 
-def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, offer: SglangOffer) -> Answer:
+def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features: SglangFeatures) -> SglangAnswer:
     """An event as étude's nouns. Raises :class:`~etude.errors.EngineUnavailable` if it cannot be read."""
     try:
         meta: Mapping[str, Any] = event["meta_info"]
@@ -234,37 +233,37 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, offer: S
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
     routes = None
     if params.want_routes and finish is not None:
-        routes = routes_of(text, prompt_tokens + len(token_ids), offer)
+        routes = routes_of(text, prompt_tokens + len(token_ids), features)
     if params.temperature == 0:
         logprobs = np.zeros_like(logprobs)  # it was certain
-    return Answer(token_ids=token_ids, logprobs=logprobs, version=version, finish=finish, routes=routes)
+    return SglangAnswer(token_ids=token_ids, logprobs=logprobs, version=version, finish=finish, routes=routes)
 
 
-def routes_of(text: Any, tokens: int, offer: SglangOffer) -> Routes:
+def routes_of(text: Any, tokens: int, features: SglangFeatures) -> Routes:
     """[tokens − 1, sparse layers, k] from base64 of flat int32 [tokens − 1, hidden layers, k].
 
     Raises :class:`~etude.errors.EngineUnavailable` if they are missing or of another size.
     """
     try:
         flat = np.frombuffer(base64.b64decode(text, validate=True), np.int32)
-        routes_TLK = flat.reshape(tokens - 1, offer.hidden_layers, offer.experts_per_token)
+        routes_TLK = flat.reshape(tokens - 1, features.hidden_layers, features.experts_per_token)
     except (TypeError, ValueError, binascii.Error) as error:
         raise EngineUnavailable(f"SGLang's routes cannot be read: {type(error).__name__}: {error}") from error
-    return np.ascontiguousarray(routes_TLK[:, list(offer.sparse_layers)], np.uint16)
+    return np.ascontiguousarray(routes_TLK[:, list(features.sparse_layers)], np.uint16)
 
 
-def _is_finished(done: Sequence[Answer]) -> bool:
+def _is_finished(done: Sequence[SglangAnswer]) -> bool:
     return bool(done) and done[-1].finish != ABORTED
 
 
-def _piece(answer: Answer, given: int) -> TokenChunk:
-    """What of an answer was not handed out yet."""
+def _chunk(answer: SglangAnswer, given: int) -> TokenChunk:
+    """The tokens of an answer that were not handed out yet."""
     token_ids = answer.token_ids[given:]
     versions = np.full(len(token_ids), answer.version, np.int32)
     return TokenChunk(token_ids=token_ids, logprobs=answer.logprobs[given:], versions=versions)
 
 
-def _completion(done: Sequence[Answer], params: SamplingParams) -> Completion:
+def _completion(done: Sequence[SglangAnswer], params: SamplingParams) -> Completion:
     """The parts of one completion, put together; each token's routes are those of the answer it was first read in."""
     token_ids = np.concatenate([part.token_ids for part in done])
     finish = Finish.STOP if done[-1].finish == "stop" else Finish.LENGTH

@@ -1,4 +1,4 @@
-"""What vLLM's ``/inference/v1/generate`` takes and gives, as étude's nouns: pure functions over parsed JSON.
+"""Requests and answers of vLLM's ``/inference/v1/generate`` as étude's nouns: pure functions over parsed JSON.
 
 Owns the wire format of vLLM 0.32, and nothing that waits. Legend: P prompt tokens, C sampled tokens, L all hidden
 layers, S sparse ones, k experts per token.
@@ -23,13 +23,13 @@ FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """What a server was started to return beyond tokens and their probabilities."""
+class ServerFeatures:
+    """The features that a server was started with: what it returns beyond tokens and their probabilities."""
 
     sparse_layers: tuple[int, ...] = ()
-    """Which hidden layers have experts, ascending, if it returns routes; empty if it does not."""
-    kept_sets: bool = False
-    """Whether it names what top-p and top-k left over."""
+    """Hidden layers with experts, ascending, if it returns routes; empty if it does not."""
+    sampling_mask: bool = False
+    """True if it returns sampling masks."""
 
     def check(self, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a wish that would be ignored in silence."""
@@ -38,7 +38,7 @@ class Offer:
                 "this vLLM does not say which experts it used: start it with --enable-return-routed-experts, which "
                 "needs Model Runner V2 and hence a GPU, or do without replay"
             )
-        if params.truncates and not self.kept_sets:
+        if params.truncates and not self.sampling_mask:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: this vLLM does not say what they left to draw from, so "
                 "nobody could train on it: start it with --return-sampling-mask, which needs Model Runner V2 and hence "
@@ -93,7 +93,7 @@ def tokens_of(choice: Choice, *, greedy: bool) -> tuple[Ids, Floats]:
 
 
 def finish_of(choice: Choice) -> Finish:
-    """Why it ended. Raises :class:`~etude.errors.EngineUnavailable` if the server gave up on it."""
+    """The finish reason. Raises :class:`~etude.errors.EngineUnavailable` if the server gave up on it."""
     reason = choice.get("finish_reason")
     if reason not in FINISHES:
         raise EngineUnavailable(f"vLLM ended a completion with {reason!r}")
@@ -133,8 +133,8 @@ def routes_of(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> Rout
     return np.ascontiguousarray(routes_TLK[:, list(sparse_layers)], np.uint16)
 
 
-def kept_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
-    """What top-p and top-k left for each of ``count`` tokens.
+def mask_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
+    """The ids that top-p and top-k left for each of ``count`` tokens.
 
     Raises :class:`~etude.errors.EngineUnavailable` unless there is one set for each.
     """

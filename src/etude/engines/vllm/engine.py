@@ -5,8 +5,8 @@
 
 Every token carries the version that sampled it: vLLM labels spans of a finished completion, and changes a label only
 while nothing runs. Cached prefixes are salted with the state digest, so that those of old weights are never found
-again, whether or not they could be thrown away. Owns the protocol; the process is ``vllm_process.py``'s, the wire
-format ``vllm_answers.py``'s, what happens inside vLLM ``vllm_extension.py``'s. Only one client may update a server.
+again, whether or not they could be thrown away. Owns the protocol; the process is ``process.py``'s, the wire
+format ``answers.py``'s, what happens inside vLLM ``extension.py``'s. Only one client may update a server.
 """
 
 import asyncio
@@ -18,21 +18,20 @@ from typing import Any, final
 
 import numpy as np
 
-from etude.engines.http.exchange import ANSWER_TIMEOUT_S, Exchange
-from etude.engines.http.limits import Limits
+from etude.engines.http.api_client import ANSWER_TIMEOUT_S, ApiClient, RequestLimits
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import (
     Choice,
-    Offer,
+    ServerFeatures,
     finish_of,
-    kept_of,
+    mask_of,
     read_choice,
     request_body,
     routes_of,
     tokens_of,
     versions_of,
 )
-from etude.engines.weights.patches import Patch, write_patch
+from etude.engines.vllm.patches import Patch, write_patch
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Floats, Ids, TokenIds
@@ -43,15 +42,15 @@ UPDATE_TIMEOUT_S = 600.0
 """Loading a large checkpoint takes minutes; draining takes as long as the longest completion."""
 PATCH_FILE = "patch.safetensors"
 GAUGES = {"running": b"vllm:num_requests_running{", "waiting": b"vllm:num_requests_waiting{"}
-"""Lines of ``/metrics``, one for each data-parallel rank."""
+"""Prefixes of lines of ``/metrics``, one for each data-parallel rank."""
 
 Source = Mapping[str, Sequence[ChangedNumbers]] | Path
-"""What a new version is: the numbers that changed, or the folder of a whole checkpoint."""
+"""The source of a new version: the numbers that changed, or the folder of a whole checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmPause:
-    """What an update took."""
+    """The duration of an update."""
 
     pause_s: float
     """From asking it to pause until it sampled again."""
@@ -68,7 +67,7 @@ class _Draft:
         self.masks: list[Sequence[int]] = []
         self._given_parts = 0
         self.given = 0
-        """How many tokens were handed out."""
+        """Count of the tokens handed out."""
 
     def add(self, choice: Choice, *, greedy: bool) -> None:
         """Take the next part."""
@@ -82,7 +81,7 @@ class _Draft:
         return np.concatenate(self._tokens), np.concatenate(self._logprobs)
 
     def pending(self) -> tuple[Ids, Floats]:
-        """What was not handed out yet; it counts as handed out now."""
+        """Hand out what was not handed out yet."""
         start, self._given_parts = self._given_parts, len(self._tokens)
         token_ids, logprobs = np.concatenate(self._tokens[start:]), np.concatenate(self._logprobs[start:])
         self.given += len(token_ids)
@@ -93,19 +92,24 @@ class _Draft:
 class VllmEngine:
     """Samples with a vLLM server; implements :class:`~etude.protocols.Engine`."""
 
-    def __init__(self, exchange: Exchange, limits: Limits, offer: Offer, patch_folder: Path) -> None:
+    def __init__(self, client: ApiClient, limits: RequestLimits, features: ServerFeatures, patch_folder: Path) -> None:
         """``patch_folder`` must be readable by the server; on a memory file system nothing touches a disk."""
-        self._exchange = exchange
+        self._client = client
         self._limits = limits
-        self._offer = offer
+        self._features = features
         self._patch = patch_folder / PATCH_FILE
         self._version = -1
         self._digest = ""
         self._updates = 0
-        """How many updates were begun: what was asked before the last one may be of two versions."""
+        """Count of the updates begun: a completion requested before the last one may be of two versions."""
         self._open = asyncio.Event()
         self._fault = "no weights were named yet: call start() first"
         self._updating = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """The weight version being served."""
+        return self._version
 
     async def start(self, version: int, digest: str) -> None:
         """Say what the checkpoint is that the server was started with; to be called once, before anything else.
@@ -113,9 +117,9 @@ class VllmEngine:
         Raises :class:`~etude.errors.EngineUnavailable` with the server's words unless that is the state of ``digest``.
         """
         info = {"init_info": {"digest": digest}}
-        await self._exchange.post("/init_weight_transfer_engine", info, UPDATE_TIMEOUT_S)
+        await self._client.post("/init_weight_transfer_engine", info, UPDATE_TIMEOUT_S)
         await self._prove(digest)
-        await self._exchange.post("/update_weight_version", {"new_version": str(version)})
+        await self._client.post("/update_weight_version", {"new_version": str(version)})
         self._version, self._digest, self._fault = version, digest, ""
         self._open.set()
 
@@ -126,7 +130,7 @@ class VllmEngine:
         """
         await self._admit(prompt_ids, params)
         body = request_body(prompt_ids, params, salt=self._digest, stream=False)
-        choice = read_choice(await self._exchange.post(GENERATE, body, ANSWER_TIMEOUT_S))
+        choice = read_choice(await self._client.post(GENERATE, body, ANSWER_TIMEOUT_S))
         draft = _Draft()
         draft.add(choice, greedy=params.temperature == 0)
         return self._completion(prompt_ids, params, draft, choice)
@@ -137,14 +141,14 @@ class VllmEngine:
         """Sample one completion and hand out its tokens as they come.
 
         vLLM says only at the end where versions change. So tokens are handed out at once until an update begins, and
-        those that come after it with the last piece. Raises as :meth:`generate` does.
+        those that come after it with the last chunk. Raises as :meth:`generate` does.
         """
         await self._admit(prompt_ids, params)
         updates, version = self._updates, self._version
         draft = _Draft()
         body = request_body(prompt_ids, params, salt=self._digest, stream=True)
         last: Choice | None = None
-        events = self._exchange.events(GENERATE, body)
+        events = self._client.events(GENERATE, body)
         async for event in events:
             last = read_choice(event)
             draft.add(last, greedy=params.temperature == 0)
@@ -170,10 +174,10 @@ class VllmEngine:
         """
         if self._fault:
             raise EngineUnavailable(self._fault)
-        label = (await self._exchange.get("/weight_info"))["weight_version"]
+        label = (await self._client.get("/weight_info"))["weight_version"]
         if label != str(self._version) and not self._updating.locked():
             raise EngineUnavailable(f"vLLM serves weight version {label!r}, not {self._version}: somebody changed it")
-        metrics = await self._exchange.text("/metrics")
+        metrics = await self._client.text("/metrics")
         counts = {name: _gauge(metrics, prefix) for name, prefix in GAUGES.items()}
         return EngineHealth(version=self._version, digest=self._digest, **counts)
 
@@ -182,11 +186,11 @@ class VllmEngine:
 
         On a CPU it is that of the copy all was loaded from: vLLM packs the weights it computes with out of reach.
         """
-        answer = await self._exchange.post("/collective_rpc", {"method": "etude_digest"}, UPDATE_TIMEOUT_S)
-        found = {worker["digest"] for worker in answer["results"]}
-        if len(found) != 1:
-            raise DamagedError(f"vLLM's workers hold different weights: {sorted(found)}")
-        return str(found.pop())
+        answer = await self._client.post("/collective_rpc", {"method": "etude_digest"}, UPDATE_TIMEOUT_S)
+        digests = {worker["digest"] for worker in answer["results"]}
+        if len(digests) != 1:
+            raise DamagedError(f"vLLM's workers hold different weights: {sorted(digests)}")
+        return str(digests.pop())
 
     async def update(self, version: int, digest: str, source: Source, mode: SwapMode = SwapMode.KEEP) -> VllmPause:
         """Serve other weights; requests wait meanwhile, and go on as ``mode`` says.
@@ -212,21 +216,21 @@ class VllmEngine:
     async def _swap(self, version: int, digest: str, update: Mapping[str, Any], mode: SwapMode) -> VllmPause:
         began_s = time.monotonic()
         wait = "wait" if mode is SwapMode.DRAIN else "keep"
-        await self._exchange.post(f"/pause?mode={wait}&clear_cache=false", timeout_s=UPDATE_TIMEOUT_S)
+        await self._client.post(f"/pause?mode={wait}&clear_cache=false", timeout_s=UPDATE_TIMEOUT_S)
         paused_s = time.monotonic()
-        await self._exchange.post("/start_weight_update")
+        await self._client.post("/start_weight_update")
         fault = ""
         try:
-            await self._exchange.post("/update_weights", {"update_info": update}, UPDATE_TIMEOUT_S)
+            await self._client.post("/update_weights", {"update_info": update}, UPDATE_TIMEOUT_S)
         except EngineUnavailable as error:
             fault = str(error)
         await self._prove(self._digest if fault else digest)
         loaded_s = time.monotonic()
         if not fault:
-            await self._exchange.post("/finish_weight_update", {"weight_version": str(version)})
+            await self._client.post("/finish_weight_update", {"weight_version": str(version)})
             self._version, self._digest = version, digest
             await self._forget_prefixes(mode)
-        await self._exchange.post("/resume")
+        await self._client.post("/resume")
         if fault:
             raise _Refused(fault)
         return VllmPause(pause_s=time.monotonic() - began_s, load_s=loaded_s - paused_s)
@@ -235,18 +239,18 @@ class VllmEngine:
         """Free the room of prefixes that nobody will ask for again; running requests read theirs anew, or keep them."""
         again = mode is SwapMode.RECOMPUTE
         path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
-        answer = await self._exchange.post(path, timeout_s=UPDATE_TIMEOUT_S)
+        answer = await self._client.post(path, timeout_s=UPDATE_TIMEOUT_S)
         if again and not answer["success"]:
             raise EngineUnavailable("vLLM did not throw away what running requests read under the old weights")
 
     async def _prove(self, digest: str) -> None:
-        if (found := await self.digest()) != digest:
-            raise DamagedError(f"vLLM holds the state {found[:12]}, not {digest[:12]}")
+        if (actual := await self.digest()) != digest:
+            raise DamagedError(f"vLLM holds the state {actual[:12]}, not {digest[:12]}")
 
     async def _admit(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Wait for the end of an update, and check the request."""
         self._limits.check(prompt_ids, params)
-        self._offer.check(params)
+        self._features.check(params)
         while not (self._fault or self._open.is_set()):
             async with asyncio.timeout(UPDATE_TIMEOUT_S):
                 await self._open.wait()
@@ -254,7 +258,7 @@ class VllmEngine:
             raise EngineUnavailable(self._fault)
 
     def _describe(self, digest: str, source: Source) -> dict[str, str]:
-        """What the server is told of a new version; changed numbers are written where it reads them."""
+        """The request for a new version; changed numbers are written where it reads them."""
         if isinstance(source, Path):
             return {"folder": str(_absolute(source)), "digest": digest}
         write_patch(self._patch, Patch(base=self._digest, digest=digest, changes=source))
@@ -265,14 +269,14 @@ class VllmEngine:
         count, finish = len(token_ids), finish_of(last)
         if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:
             raise EngineUnavailable(f"vLLM stopped at token {token_ids[-1]}, which ends nothing")
-        layers = self._offer.sparse_layers
+        layers = self._features.sparse_layers
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
             versions=versions_of(last, count),
             finish=finish,
             routes=routes_of(last, len(prompt_ids) + count, layers) if params.want_routes else None,
-            sampling_mask=kept_of(draft.masks, count) if params.truncates else None,
+            sampling_mask=mask_of(draft.masks, count) if params.truncates else None,
         )
 
 

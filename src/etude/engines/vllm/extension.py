@@ -1,7 +1,7 @@
-"""What étude adds to a vLLM worker, by vLLM's own doors: a weight-transfer backend and one remote call.
+"""Extension of a vLLM worker, through vLLM's own plug-in points: a weight-transfer backend and one remote call.
 
 vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; nobody else can: it
-needs vLLM. The backend takes checkpoints and patches from files, ``mirror.py`` does the rest. Importing it registers
+needs vLLM. The backend takes checkpoints and patches from files, ``host_copy.py`` does the rest. Importing it registers
 the backend, which is how vLLM learns of one (docs: training/weight_transfer).
 """
 # mypy: disable-error-code="import-not-found,misc,untyped-decorator"
@@ -19,18 +19,18 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from etude.engines.weights.host_copy import Mirror, MirroredWeights
-from etude.engines.weights.patches import read_patch
+from etude.engines.vllm.host_copy import HostCopy, RuntimeWeights
+from etude.engines.vllm.patches import read_patch
 from etude.errors import DamagedError, UserError
 from etude.weights.interop.checkpoint import read_checkpoint
 
 BACKEND = "etude"
-"""What the backend is called in ``--weight-transfer-config``."""
+"""Name of the backend in ``--weight-transfer-config``."""
 
 
 @dataclass
 class Served(WeightTransferInitInfo):
-    """What the checkpoint is that vLLM was started with."""
+    """The digest of the checkpoint that vLLM was started with."""
 
     digest: str
 
@@ -51,7 +51,7 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
     update_info_cls = Update
     supports_draft_weight_update = False
 
-    _weights: MirroredWeights | None = None
+    _weights: RuntimeWeights | None = None
 
     def init_transfer_engine(self, init_info: Served) -> None:
         """Load the served checkpoint once more and learn, where parameters lie open, what of it is where.
@@ -59,11 +59,11 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         Raises :class:`~etude.errors.DamagedError` if that changes a parameter: then vLLM loads another way while it
         runs than at its start (it has, silently: vllm-project/vllm#42821, #48312), and no update could be trusted.
         """
-        mirror = _mirror(self.model_config.model, init_info.digest)
+        copy = _read_copy(self.model_config.model, init_info.digest)
         is_open = self.device.type != "cpu" and self.parallel_config.world_size == 1
         runtime = dict(self.model.named_parameters()) if is_open else None
         before = {name: _bits(parameter) for name, parameter in self.model.named_parameters()}
-        self._weights = MirroredWeights(mirror, self._load, runtime)
+        self._weights = RuntimeWeights(copy, self._load, runtime)
         for name, parameter in self.model.named_parameters():
             if not torch.equal(_bits(parameter), before[name]):
                 self._weights = None
@@ -80,7 +80,7 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         if update_info.patch is not None:
             self.weights.follow(read_patch(Path(update_info.patch)))
         elif update_info.folder is not None:
-            self.weights.replace(_mirror(update_info.folder, update_info.digest))
+            self.weights.replace(_read_copy(update_info.folder, update_info.digest))
         else:
             raise UserError("an update needs a patch or a folder")
 
@@ -88,8 +88,8 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         """Nothing is held open."""
 
     @property
-    def weights(self) -> MirroredWeights:
-        """What is here; raises before :meth:`init_transfer_engine`."""
+    def weights(self) -> RuntimeWeights:
+        """The weights being served; raises before :meth:`init_transfer_engine`."""
         if self._weights is None:
             raise UserError("no checkpoint was named yet: call init_weight_transfer_engine first")
         return self._weights
@@ -99,7 +99,7 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         """Load a whole checkpoint as vLLM's own backends do: layer by layer, into the memory that is in use."""
         if self.device.type == "cpu":
             self._forget_kernels()
-        wanted = {name for name, _ in self.model.named_parameters()}
+        expected = {name for name, _ in self.model.named_parameters()}
         tied = _tied_modules(self.model)  # a reload takes parameters apart for a while, ties with them
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights(iter(tensors.items()))
@@ -109,7 +109,7 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
             method = module.quant_method
             assert isinstance(method, QuantizeMethodBase), f"a tied {type(module).__name__} has no way to be set up"
             method.process_weights_after_loading(module)
-        if loaded is not None and (missing := wanted - set(loaded)):
+        if loaded is not None and (missing := expected - set(loaded)):
             raise DamagedError(f"vLLM was given no weights for {min(missing)!r}: the checkpoint is of another model")
 
     def _forget_kernels(self) -> None:
@@ -152,8 +152,8 @@ def _bits(parameter: Tensor) -> Tensor:
     return parameter.detach().cpu().clone().contiguous().flatten().view(torch.uint8)
 
 
-def _mirror(folder: str, digest: str) -> Mirror:
-    return Mirror(read_checkpoint(Path(folder)), digest)
+def _read_copy(folder: str, digest: str) -> HostCopy:
+    return HostCopy(read_checkpoint(Path(folder)), digest)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, EtudeTransfer)

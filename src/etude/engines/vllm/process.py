@@ -18,9 +18,8 @@ from typing import Literal, final
 import orjson
 
 import etude
-from etude.engines import process_guard
-from etude.engines.http.exchange import Exchange
-from etude.engines.http.limits import Limits
+from etude.engines.http.api_client import ApiClient, RequestLimits
+from etude.engines.vllm import process_guard
 from etude.errors import EngineUnavailable, UserError
 
 PYTHON_VARIABLE = "ETUDE_VLLM_PYTHON"
@@ -32,10 +31,10 @@ EXTENSION = "etude.engines.vllm.extension.EtudeWorker"
 TRANSFER = '{"backend":"etude"}'
 POLL_S = 0.2
 TAIL_BYTES = 4000
-"""How much of the log goes into the error of a start that failed."""
+"""Length of the log's end in the error of a start that failed."""
 STOP_S = 7.0
-"""How long all of its processes may take to end: longer than the leash waits until it kills them, and less than we have
-ourselves.
+"""Time in which all of its processes have to end: longer than the guard waits until it kills them, and less than we
+have ourselves.
 """
 
 
@@ -52,7 +51,7 @@ def find_python(configured: str = "") -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """How to start a server. Raises ``ValueError`` for what the device cannot do."""
+    """The settings of a server. Raises ``ValueError`` for what the device cannot do."""
 
     python: Path
     """The interpreter of vLLM's environment; it also needs orjson and zstandard (see ``constraints-vllm.txt``)."""
@@ -70,14 +69,14 @@ class VllmServer:
     cpu_cores: str = "auto"
     """Cores of a CPU worker, as vLLM spells them: ``0-1``, ``auto``."""
     routes: bool = False
-    """Whether it shall return the experts of each token."""
-    kept_sets: bool = False
-    """Whether it shall return what top-p and top-k left over."""
+    """Return the experts of each token."""
+    sampling_mask: bool = False
+    """Return what top-p and top-k left over."""
     extra: tuple[str, ...] = field(default=())
     """Further arguments, e.g. ``--tensor-parallel-size``, ``2``."""
 
     def __post_init__(self) -> None:
-        if self.device == "cpu" and (self.routes or self.kept_sets):
+        if self.device == "cpu" and (self.routes or self.sampling_mask):
             raise ValueError(
                 "vLLM returns routes and kept sets from its Model Runner V2 only, which needs Triton; the Triton on "
                 "PyPI has no CPU backend, and vLLM 0.32 refuses to start ('Model Runner V2 requires Triton'): use a "
@@ -104,7 +103,7 @@ class VllmServer:
         flags = ["--enable-scale-out", "--skip-tokenizer-init"]
         flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.routes else []
-        flags += ["--return-sampling-mask"] if self.kept_sets else []
+        flags += ["--return-sampling-mask"] if self.sampling_mask else []
         pairs = [text for name, value in values.items() for text in (name, str(value))]
         return [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
 
@@ -121,7 +120,7 @@ class VllmServer:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # seconds; longer than a client keeps an idle connection
             "HF_HUB_OFFLINE": "1",
         }
-        if self.routes or self.kept_sets:
+        if self.routes or self.sampling_mask:
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if self.device == "cpu":
             variables |= {
@@ -130,14 +129,16 @@ class VllmServer:
             }
         return variables
 
-    def limits(self) -> Limits:
-        """What it can serve. Raises :class:`~etude.errors.UserError` if the checkpoint has no readable config."""
+    def limits(self) -> RequestLimits:
+        """The bounds of what it can serve. Raises :class:`~etude.errors.UserError` if the checkpoint has no readable
+        config.
+        """
         file = self.model / "config.json"
         try:
             vocab_size = int(orjson.loads(file.read_bytes())["vocab_size"])
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{file} does not say vocab_size: {type(error).__name__}: {error}") from error
-        return Limits(vocab_size=vocab_size, max_length=self.max_length)
+        return RequestLimits(vocab_size=vocab_size, max_length=self.max_length)
 
 
 @final
@@ -162,15 +163,15 @@ class VllmProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the leash that holds it."""
+        """Process id of the guard that holds it."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the server has not ended."""
+        """True until the server ends."""
         return self._process.poll() is None
 
-    async def ready(self, exchange: Exchange, timeout_s: float) -> None:
+    async def ready(self, client: ApiClient, timeout_s: float) -> None:
         """Wait until it answers.
 
         Raises :class:`~etude.errors.EngineUnavailable` with the end of its log if it ends first or takes too long.
@@ -180,7 +181,7 @@ class VllmProcess:
             if not self.is_running:
                 raise EngineUnavailable(f"vLLM ended with {self._process.returncode} as it started:\n{self._tail()}")
             try:
-                await exchange.text("/health")
+                await client.text("/health")
                 return
             except EngineUnavailable as error:
                 if time.monotonic() > deadline_s:

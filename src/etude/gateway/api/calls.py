@@ -19,7 +19,7 @@ from typing import Protocol
 
 from etude.errors import CaptureError, EngineBusy, EngineUnavailable, EtudeError, SessionLost, VersionPending, trace_of
 from etude.protocols import TokenChunk
-from etude.tokens.messages import Delta, Message, TemplateKwargs, Tool
+from etude.tokens.messages import ChatMessage, Delta, TemplateKwargs, Tool
 from etude.types import Turn, TurnKind
 
 MODEL = "policy"
@@ -72,7 +72,7 @@ class Sampling:
 class Call:
     """A request for the answer to a conversation, or for the continuation of a raw prompt."""
 
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     """Empty for a raw prompt."""
     tools: tuple[Tool, ...] = ()
     template_kwargs: TemplateKwargs = field(default_factory=dict)
@@ -110,7 +110,7 @@ class FinishReason(StrEnum):
 class Reply:
     """One reply: its message, and the turn in which it was sampled."""
 
-    message: Message
+    message: ChatMessage
     finish_reason: FinishReason
     stop_text: str | None
     """The caller's string that ended it, with ``STOP_TEXT``."""

@@ -61,7 +61,7 @@ from etude.gateway.api.openai import (
     usage,
 )
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, Role, TextDelta, ThinkingDelta, Tool, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, Role, TextDelta, ThinkingDelta, Tool, ToolCall
 from etude.types import Floats, Ids, Json
 
 HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options"})
@@ -172,21 +172,21 @@ def _read_max_tokens(fields: Fields) -> int | None:
     return old if new is None else new
 
 
-def _read_messages(fields: Fields) -> tuple[Message, ...]:
+def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
     messages = tuple([_read_message(message) for message in fields.children("messages")])
     if not messages:
         raise fields.invalid("messages", "a list of at least one message")
     return messages
 
 
-def _read_message(fields: Fields) -> Message:
+def _read_message(fields: Fields) -> ChatMessage:
     name = fields.text("role")
     role = ROLES.get(name)
     if role is None:
         raise fields.invalid("role", "system, developer, user, assistant or tool; a function's reply is a tool's")
     fields.only(MESSAGE_FIELDS[name], MESSAGE_NEUTRAL)
     if role == "assistant":
-        return Message(
+        return ChatMessage(
             role=role,
             content=_read_content(fields, needed=False),  # it may only have called tools, or said nothing
             thinking=fields.text("reasoning_content", "") or fields.text("reasoning", ""),
@@ -194,8 +194,8 @@ def _read_message(fields: Fields) -> Message:
         )
     content = _read_content(fields, needed=True)
     if role == "tool":
-        return Message(role=role, content=content, tool_call_id=fields.text("tool_call_id"))
-    return Message(role=role, content=content)
+        return ChatMessage(role=role, content=content, tool_call_id=fields.text("tool_call_id"))
+    return ChatMessage(role=role, content=content)
 
 
 def _read_content(fields: Fields, *, needed: bool) -> str:
@@ -421,7 +421,7 @@ def _finish(reply: Reply) -> dict[str, object]:
     return {"finish_reason": finish_reason_name(reply.finish_reason), "stop_reason": reply.stop_text}
 
 
-def _reply_message(message: Message) -> dict[str, object]:
+def _reply_message(message: ChatMessage) -> dict[str, object]:
     """Content is null only where there is nothing but tool calls."""
     content = message.content or (None if message.tool_calls else "")
     shown: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}

@@ -34,7 +34,7 @@ from etude.gateway.api.fields import (
     temperature_schema,
 )
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, ThinkingDelta, Tool, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, ThinkingDelta, Tool, ToolCall
 from etude.types import Json
 
 PATH = "/v1/messages"
@@ -228,13 +228,13 @@ def _tool(fields: Fields) -> Tool:
     return Tool(name=_name(fields, "name"), description=fields.text("description", ""), parameters=schema)
 
 
-def _system(fields: Fields) -> Iterator[Message]:
+def _system(fields: Fields) -> Iterator[ChatMessage]:
     text = _texts(fields, "system") if fields.value("system") is not None else ""
     if text:
-        yield Message(role="system", content=text)
+        yield ChatMessage(role="system", content=text)
 
 
-def _messages(fields: Fields) -> Iterator[Message]:
+def _messages(fields: Fields) -> Iterator[ChatMessage]:
     if not fields.items("messages"):
         raise fields.invalid("messages", "a list of at least one message")
     for message in fields.children("messages"):
@@ -245,15 +245,15 @@ def _messages(fields: Fields) -> Iterator[Message]:
         elif role == "assistant":
             yield _assistant(message)
         elif role == "system":
-            yield Message(role="system", content=_texts(message, "content"))
+            yield ChatMessage(role="system", content=_texts(message, "content"))
         else:
             raise message.invalid("role", '"user", "assistant" or "system"')
 
 
-def _user(message: Fields) -> Iterator[Message]:
+def _user(message: Fields) -> Iterator[ChatMessage]:
     """Outputs of tools and the text of a person, in the order of the blocks."""
     if isinstance(message.value("content"), str):
-        yield Message(role="user", content=message.text("content"))
+        yield ChatMessage(role="user", content=message.text("content"))
         return
     if not message.items("content"):
         raise message.invalid("content", "a string or a list of at least one block")
@@ -264,26 +264,26 @@ def _user(message: Fields) -> Iterator[Message]:
             texts.append(_text(block))
         elif kind == "tool_result":
             if texts:
-                yield Message(role="user", content="".join(texts))
+                yield ChatMessage(role="user", content="".join(texts))
             texts = []
             yield _tool_result(block)
         else:
             raise block.unsupported("type", "a user's message has text and tool_result blocks")
     if texts:
-        yield Message(role="user", content="".join(texts))
+        yield ChatMessage(role="user", content="".join(texts))
 
 
-def _tool_result(block: Fields) -> Message:
+def _tool_result(block: Fields) -> ChatMessage:
     block.only(("type", "tool_use_id", "content", "is_error", "cache_control"))
     text = _texts(block, "content") if block.value("content") is not None else ""
     mark = ERROR_MARK if block.flag("is_error") else ""
-    return Message(role="tool", content=mark + text, tool_call_id=block.text("tool_use_id"))
+    return ChatMessage(role="tool", content=mark + text, tool_call_id=block.text("tool_use_id"))
 
 
-def _assistant(message: Fields) -> Message:
+def _assistant(message: Fields) -> ChatMessage:
     """A reply of the model, or of another one. Thinking that was redacted is left out: it cannot be read here."""
     if isinstance(message.value("content"), str):
-        return Message(role="assistant", content=message.text("content"))
+        return ChatMessage(role="assistant", content=message.text("content"))
     if message.value("content") is None:
         raise message.invalid("content", "a string or a list of blocks")
     texts: list[str] = []
@@ -300,7 +300,7 @@ def _assistant(message: Fields) -> Message:
             calls.append(_tool_use(block))
         elif kind != "redacted_thinking":
             raise block.unsupported("type", "an assistant's message has text, thinking and tool_use blocks")
-    return Message(role="assistant", content="".join(texts), thinking="".join(thoughts), tool_calls=tuple(calls))
+    return ChatMessage(role="assistant", content="".join(texts), thinking="".join(thoughts), tool_calls=tuple(calls))
 
 
 def _tool_use(block: Fields) -> ToolCall:
@@ -567,7 +567,7 @@ def _message_head(answer_id: str, model: str) -> dict[str, object]:
     }
 
 
-def _blocks(message: Message) -> list[dict[str, object]]:
+def _blocks(message: ChatMessage) -> list[dict[str, object]]:
     """The content. Arguments of calls go in as they were sampled: the reader saw that they are an object."""
     blocks = [_thinking_block(message.thinking, SIGNATURE)] if message.thinking else []
     if message.content:

@@ -51,7 +51,7 @@ from etude.gateway.api.openai import (
     read_tools,
 )
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, Role, ThinkingDelta, Tool, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, Role, ThinkingDelta, Tool, ToolCall
 from etude.types import Json
 
 PATH = "/v1/responses"
@@ -170,7 +170,7 @@ def parse(body: bytes) -> "ResponseRequest":
     fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
     _check_options(fields)
     instructions = fields.text("instructions", "")
-    leading = (Message(role="system", content=instructions),) if instructions else ()
+    leading = (ChatMessage(role="system", content=instructions),) if instructions else ()
     call = Call(
         messages=(*leading, *_messages(fields)),
         tools=read_tools(fields, _tool),
@@ -239,10 +239,10 @@ def _name(fields: Fields) -> str:
     return name
 
 
-def _messages(fields: Fields) -> Iterator[Message]:
+def _messages(fields: Fields) -> Iterator[ChatMessage]:
     text = fields.value("input")
     if isinstance(text, str):
-        yield Message(role="user", content=text)
+        yield ChatMessage(role="user", content=text)
         return
     if not isinstance(text, list) or not text:
         raise fields.invalid("input", "a string or a list of at least one item")
@@ -254,10 +254,10 @@ def _messages(fields: Fields) -> Iterator[Message]:
             yield from run
 
 
-def _joined(parts: Iterable[Message]) -> Message:
+def _joined(parts: Iterable[ChatMessage]) -> ChatMessage:
     """One reply from the messages that its items make."""
     some = tuple(parts)
-    return Message(
+    return ChatMessage(
         role="assistant",
         content="".join(part.content for part in some),
         thinking="".join(part.thinking for part in some),
@@ -265,7 +265,7 @@ def _joined(parts: Iterable[Message]) -> Message:
     )
 
 
-def _item(item: Fields) -> Message:
+def _item(item: Fields) -> ChatMessage:
     kind = item.text("type", "message")
     if kind == "item_reference":
         raise item.unsupported("type", "send the item itself, or previous_response_id")
@@ -273,16 +273,16 @@ def _item(item: Fields) -> Message:
         raise item.unsupported("type", f"items are of type {', '.join(ITEM_FIELDS)}")
     item.only(ITEM_FIELDS[kind], ITEM_NEUTRAL)
     if kind == "reasoning":
-        return Message(role="assistant", thinking=_parts(item, "content") or _parts(item, "summary"))
+        return ChatMessage(role="assistant", thinking=_parts(item, "content") or _parts(item, "summary"))
     if kind == "function_call":
         call = ToolCall(call_id=item.text("call_id"), name=_name(item), arguments=item.text("arguments"))
-        return Message(role="assistant", tool_calls=(call,))
+        return ChatMessage(role="assistant", tool_calls=(call,))
     if kind == "function_call_output":
-        return Message(role="tool", content=_text(item, "output"), tool_call_id=item.text("call_id"))
+        return ChatMessage(role="tool", content=_text(item, "output"), tool_call_id=item.text("call_id"))
     role = ROLES.get(item.text("role"))
     if role is None:
         raise item.invalid("role", "user, assistant, system or developer")
-    return Message(role=role, content=_text(item, "content"))
+    return ChatMessage(role=role, content=_text(item, "content"))
 
 
 def _text(item: Fields, name: str) -> str:
@@ -587,7 +587,7 @@ class ResponseEventEncoder:
         return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-def _items(message: Message) -> list[Item]:
+def _items(message: ChatMessage) -> list[Item]:
     """At least one; the last is no reasoning."""
     items = [Item(kind=Kind.REASONING, index=0, text=message.thinking)] if message.thinking else []
     if message.content or not message.tool_calls:

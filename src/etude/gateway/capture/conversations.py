@@ -52,7 +52,7 @@ import orjson
 
 from etude.errors import SessionLost
 from etude.gateway.api.calls import Answer, Call
-from etude.tokens.messages import ChatFormat, Message, Tool
+from etude.tokens.messages import ChatFormat, ChatMessage, Tool
 from etude.types import Ids, Turn
 
 MAX_TURNS = 4096
@@ -229,7 +229,7 @@ class Conversation:
         forked._replays.extend(forked._answers.values())
         return forked
 
-    def _messages(self, call: Call) -> Sequence[Message]:
+    def _messages(self, call: Call) -> Sequence[ChatMessage]:
         """The whole conversation of a call: that of the answer it names comes first.
 
         Instructions hold for one call: those of the earlier call do not come along, those of this one stand first.
@@ -248,7 +248,7 @@ class Conversation:
         preamble = _preamble(call)
         return next((root for other, root in self._trees if other == preamble), None) or new_root()
 
-    def _continued(self, match: "TreeMatch", messages: Sequence[Message], call: Call) -> Prompt | None:
+    def _continued(self, match: "TreeMatch", messages: Sequence[ChatMessage], call: Call) -> Prompt | None:
         """The prompt behind the matched reply; ``None`` without one, or if the template cannot be put there."""
         if match.reply is None or match.reply.turn is None:
             return None
@@ -311,23 +311,23 @@ class Conversation:
 class Node:
     """One message at its place in a conversation."""
 
-    message: Message
+    message: ChatMessage
     """The message as it first came, or as a reply was read."""
     parent: "Node | None" = None
     """``None`` for the root, which is no message."""
     turn: int | None = None
     """The turn of the session that sampled it; ``None`` where none did."""
     children: "list[Node]" = field(default_factory=list)
-    echo: Message | None = None
+    echo: ChatMessage | None = None
     """The message as its caller last sent it back: comparing with it spares reading the arguments of calls again."""
 
-    def add(self, message: Message, turn: int | None = None) -> "Node":
+    def add(self, message: ChatMessage, turn: int | None = None) -> "Node":
         """A new node below this one."""
         child = Node(message, self, turn)
         self.children.append(child)
         return child
 
-    def path(self) -> list[Message]:
+    def path(self) -> list[ChatMessage]:
         """The conversation up to this message."""
         messages, node = [], self
         while node.parent is not None:
@@ -335,7 +335,7 @@ class Node:
             node = node.parent
         return messages[::-1]
 
-    def likeness(self, message: Message) -> int:
+    def likeness(self, message: ChatMessage) -> int:
         """``EXACT``, ``ALIKE`` or 0."""
         if message == self.message:
             return EXACT
@@ -365,10 +365,10 @@ class TreeMatch:
 
 def new_root() -> Node:
     """An empty tree."""
-    return Node(Message(role="system"))
+    return Node(ChatMessage(role="system"))
 
 
-def find(root: Node, messages: Sequence[Message]) -> TreeMatch:
+def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
     """Follow ``messages`` from the root as far as the tree goes.
 
     Where several replies look alike, all are followed; of those that are equally deep the one that fits best wins, then
@@ -392,7 +392,7 @@ def find(root: Node, messages: Sequence[Message]) -> TreeMatch:
     return TreeMatch(reply=reply, depth=depth, last=last, last_depth=last_depth, ends=ends)
 
 
-def insert(match: TreeMatch, messages: Sequence[Message]) -> Node:
+def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
     """The node of the last of ``messages``, which :func:`find` looked for; new ones are added."""
     node = match.last
     for message in messages[match.last_depth :]:
@@ -421,7 +421,7 @@ def dissolve(root: Node) -> None:
         node.children.clear()
 
 
-def alike(one: Message, other: Message) -> bool:
+def alike(one: ChatMessage, other: ChatMessage) -> bool:
     """True if a client may have made one of the other.
 
     Of an assistant's message count the content without surrounding white space and the names and arguments of its

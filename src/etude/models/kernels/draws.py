@@ -29,7 +29,7 @@ Float32s: TypeAlias = npt.NDArray[np.float32]
 Float64s: TypeAlias = npt.NDArray[np.float64]
 
 NO_TOKEN = -1
-"""What is drawn from logits without a finite maximum or with NaN among them, and at a temperature that is none."""
+"""The id drawn from logits without a finite maximum or with NaN among them, and at a temperature that is none."""
 UNIT_BITS = 40
 """The likeliest token weighs 2⁴⁰: four million tokens of that weight still add up to less than 2⁶³."""
 FASTEST_FALL = 1e300
@@ -48,7 +48,7 @@ _TERMS = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(12))
 _DIGIT = 11
 """Bits of a key per round of the radix selection: three rounds, and counters that fit the first-level cache."""
 _KEY_OFFSET = 1 << 31
-"""What makes a key unsigned."""
+"""Mask that makes a key unsigned."""
 _LOWEST, _HIGHEST = np.int32(-(2**31)), np.int32(2**31 - 1)
 _MINUS_INFINITY, _INFINITY = np.int32(-0x7F800000), np.int32(0x7F800000)
 
@@ -57,16 +57,16 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _SURPLUS = np.uint64(11)
-"""Of 64 random bits float64 holds 53."""
+"""Random bits dropped: float64 holds 53 of 64."""
 
 
 class Choices(NamedTuple):
-    """What was drawn from R rows of logits."""
+    """The tokens drawn from R rows of logits."""
 
     token_ids: Int32s
     """[R] ``NO_TOKEN`` where nothing can be drawn."""
     offsets: Int64s
-    """[R + 1] row r was drawn from ``kept[offsets[r]:offsets[r + 1]]``, from the whole vocabulary if that is empty."""
+    """[R + 1] row r was drawn from ``sampling_mask[offsets[r]:offsets[r + 1]]``, or from the whole vocabulary."""
     sampling_mask: Int32s
     """Token ids, ascending in each row."""
 
@@ -124,7 +124,7 @@ def draw(
     """
     rows, vocabulary = logits_RV.shape
     bits_RV, row = logits_RV.view(np.int32), _blank(vocabulary)
-    token_ids_R, offsets, kept = np.empty(rows, np.int32), np.zeros(rows + 1, np.int64), np.empty(0, np.int32)
+    token_ids_R, offsets, mask_ids = np.empty(rows, np.int32), np.zeros(rows + 1, np.int64), np.empty(0, np.int32)
     for r in range(rows):
         offsets[r + 1] = offsets[r]
         if not (_rank(bits_RV[r], row) and 0.0 <= temperatures_R[r] < np.inf):
@@ -139,11 +139,11 @@ def draw(
             token_ids_R[r] = _pick_any(row, _target(uniforms_R[r], total))
             continue
         ids = row.ids_V[: _keep(row, top_ks_R[r], top_ps_R[r])]
-        token_ids_R[r] = _pick_kept(row, ids, uniforms_R[r])
+        token_ids_R[r] = _pick_masked(row, ids, uniforms_R[r])
         if len(ids) < vocabulary:
-            kept = _appended(kept, offsets[r], ids)
+            mask_ids = _appended(mask_ids, offsets[r], ids)
             offsets[r + 1] += len(ids)
-    return Choices(token_ids_R, offsets, kept[: offsets[rows]].copy())
+    return Choices(token_ids_R, offsets, mask_ids[: offsets[rows]].copy())
 
 
 @kernel
@@ -292,7 +292,7 @@ def _cut(keys_V: Int32s, amounts_V: Int64s, ids_n: Int32s, needed: int, spare_V:
 
 @kernel
 def _mass(row: Row, ids_n: Int32s) -> int:
-    """What some tokens weigh together."""
+    """The sum of some tokens' weights."""
     mass = 0
     for v in ids_n:
         mass += row.weights_V[v]
@@ -320,7 +320,7 @@ def _pick_any(row: Row, target: int) -> int:
 
 
 @kernel
-def _pick_kept(row: Row, ids_n: Int32s, uniform: float) -> int:
+def _pick_masked(row: Row, ids_n: Int32s, uniform: float) -> int:
     """The token that owns the unit of weight that a random number points at, of some candidates."""
     target = _target(uniform, _mass(row, ids_n))
     index = 0
@@ -331,11 +331,11 @@ def _pick_kept(row: Row, ids_n: Int32s, uniform: float) -> int:
 
 
 @kernel
-def _appended(kept: Int32s, used: int, ids_n: Int32s) -> Int32s:
+def _appended(mask_ids: Int32s, used: int, ids_n: Int32s) -> Int32s:
     """``kept`` with some ids after those in use, in a larger array if they do not fit."""
-    if used + len(ids_n) > len(kept):
+    if used + len(ids_n) > len(mask_ids):
         grown = np.empty(2 * (used + len(ids_n)), np.int32)
-        grown[:used] = kept[:used]
-        kept = grown
-    kept[used : used + len(ids_n)] = ids_n
-    return kept
+        grown[:used] = mask_ids[:used]
+        mask_ids = grown
+    mask_ids[used : used + len(ids_n)] = ids_n
+    return mask_ids

@@ -204,11 +204,11 @@ class _Matrix:
         self._builder, self._start = builder, builder.gep(data, [offset])
 
     def row(self, index: Any) -> Any:
-        """Where a row begins."""
+        """Address of a row."""
         return self._builder.gep(self._start, [self._builder.mul(self._stride, index)])
 
     def rows(self, count: int, *, first: int = 0) -> list[Any]:
-        """Where ``count`` rows begin."""
+        """Addresses of ``count`` rows."""
         return [self.row(_constant(first + index)) for index in range(count)]
 
 
@@ -228,7 +228,7 @@ class _Counted:
         for phi, start in zip(self._phis, sums, strict=True):
             phi.add_incoming(start, entry)
         self.sums: list[Any] = list(self._phis)
-        """What is carried, as it is at this place of the body; after the loop, the results."""
+        """The carried values at this place of the body; after the loop, the results."""
 
     def update(self, place: int, add: Callable[[Any], Any]) -> None:
         """Carry ``add(sum)`` on instead of a sum."""
@@ -277,8 +277,8 @@ def _shuffled(builder: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
 
 def _store(builder: Any, values: Any, target: Any, count: int) -> None:
     """Store the first ``count`` lanes."""
-    kept = _shuffled(builder, values, values, range(count))
-    builder.store(kept, builder.bitcast(target, ir.VectorType(FLOAT, count).as_pointer())).align = 4
+    lanes = _shuffled(builder, values, values, range(count))
+    builder.store(lanes, builder.bitcast(target, ir.VectorType(FLOAT, count).as_pointer())).align = 4
 
 
 def _load(builder: Any, row: Any, place: Any, bits: int) -> Any:

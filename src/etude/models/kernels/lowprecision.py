@@ -91,8 +91,8 @@ def nvfp4(x_MOI: Floats, out_MOI: Floats) -> None:
         for row in range(m * height, (m + 1) * height):
             for left in range(0, width, NV_RUN):
                 start, count = row * width + left, min(NV_RUN, width - left)
-                wanted = number(largest_bits(x, start, count)) / E2M1_LARGEST / outer
-                scale = rounded(E4M3_LEAST_NORMAL if wanted < E4M3_LEAST_NORMAL else wanted, E4M3)
+                ideal = number(largest_bits(x, start, count)) / E2M1_LARGEST / outer
+                scale = rounded(E4M3_LEAST_NORMAL if ideal < E4M3_LEAST_NORMAL else ideal, E4M3)
                 round_run(x, out, start, count, scale * outer, E2M1)
 
 

@@ -86,7 +86,7 @@ def _sixteen(x: Matrix, w: Matrix, shape: tuple[int, int], out: Matrix) -> None:
 
 @inlined
 def _add_rest(x: Matrix, w: Matrix, shape: tuple[int, int, int], out: Matrix) -> None:
-    """What a sum has beyond its last sixteen, one by one."""
+    """The rest of a sum beyond its last sixteen, one by one."""
     rows, columns, length = shape
     whole = length // LANES * LANES
     target = out[0]

@@ -1,4 +1,4 @@
-"""What a decoder does to rows one by one: norms, rotations, gates, the choice of experts, log-probabilities.
+"""Kernels over single rows: norms, rotations, gates, the choice of experts, log-probabilities.
 
 Every row's result is a function of that row alone; sums over a row are folded in sixteen lanes like the products of
 :mod:`etude.models.kernels.lanes`.
@@ -77,16 +77,16 @@ def softmax(scores_NE: Floats, out_NE: Floats) -> None:
 def best(scores_NE: Floats, out_Nk: Wholes) -> None:
     """The columns of each row's largest scores, best first; of equal scores the lower column."""
     rows, width = scores_NE.shape
-    wanted = out_Nk.shape[1]
+    limit = out_Nk.shape[1]
     for row in range(rows):
         for column in range(width):
             score = scores_NE[row, column]
-            slot = min(column, wanted)
+            slot = min(column, limit)
             while slot > 0 and score > scores_NE[row, out_Nk[row, slot - 1]]:
-                if slot < wanted:
+                if slot < limit:
                     out_Nk[row, slot] = out_Nk[row, slot - 1]
                 slot -= 1
-            if slot < wanted:
+            if slot < limit:
                 out_Nk[row, slot] = column
 
 
@@ -124,11 +124,11 @@ def combine(y_RH: Floats, order_R: Wholes, gates_Nk: Floats, places_R: Wholes, o
 
 @borrowing
 def logprobs(
-    logits_NV: Floats, token_ids_N: Wholes, temperatures_N: Floats, kept: tuple[Wholes, Wholes],
+    logits_NV: Floats, token_ids_N: Wholes, temperatures_N: Floats, mask: tuple[Wholes, Wholes],
     scratch_V: Floats, out_N: Floats,
 ) -> None:  # fmt: skip
-    """Ln softmax(logits / temperature)[token], over the kept set (offsets [N + 1] or empty, ids) where there is one."""
-    offsets, ids = kept
+    """Ln softmax(logits / temperature)[token], within the sampling mask (offsets [N + 1] or empty, ids), if any."""
+    offsets, ids = mask
     for row in range(len(token_ids_N)):
         temperature, token = temperatures_N[row], token_ids_N[row]
         if temperature == ZERO:

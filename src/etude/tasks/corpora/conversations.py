@@ -19,7 +19,7 @@ import orjson
 
 from etude.errors import ConfigError
 from etude.tasks.corpora.mixture import Side, shuffled
-from etude.tokens.messages import ChatFormat, Message, Role, Tool, ToolCall
+from etude.tokens.messages import ChatFormat, ChatMessage, Role, Tool, ToolCall
 from etude.types import Document, Json, Split
 
 MAX_REFUSALS = 10
@@ -47,7 +47,7 @@ MESSAGE_FIELDS: Mapping[Role, frozenset[str]] = {
 class Conversation:
     """One line of a file."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     unlearnt: frozenset[int] = frozenset()
     """Which messages of the assistant are only read."""
@@ -138,7 +138,7 @@ def render(said: Conversation, chat: ChatFormat, *, context_weight: float) -> Do
 
 def conversation(
     chat: ChatFormat,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     *,
     tools: Sequence[Tool] = (),
     unlearnt: frozenset[int] = frozenset(),
@@ -166,7 +166,7 @@ def conversation(
     return Document(token_ids=np.array(ids, np.int32), weights=np.array(weights, np.float32))
 
 
-def _reply(chat: ChatFormat, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
+def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
     """What a model continues to say the last message, and the ids that it would have said it with."""
     prompt, whole = chat.open(messages[:-1], tools), chat.open(messages, tools)
     if whole[: len(prompt)] != prompt:
@@ -199,14 +199,14 @@ def _unlearnt(listed: Sequence[Json]) -> Iterator[int]:
             yield index
 
 
-def _message(value: Json, where: str) -> Message:
+def _message(value: Json, where: str) -> ChatMessage:
     role = ROLES.get(str(value.get("role"))) if isinstance(value, dict) else None
     if role is None:
         raise ValueError(f"{where} has no role out of {', '.join(ROLES)}")
     fields = _object(value, where, MESSAGE_FIELDS[role])
     if fields.get("refusal"):
         raise ValueError(f"{where} is a refusal, which the chat template cannot say: write it as content")
-    return Message(
+    return ChatMessage(
         role=role,
         content=_content(fields.get("content"), where, needed=role != "assistant"),
         thinking=_text(fields.get("reasoning_content") or "", f"{where}: reasoning_content"),

@@ -18,7 +18,7 @@ from etude.tasks.corpora.conversations import conversation
 from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText, whole
 from etude.tasks.corpora.transcripts import Message as Said
-from etude.tokens.messages import ChatFormat, Message
+from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Document
 
 WINDOW_TOKENS = 256
@@ -113,15 +113,15 @@ class Sessions:
         return conversation(self._chat, spoken(said), context_weight=self._context_weight)
 
 
-def spoken(said: Sequence[Said]) -> tuple[Message, ...]:
+def spoken(said: Sequence[Said]) -> tuple[ChatMessage, ...]:
     """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
     return tuple(_message(message) for message in said)
 
 
-def _message(said: Said) -> Message:
+def _message(said: Said) -> ChatMessage:
     match said.role:
         case "system" | "user" | "assistant" | "tool":
-            return Message(role=said.role, content=said.content)
+            return ChatMessage(role=said.role, content=said.content)
         case _:
             raise ValueError(f"nobody speaks as {said.role!r}")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.engines.http.connection_pool import Lines
+from etude.engines.http.client import ConnectionPool
 from patience import PATIENCE_S
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -19,7 +19,7 @@ def answer(body: bytes, status: int = 200, more: str = "") -> bytes:
     return f"HTTP/1.1 {status} So\r\ncontent-type: x\r\nCONTENT-LENGTH: {len(body)}\r\n{more}\r\n".encode() + body
 
 
-async def with_server(talk: Talk, scene: Callable[[Lines], Awaitable[None]], path: str = "") -> int:
+async def with_server(talk: Talk, scene: Callable[[ConnectionPool], Awaitable[None]], path: str = "") -> int:
     """Play ``scene`` against a server that talks so; how many connections it saw."""
     seen = 0
 
@@ -35,7 +35,7 @@ async def with_server(talk: Talk, scene: Callable[[Lines], Awaitable[None]], pat
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    with closing(Lines(f"http://127.0.0.1:{port}{path}", connect_s=5.0)) as lines:
+    with closing(ConnectionPool(f"http://127.0.0.1:{port}{path}", connect_s=5.0)) as lines:
         await scene(lines)
     server.close()
     await server.wait_closed()
@@ -55,7 +55,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 def saying(data: bytes, cuts: tuple[int, ...] = ()) -> Talk:
-    """A server that says ``data`` to each request, in pieces."""
+    """A server that says ``data`` to each request, in chunks."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
@@ -70,7 +70,7 @@ def saying(data: bytes, cuts: tuple[int, ...] = ()) -> Talk:
 
 
 def test_one_connection_serves_one_exchange_after_the_other() -> None:
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         for index in range(20):
             assert await lines.post("/x", b"%d" % index) == (200, b"%d" % index)
 
@@ -78,7 +78,7 @@ def test_one_connection_serves_one_exchange_after_the_other() -> None:
 
 
 def test_exchanges_at_a_time_do_not_mix() -> None:
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         bodies = [b"%d" % index * 1000 for index in range(50)]
         assert await asyncio.gather(*(lines.post("/x", body) for body in bodies)) == [(200, body) for body in bodies]
 
@@ -90,7 +90,7 @@ def test_paths_are_below_the_base_url() -> None:
         head, _ = await read_request(reader)
         writer.write(answer(head.splitlines()[0]))
 
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         assert await lines.post("/generate", b"") == (200, b"POST /below/generate HTTP/1.1")
 
     asyncio.run(with_server(talk, scene, "/below/"))
@@ -100,8 +100,8 @@ def test_paths_are_below_the_base_url() -> None:
 @given(
     body=st.binary(max_size=300), cuts=st.tuples(*[st.integers(0, 400)] * 3), status=st.sampled_from([200, 400, 503])
 )
-def test_an_answer_may_come_in_any_pieces(body: bytes, cuts: tuple[int, ...], status: int) -> None:
-    async def scene(lines: Lines) -> None:
+def test_an_answer_may_come_in_any_chunks(body: bytes, cuts: tuple[int, ...], status: int) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         assert await lines.post("/x", b"?") == (status, body)
         assert await lines.post("/x", b"?") == (status, body)
 
@@ -109,7 +109,7 @@ def test_an_answer_may_come_in_any_pieces(body: bytes, cuts: tuple[int, ...], st
 
 
 def test_a_connection_that_the_server_ends_is_not_used_again() -> None:
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         for _ in range(3):
             assert await lines.post("/x", b"?") == (200, b"bye")
 
@@ -126,7 +126,7 @@ def test_a_connection_that_the_server_ends_is_not_used_again() -> None:
     ],
 )
 def test_what_is_no_answer_is_an_error(data: bytes, why: str) -> None:
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         with pytest.raises(ConnectionError, match=why):
             await lines.post("/x", b"?")
 
@@ -134,17 +134,17 @@ def test_what_is_no_answer_is_an_error(data: bytes, why: str) -> None:
 
 
 def test_an_exchange_that_is_given_up_hangs_up() -> None:
-    asked, hung_up = asyncio.Event(), asyncio.Event()
+    received, hung_up = asyncio.Event(), asyncio.Event()
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
-        asked.set()
+        received.set()
         await reader.read()
         hung_up.set()
 
-    async def scene(lines: Lines) -> None:
+    async def scene(lines: ConnectionPool) -> None:
         asking = asyncio.create_task(lines.post("/x", b"?"))
-        await asyncio.wait_for(asked.wait(), PATIENCE_S)
+        await asyncio.wait_for(received.wait(), PATIENCE_S)
         asking.cancel()
         await asyncio.wait([asking])
         await asyncio.wait_for(hung_up.wait(), PATIENCE_S)
@@ -152,9 +152,9 @@ def test_an_exchange_that_is_given_up_hangs_up() -> None:
     asyncio.run(with_server(talk, scene))
 
 
-def test_nobody_there_is_an_os_error() -> None:
+def test_a_port_without_a_server_is_an_os_error() -> None:
     async def scene() -> None:
-        with closing(Lines("http://127.0.0.1:1", connect_s=1.0)) as lines, pytest.raises(OSError, match=r".*"):
+        with closing(ConnectionPool("http://127.0.0.1:1", connect_s=1.0)) as lines, pytest.raises(OSError, match=r".*"):
             await lines.post("/x", b"?")
 
     asyncio.run(scene())

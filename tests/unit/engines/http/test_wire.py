@@ -50,7 +50,7 @@ def routes_of(draw: st.DrawFn, rows: int) -> Routes:
 
 
 @st.composite
-def kept_of(draw: st.DrawFn, tokens: int) -> SamplingMask:
+def mask_of(draw: st.DrawFn, tokens: int) -> SamplingMask:
     sets = [sorted(draw(st.sets(IDS, max_size=4))) for _ in range(tokens)]
     offsets = np.append(0, np.cumsum([len(ids) for ids in sets])).astype(np.int64)
     return SamplingMask(offsets=offsets, token_ids=np.array([token for ids in sets for token in ids], np.int32))
@@ -66,7 +66,7 @@ def completions(draw: st.DrawFn) -> Completion:
         versions=np.array(draw(several), np.int32),
         finish=draw(st.sampled_from(Finish)),
         routes=draw(st.none() | routes_of(draw(st.integers(0, 5)) + tokens)),
-        sampling_mask=draw(st.none() | kept_of(tokens)),
+        sampling_mask=draw(st.none() | mask_of(tokens)),
     )
 
 
@@ -216,8 +216,8 @@ def with_array(name: str, array: npt.NDArray[np.generic]) -> Change:
         (with_array(FINISH, np.zeros(0, np.uint8)), "IndexError"),
         (with_array("routes", np.zeros((4, 2), np.uint16)), "routes"),
         (with_array("routes", np.zeros((4, 2, 2), np.int16)), "routes is int16"),
-        (with_array("kept_offsets", np.array([0, 5, 2])), "kept sets"),
-        (with_array("kept_offsets", np.array([0, 2])), "kept sets"),
+        (with_array("kept_offsets", np.array([0, 5, 2])), "sampling mask"),
+        (with_array("kept_offsets", np.array([0, 2])), "sampling mask"),
         (with_array("kept_ids", np.array([3.0, 9.0], np.float32)), "kept_ids is float32"),
         (with_array("surprise", np.zeros(1, np.int32)), "surprise"),
     ],
@@ -237,12 +237,12 @@ def test_a_stream_arrives_as_it_was_sent_however_it_was_cut(completion: Completi
     count = len(completion.token_ids)
     sent = b"".join(encode_chunk(part(completion, at, last=at == count - 1)) for at in range(count))
     reader, edges = ChunkReader(), [0, *sorted(cut % (len(sent) + 1) for cut in cuts), len(sent)]
-    pieces = [piece for first, end in pairwise(edges) if (piece := reader.feed(sent[first:end])) is not None]
-    assert_same_array(np.concatenate([piece.token_ids for piece in pieces]), completion.token_ids)
-    assert_same_array(np.concatenate([piece.logprobs for piece in pieces]), completion.logprobs)
-    assert_same_array(np.concatenate([piece.versions for piece in pieces]), completion.versions)
-    *before, last = pieces
-    assert all(piece.completion is None and len(piece.token_ids) for piece in before)
+    chunks = [chunk for first, end in pairwise(edges) if (chunk := reader.feed(sent[first:end])) is not None]
+    assert_same_array(np.concatenate([chunk.token_ids for chunk in chunks]), completion.token_ids)
+    assert_same_array(np.concatenate([chunk.logprobs for chunk in chunks]), completion.logprobs)
+    assert_same_array(np.concatenate([chunk.versions for chunk in chunks]), completion.versions)
+    *before, last = chunks
+    assert all(chunk.completion is None and len(chunk.token_ids) for chunk in before)
     assert last.completion is not None
     assert_same(last.completion, completion)
 
@@ -268,10 +268,10 @@ def part(completion: Completion, at: int, *, last: bool) -> TokenChunk:
     )
 
 
-def test_what_came_together_is_one_piece() -> None:
-    piece = ChunkReader().feed(b"".join(encode_chunk(part(make_completion(), at, last=False)) for at in range(2)))
-    assert piece is not None
-    assert_same_array(piece.token_ids, make_completion().token_ids[:2])
+def test_lines_that_arrive_at_once_are_one_chunk() -> None:
+    chunk = ChunkReader().feed(b"".join(encode_chunk(part(make_completion(), at, last=False)) for at in range(2)))
+    assert chunk is not None
+    assert_same_array(chunk.token_ids, make_completion().token_ids[:2])
 
 
 def test_a_line_that_never_ends_is_refused() -> None:
@@ -307,7 +307,7 @@ LINE: dict[str, Json] = {"token_ids": [3], "logprobs": [-0.5], "versions": [7], 
     ],
     ids=str,
 )
-def test_a_line_that_is_no_piece_is_refused(change: dict[str, Json]) -> None:
+def test_a_line_that_is_no_chunk_is_refused(change: dict[str, Json]) -> None:
     assert ChunkReader().feed(orjson.dumps(LINE) + b"\n") is not None
     with pytest.raises(ValueError, match=r"."):
         ChunkReader().feed(orjson.dumps({**LINE, **change}) + b"\n")

@@ -181,14 +181,14 @@ def test_a_caller_that_goes_away_frees_its_slot() -> None:
 
 
 async def listen(
-    engine: NativeEngine, prompt: Sequence[int], params: SamplingParams, pieces: int = 10_000
+    engine: NativeEngine, prompt: Sequence[int], params: SamplingParams, chunks: int = 10_000
 ) -> list[TokenChunk]:
-    """The first pieces of a stream, which is closed then."""
+    """The first chunks of a stream, which is closed then."""
     heard = list[TokenChunk]()
     async with aclosing(engine.stream(prompt, params, session="s")) as stream:
-        async for piece in stream:
-            heard.append(piece)
-            if len(heard) == pieces:
+        async for chunk in stream:
+            heard.append(chunk)
+            if len(heard) == chunks:
                 break
     return heard
 
@@ -197,21 +197,21 @@ def test_a_stream_hands_out_the_tokens_of_the_completion_one_by_one() -> None:
     async def scene(engine: NativeEngine) -> None:
         for params in (LONG, replace(LONG, stop_ids=tuple(range(10)), seed=2), replace(LONG, max_tokens=1)):
             whole = await engine.generate([1, 2, 3], params, session="s")
-            pieces = await listen(engine, [1, 2, 3], params)
-            assert len(pieces) == len(whole.token_ids)
-            assert [piece.completion is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-            assert np.array_equal(np.concatenate([piece.token_ids for piece in pieces]), whole.token_ids)
-            assert np.array_equal(np.concatenate([piece.logprobs for piece in pieces]), whole.logprobs)
-            assert np.array_equal(np.concatenate([piece.versions for piece in pieces]), whole.versions)
-            assert pieces[-1].completion is not None
-            assert_same(pieces[-1].completion, whole)
+            chunks = await listen(engine, [1, 2, 3], params)
+            assert len(chunks) == len(whole.token_ids)
+            assert [chunk.completion is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+            assert np.array_equal(np.concatenate([chunk.token_ids for chunk in chunks]), whole.token_ids)
+            assert np.array_equal(np.concatenate([chunk.logprobs for chunk in chunks]), whole.logprobs)
+            assert np.array_equal(np.concatenate([chunk.versions for chunk in chunks]), whole.versions)
+            assert chunks[-1].completion is not None
+            assert_same(chunks[-1].completion, whole)
 
     run(scene)
 
 
-def test_the_first_piece_comes_while_the_rest_is_being_sampled() -> None:
+def test_the_first_chunk_comes_while_the_rest_is_being_sampled() -> None:
     async def scene(engine: NativeEngine) -> None:
-        (first,) = await listen(engine, [1], LONG, pieces=1)
+        (first,) = await listen(engine, [1], LONG, chunks=1)
         assert first.completion is None
         assert engine.take_counters().generated_tokens < 5
 
@@ -219,10 +219,10 @@ def test_the_first_piece_comes_while_the_rest_is_being_sampled() -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "dropped"])
-def test_a_stream_that_nobody_reads_any_more_frees_its_place(how: str) -> None:
+def test_an_abandoned_stream_frees_its_place(how: str) -> None:
     async def scene(engine: NativeEngine) -> None:
         if how == "closed":
-            await listen(engine, [1, 2], LONG, pieces=3)
+            await listen(engine, [1, 2], LONG, chunks=3)
         elif how == "cancelled":
             reader = asyncio.create_task(listen(engine, [1, 2], LONG))
             await steps(6)
@@ -240,14 +240,14 @@ def test_a_stream_that_nobody_reads_any_more_frees_its_place(how: str) -> None:
     run(scene)
 
 
-def test_a_slow_reader_misses_nothing_and_delays_nobody() -> None:
+def test_a_slow_reader_misses_nothing_and_delays_no_other() -> None:
     async def scene(engine: NativeEngine) -> None:
         async with aclosing(engine.stream([1, 2], LONG, session="s")) as stream:
             first = await anext(stream)
             await engine.generate([3], replace(LONG, max_tokens=100), session="t")
             assert await at_rest(engine)
-            pieces = [first] + [piece async for piece in stream]
-        assert len(pieces) == LONG.max_tokens
+            chunks = [first] + [chunk async for chunk in stream]
+        assert len(chunks) == LONG.max_tokens
 
     run(scene)
 
@@ -277,7 +277,7 @@ def test_a_step_that_fails_is_told_to_everybody_now_and_later() -> None:
             assert isinstance(failed, EngineUnavailable)
             assert "DivergedError" in str(failed)
         with pytest.raises(EngineUnavailable, match="step failed"):
-            [piece async for piece in stream]
+            [chunk async for chunk in stream]
         with pytest.raises(EngineUnavailable, match="step failed"):
             await engine.generate([1], LONG, session="s")
         with pytest.raises(EngineUnavailable, match="step failed"):
@@ -320,22 +320,22 @@ def expected_kept(weights: Weights, ids: Sequence[int], params: SamplingParams) 
     """By sorting: the set that each token but the first was drawn from; empty for the whole vocabulary."""
     with torch.no_grad():
         logits_TV = weights.model.logits(weights.model.forward_packed(torch.tensor(ids))).double()
-    kept = []
+    mask = []
     for logits_V in logits_TV[:-1]:
         order = logits_V.argsort(descending=True, stable=True)[: params.top_k or None]
         shares = (logits_V[order] / params.temperature).softmax(0)
         enough = int((shares.cumsum(0) < params.top_p * (1 - 1e-9)).sum()) + 1
         chosen = sorted(order[:enough].tolist()) if params.top_p < 1 else sorted(order.tolist())
-        kept.append([] if len(chosen) == len(logits_V) else chosen)
-    return kept
+        mask.append([] if len(chosen) == len(logits_V) else chosen)
+    return mask
 
 
-def test_kept_sets_are_what_top_k_and_top_p_left_whoever_is_in_the_batch() -> None:
+def test_sampling_masks_are_what_top_k_and_top_p_left_in_any_batch() -> None:
     async def scene(engine: NativeEngine) -> None:
         prompts = [[1 + index, 7] for index in range(len(CUTTING + NOT_CUTTING))]
         calls = [engine.generate(p, one, session="s") for p, one in zip(prompts, CUTTING + NOT_CUTTING, strict=True)]
-        together = await asyncio.gather(*calls)
-        for prompt, params, completion in zip(prompts, CUTTING + NOT_CUTTING, together, strict=True):
+        batched = await asyncio.gather(*calls)
+        for prompt, params, completion in zip(prompts, CUTTING + NOT_CUTTING, batched, strict=True):
             if not params.truncates:
                 assert completion.sampling_mask is None
                 continue
@@ -369,16 +369,16 @@ def test_routes_that_were_not_recorded_are_refused() -> None:
 
 def test_routes_come_with_who_asks_for_them() -> None:
     async def scene(engine: NativeEngine) -> None:
-        asked, unasked = await asyncio.gather(
+        routed, plain = await asyncio.gather(
             engine.generate([1, 2, 3], replace(LONG, want_routes=True), session="s"),
             engine.generate([1, 2, 3], LONG, session="s"),
         )
-        assert unasked.routes is None
-        assert asked.routes is not None
-        assert asked.routes.dtype == np.uint16
-        assert asked.routes.shape == (3 + 60 - 1, *TINY.routes_shape)
-        assert asked.routes.max() < 4
-        assert (asked.routes[..., 0] != asked.routes[..., 1]).all()
+        assert plain.routes is None
+        assert routed.routes is not None
+        assert routed.routes.dtype == np.uint16
+        assert routed.routes.shape == (3 + 60 - 1, *TINY.routes_shape)
+        assert routed.routes.max() < 4
+        assert (routed.routes[..., 0] != routed.routes[..., 1]).all()
 
     run(scene, record_routes=True)
 
@@ -575,7 +575,7 @@ def test_what_could_never_be_served_is_refused_at_once() -> None:
     run(scene, SMALL_CACHE)
 
 
-def test_nobody_is_led_beyond_the_positions_of_the_model() -> None:
+def test_no_request_goes_beyond_the_positions_of_the_model() -> None:
     async def scene(engine: NativeEngine) -> None:
         with pytest.raises(ValueError, match="model's 32 positions"):
             await engine.generate([1] * 30, SamplingParams(max_tokens=3), session="s")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.engines.native.pages import PAGE, Node, PagePool
+from etude.engines.native.pages import PAGE, PageNode, PagePool
 
 
 def words(*letters: int) -> list[int]:
@@ -20,7 +20,7 @@ def fill(pool: PagePool, letters: Sequence[int]) -> list[int]:
     for node in chain:
         pool.retain(node.page)
     pages = [node.page for node in chain]
-    leaf: Node | None = chain[-1] if chain else pool.root
+    leaf: PageNode | None = chain[-1] if chain else pool.root
     for letter in letters[len(chain) :]:
         pages.append(pool.take())
         assert leaf is not None
@@ -38,7 +38,7 @@ def test_a_chain_is_found_as_far_as_its_tokens_are_the_same() -> None:
     assert pool.find(other_in_the_last_token, 1) == []
 
 
-def test_a_page_of_a_chain_is_written_by_nobody() -> None:
+def test_a_page_of_a_chain_is_never_written() -> None:
     pool = PagePool(2)
     private = pool.take()
     assert pool.is_mutable(private)
@@ -46,14 +46,14 @@ def test_a_page_of_a_chain_is_written_by_nobody() -> None:
     assert not pool.is_mutable(private)
 
 
-def test_pages_that_nobody_holds_are_reused_until_others_need_the_room() -> None:
+def test_idle_pages_are_reused_until_others_need_the_room() -> None:
     pool = PagePool(4)
     pages = fill(pool, [1, 2])
     pool.release(pages)
     assert (pool.available, fill(pool, [1, 2]), pool.evicted) == (4, pages, 0)
     pool.release(pages)
-    held = [pool.take() for _ in range(3)]
-    pool.check([held])
+    taken = [pool.take() for _ in range(3)]
+    pool.check([taken])
     assert pool.evicted == 1
     # The end of the chain is gone, its beginning can still be read.
     assert [node.page for node in pool.find(words(1, 2), 2)] == pages[:1]
@@ -63,10 +63,10 @@ def test_the_least_recently_used_chain_is_evicted_first() -> None:
     pool = PagePool(4)
     for letters in ([1, 2], [3, 4], [1, 2]):
         pool.release(fill(pool, letters))
-    held = [pool.take(), pool.take()]
+    taken = [pool.take(), pool.take()]
     assert len(pool.find(words(1, 2), 2)) == 2
     assert pool.find(words(3, 4), 2) == []
-    pool.check([held])
+    pool.check([taken])
 
 
 def test_no_chain_is_found_under_another_version() -> None:
@@ -87,9 +87,9 @@ def test_chains_of_other_versions_are_evicted_before_those_that_serve() -> None:
     pool.serve(1)
     pool.release(fill(pool, [1, 2]))
     pool.serve(2)  # the chain of version 1 was used last, and is of no use now
-    held = [pool.take(), pool.take()]
+    taken = [pool.take(), pool.take()]
     assert len(pool.find(words(1, 2), 2)) == 2
-    pool.check([held])
+    pool.check([taken])
 
 
 def test_of_two_pages_with_the_same_tokens_the_first_stays_while_it_is_held() -> None:
@@ -97,24 +97,24 @@ def test_of_two_pages_with_the_same_tokens_the_first_stays_while_it_is_held() ->
     first, second = pool.take(), pool.take()
     node = pool.enter(pool.root, tuple(words(1)), first)
     assert pool.enter(pool.root, tuple(words(1)), second) is node
-    assert [found.page for found in pool.find(words(1), 1)] == [first]
+    assert [node.page for node in pool.find(words(1), 1)] == [first]
     pool.check([[first], [second]])
     # What follows the private page is still found: by its tokens, it follows the first one as well.
     third = pool.take()
     assert node is not None
     pool.enter(node, tuple(words(2)), third)
-    assert [found.page for found in pool.find(words(1, 2), 2)] == [first, third]
+    assert [node.page for node in pool.find(words(1, 2), 2)] == [first, third]
     pool.release([second, third])
     assert pool.available == 3
 
 
-def test_of_two_pages_with_the_same_tokens_one_that_nobody_holds_makes_way() -> None:
+def test_of_two_pages_with_the_same_tokens_an_idle_one_makes_way() -> None:
     pool = PagePool(2)
     first, second = pool.take(), pool.take()
     pool.enter(pool.root, tuple(words(1)), first)
     pool.release([first])
     pool.enter(pool.root, tuple(words(1)), second)
-    assert [found.page for found in pool.find(words(1), 1)] == [second]
+    assert [node.page for node in pool.find(words(1), 1)] == [second]
     pool.check([[second]])
     assert (pool.take(), pool.evicted) == (first, 0)
 
@@ -125,9 +125,9 @@ def test_nothing_is_indexed_behind_a_page_that_was_evicted() -> None:
     node = pool.enter(pool.root, tuple(words(1)), first)
     assert pool.enter(pool.root, tuple(words(1)), second) is node is not None
     pool.release([first])
-    held = [second, pool.take(), pool.take()]
-    assert pool.enter(node, tuple(words(2)), held[1]) is None
-    pool.check([held])
+    taken = [second, pool.take(), pool.take()]
+    assert pool.enter(node, tuple(words(2)), taken[1]) is None
+    pool.check([taken])
 
 
 def test_a_chain_ends_at_a_page_that_was_evicted_and_goes_on_when_it_is_there_again() -> None:
@@ -142,7 +142,7 @@ def test_a_chain_ends_at_a_page_that_was_evicted_and_goes_on_when_it_is_there_ag
     pool.check([[second, third], [first]])
     assert pool.find(words(1, 2), 2) == []
     pool.enter(pool.root, tuple(words(1)), second)
-    assert [found.page for found in pool.find(words(1, 2), 2)] == [second, third]
+    assert [node.page for node in pool.find(words(1, 2), 2)] == [second, third]
     pool.check([[second, third], [first]])
 
 

@@ -1,6 +1,6 @@
 """Who runs and who waits: prefills are shared, the better goes first, and only what helps is taken from the worse.
 
-The roster is driven through the scheduler, which is the only one that uses it.
+The queue is driven through the scheduler, which is the only one that uses it.
 """
 
 from collections.abc import Sequence
@@ -8,28 +8,27 @@ from collections.abc import Sequence
 import pytest
 
 from etude.engines.native.pages import PAGE
-from etude.engines.native.requests import Request, State, Work
-from etude.engines.native.scheduler import Scheduler, SwapMode
+from etude.engines.native.scheduler import EngineRequest, RequestState, ScheduledTokens, Scheduler, SwapMode
 from etude.protocols import SamplingParams
 
-WAITING, RUNNING = State.WAITING, State.RUNNING
+WAITING, RUNNING = RequestState.WAITING, RequestState.RUNNING
 
 
-def make_request(prompt: Sequence[int], max_tokens: int = 4, priority: int = 0) -> Request:
+def make_request(prompt: Sequence[int], max_tokens: int = 4, priority: int = 0) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, priority=priority)
-    return Request(session="s", params=params, token_ids=list(prompt), prompt_length=len(prompt))
+    return EngineRequest(session="s", params=params, token_ids=list(prompt), prompt_length=len(prompt))
 
 
 def make_scheduler(pages: int = 32, max_running: int = 4, step_tokens: int = 64) -> Scheduler:
     return Scheduler(pages=pages, max_running=max_running, max_waiting=100, max_length=2000, step_tokens=step_tokens)
 
 
-def add(scheduler: Scheduler, *requests: Request) -> None:
+def add(scheduler: Scheduler, *requests: EngineRequest) -> None:
     for request in requests:
         scheduler.add(request)
 
 
-def step(scheduler: Scheduler) -> list[Work]:
+def step(scheduler: Scheduler) -> list[ScheduledTokens]:
     plan = scheduler.plan(0)
     samplers = [work.request for work in plan if work.samples]
     for work in plan:
@@ -102,7 +101,7 @@ def test_who_waits_for_a_prefill_that_stops_goes_on_alone(why: str) -> None:
     assert follower.finished
 
 
-def test_nobody_waits_for_the_prefill_of_a_worse_priority() -> None:
+def test_no_request_waits_for_the_prefill_of_a_worse_priority() -> None:
     worse, better = make_request(range(200), priority=1), make_request(range(200))
     scheduler = make_scheduler()
     add(scheduler, worse)
@@ -123,7 +122,7 @@ def test_lower_priority_numbers_go_first_then_earlier_arrivals() -> None:
     assert order == [3, 1, 0, 2]
 
 
-def test_a_better_request_takes_the_seat_of_the_worst() -> None:
+def test_a_better_request_preempts_the_worst() -> None:
     scheduler = make_scheduler(max_running=2)
     early, late = make_request([1], priority=1, max_tokens=50), make_request([2], priority=1, max_tokens=50)
     add(scheduler, early, late)
@@ -184,18 +183,18 @@ def test_who_does_not_fit_is_not_overtaken() -> None:
     assert small.state is RUNNING
 
 
-def test_who_was_passed_over_takes_no_seat_from_those_that_came_later() -> None:
+def test_a_request_that_was_passed_over_preempts_no_later_one() -> None:
     scheduler = make_scheduler(max_running=2, step_tokens=16)
     reader, follower, later = make_request(range(40)), make_request(range(40)), make_request([7], max_tokens=30)
     add(scheduler, reader, follower, later)
-    while reader.state is not State.DONE:
+    while reader.state is not RequestState.DONE:
         step(scheduler)
         assert follower.state is WAITING
     step(scheduler)
     assert (follower.state, later.state, scheduler.counters.preempted) == (RUNNING, RUNNING, 0)
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_request_is_preempted_in_vain() -> None:
     scheduler = make_scheduler(pages=8)
     add(scheduler, make_request(range(70), max_tokens=30), make_request(range(100, 117), priority=1, max_tokens=20))
     step(scheduler)
@@ -217,7 +216,7 @@ def test_room_that_was_missing_once_is_not_asked_for_again() -> None:
         step(scheduler)
     twin, other = make_request(range(120), max_tokens=60), make_request([1], max_tokens=2)
     add(scheduler, twin, other)
-    while other.state is not State.DONE:
+    while other.state is not RequestState.DONE:
         step(scheduler)
     assert (victim.state, twin.state) == (WAITING, RUNNING)
     step(scheduler)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.engines.native.sampling import Sampler, kept_sets
+from etude.engines.native.sampling import Sampler, join_masks
 from etude.errors import DivergedError
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
@@ -52,12 +52,12 @@ def test_a_row_does_not_know_its_batch_to_the_last_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(9, 300, generator=generator) * 3
     params = [GREEDY, PLAIN, CUT] * 3
-    together = sampler.sample(logits, params, range(9), range(9))
+    batched = sampler.sample(logits, params, range(9), range(9))
     for row in range(9):
         alone = sampler.sample(logits[row : row + 1], params[row : row + 1], [row], [row])
-        assert alone.token_ids[0] == together.token_ids[row]
-        assert alone.logprobs[0] == together.logprobs[row]
-        assert alone.kept_row(0).tolist() == together.kept_row(row).tolist()
+        assert alone.token_ids[0] == batched.token_ids[row]
+        assert alone.logprobs[0] == batched.logprobs[row]
+        assert alone.kept_row(0).tolist() == batched.kept_row(row).tolist()
 
 
 def test_narrow_logits_are_drawn_from_as_they_are() -> None:
@@ -78,11 +78,11 @@ def test_broken_weights_are_named() -> None:
 
 def test_sets_of_a_completion_are_joined() -> None:
     rows = [np.array([3, 5], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
-    kept = kept_sets(rows)
-    assert kept.offsets.tolist() == [0, 2, 2, 3]
-    assert kept.token_ids.tolist() == [3, 5, 1]
-    assert kept.token_ids.dtype == np.int32
-    assert len(kept_sets([])) == 0
+    mask = join_masks(rows)
+    assert mask.offsets.tolist() == [0, 2, 2, 3]
+    assert mask.token_ids.tolist() == [3, 5, 1]
+    assert mask.token_ids.dtype == np.int32
+    assert len(join_masks([])) == 0
 
 
 def test_which_requests_report_sets() -> None:

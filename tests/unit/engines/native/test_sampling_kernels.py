@@ -32,14 +32,14 @@ def test_it_draws_what_the_kernel_draws(vocabulary: int, tied: bool) -> None:
     ]
     table = tabulated(params, range(ROWS), range(ROWS))
     host_ids, host_kept = draw_on_host(logits, table)
-    ids, kept = draw_on_device(logits, table)
+    ids, mask = draw_on_device(logits, table)
     assert ids.tolist() == host_ids.tolist()
     if host_kept is None:
-        assert kept is None or len(kept.token_ids) == 0
+        assert mask is None or len(mask.token_ids) == 0
     else:
-        assert kept is not None
-        assert kept.offsets_N1.tolist() == host_kept.offsets_N1.tolist()
-        assert kept.token_ids.tolist() == host_kept.token_ids.tolist()
+        assert mask is not None
+        assert mask.offsets_N1.tolist() == host_kept.offsets_N1.tolist()
+        assert mask.token_ids.tolist() == host_kept.token_ids.tolist()
 
 
 def test_uncut_rows_have_no_sets_to_ask_for() -> None:
@@ -60,8 +60,8 @@ def test_frequencies_are_the_probabilities(k: int, p: float) -> None:
     draws = 20_000
     logits = torch.linspace(-1.5, 1.5, 12)
     params = [SamplingParams(max_tokens=1, temperature=0.7, top_k=k, top_p=p)] * draws
-    ids, kept = draw_on_device(logits.expand(draws, 12), tabulated(params, [11] * draws, range(draws)))
-    allowed = torch.arange(12) if kept is None else kept.token_ids[: kept.offsets_N1[1]]
+    ids, mask = draw_on_device(logits.expand(draws, 12), tabulated(params, [11] * draws, range(draws)))
+    allowed = torch.arange(12) if mask is None else mask.token_ids[: mask.offsets_N1[1]]
     expected = draws * (logits[allowed] / 0.7).softmax(0)
     counts = torch.bincount(ids, minlength=12)
     assert int(counts.sum()) == int(counts[allowed].sum())

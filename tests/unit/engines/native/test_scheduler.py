@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from etude.engines.native.pages import PAGE
-from etude.engines.native.requests import Request, State, Work
-from etude.engines.native.scheduler import MAX_REREADS, Scheduler, SwapMode
+from etude.engines.native.scheduler import (
+    MAX_REREADS,
+    EngineRequest,
+    RequestState,
+    ScheduledTokens,
+    Scheduler,
+    SwapMode,
+)
 from etude.errors import EngineBusy
 from etude.protocols import SamplingParams
 
@@ -23,9 +29,11 @@ MIXED = -1
 CONTINUING = (SwapMode.KEEP, SwapMode.RECOMPUTE)
 
 
-def make_request(prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, stop: tuple[int, ...] = ()) -> Request:
+def make_request(
+    prompt: Sequence[int], max_tokens: int = 4, priority: int = 0, stop: tuple[int, ...] = ()
+) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, priority=priority, stop_ids=stop)
-    return Request(session="s", params=params, token_ids=list(prompt), prompt_length=len(prompt))
+    return EngineRequest(session="s", params=params, token_ids=list(prompt), prompt_length=len(prompt))
 
 
 def make_scheduler(
@@ -52,7 +60,7 @@ class Machine:
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}
         """(page, offset) → (history of the position, version)."""
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[ScheduledTokens]:
         plan = self.scheduler.plan(self.version)
         self.scheduler.check()
         self._check_plan(plan)
@@ -81,7 +89,7 @@ class Machine:
         self.mixing |= mode is SwapMode.KEEP
         self.scheduler.swapped(mode)
 
-    def _check_plan(self, plan: list[Work]) -> None:
+    def _check_plan(self, plan: list[ScheduledTokens]) -> None:
         assert sum(work.count for work in plan) <= self.step_tokens
         assert len({id(work.request) for work in plan}) == len(plan) <= self.scheduler.max_running
         ready = [work.start == len(work.request.token_ids) - 1 for work in plan]
@@ -90,11 +98,11 @@ class Machine:
         pages = [page for work in plan for page in self._written(work)]
         assert len(pages) == len(set(pages)), "two works write one page"
 
-    def _written(self, work: Work) -> list[int]:
+    def _written(self, work: ScheduledTokens) -> list[int]:
         assert work.start == work.request.cached
         return work.request.pages[work.start // PAGE : (work.start + work.count - 1) // PAGE + 1]
 
-    def _compute(self, work: Work) -> None:
+    def _compute(self, work: ScheduledTokens) -> None:
         request = work.request
         history, version = 0, self.version
         for position, token_id in enumerate(request.token_ids[: work.start + work.count]):
@@ -109,7 +117,7 @@ class Machine:
         assert pure or (self.mixing and request.leaf is None), "keys of several versions meet or are indexed"
 
 
-def start(scheduler: Scheduler, *requests: Request) -> Machine:
+def start(scheduler: Scheduler, *requests: EngineRequest) -> Machine:
     machine = Machine(scheduler)
     for request in requests:
         scheduler.add(request)
@@ -124,7 +132,7 @@ def test_a_long_prompt_is_read_in_chunks_before_it_samples() -> None:
     machine = start(make_scheduler(step_tokens=8), request)
     machine.step_tokens = 8
     chunks = [(work.start, work.count) for _ in range(3) for work in machine.step()]
-    assert (chunks, request.state) == ([(0, 8), (8, 8), (16, 4)], State.DONE)
+    assert (chunks, request.state) == ([(0, 8), (8, 8), (16, 4)], RequestState.DONE)
 
 
 def test_decoding_goes_on_while_another_prompt_is_read() -> None:
@@ -251,13 +259,13 @@ def test_a_new_version_never_reuses_an_old_prefix() -> None:
     max_running=st.integers(1, 4),
     step_tokens=st.integers(4, 40),
 )
-def test_nobody_starves_among_equals_however_many_come(
+def test_no_request_starves_among_equals_however_many_come(
     seed: int, pages: int, max_running: int, step_tokens: int
 ) -> None:
     """Each accepted request ends within the time that all before it would take one after the other."""
     scheduler = make_scheduler(pages=pages, max_running=max_running, max_waiting=6, step_tokens=step_tokens)
     machine, random_ = Machine(scheduler, step_tokens), random.Random(seed)
-    accepted = dict[Request, int]()
+    accepted = dict[EngineRequest, int]()
     for step in range(250):
         prefix = [random_.randrange(2)] * random_.randrange(1, 40)
         request = make_request([*prefix, random_.randrange(3)], max_tokens=random_.randrange(1, 8))
@@ -267,7 +275,7 @@ def test_nobody_starves_among_equals_however_many_come(
         machine.step()
         slowest = 40 // min(step_tokens, 4) + 8
         assert all(step - arrived <= slowest * (6 + 2 * max_running) for arrived in accepted.values())
-        accepted = {request: arrived for request, arrived in accepted.items() if request.state is not State.DONE}
+        accepted = {request: arrived for request, arrived in accepted.items() if request.state is not RequestState.DONE}
 
 
 # Weights change
@@ -352,7 +360,7 @@ def test_drain_ends_what_is_in_progress_and_begins_nothing() -> None:
     with pytest.raises(ValueError, match="drain while 1 requests run"):
         scheduler.swapped(SwapMode.DRAIN)
     machine.run()
-    assert scheduler.drained and second.state is State.WAITING
+    assert scheduler.drained and second.state is RequestState.WAITING
     machine.swap(SwapMode.DRAIN)
     scheduler.end_drain()
     machine.run()
@@ -368,7 +376,7 @@ def test_drain_waits_for_a_preempted_request_too() -> None:
     machine.step()
     scheduler.begin_drain()
     machine.step()
-    assert (victim.state, scheduler.running, scheduler.drained) == (State.WAITING, 0, False)
+    assert (victim.state, scheduler.running, scheduler.drained) == (RequestState.WAITING, 0, False)
     machine.run()
     assert scheduler.drained and victim.finished
 
@@ -384,7 +392,7 @@ class Anything(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = list[Request]()
+        self.requests = list[EngineRequest]()
         self.create(pages=8, max_running=2, step_tokens=16)
 
     @initialize(pages=st.integers(6, 24), max_running=st.integers(1, 5), step_tokens=st.integers(5, 48))
@@ -411,7 +419,7 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data())
     def continue_or_cancel(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        if request.state is State.DONE and len(request.token_ids) < 80 and self.machine.scheduler.waiting < 12:
+        if request.state is RequestState.DONE and len(request.token_ids) < 80 and self.machine.scheduler.waiting < 12:
             self.requests.append(make_request([*request.token_ids, 5], 3))
             self.machine.scheduler.add(self.requests[-1])
         else:
@@ -444,7 +452,7 @@ class Anything(RuleBasedStateMachine):
         scheduler = self.machine.scheduler
         scheduler.end_drain()
         self.machine.run()
-        assert all(request.state is State.DONE for request in self.requests)
+        assert all(request.state is RequestState.DONE for request in self.requests)
         assert (scheduler.running, scheduler.waiting, scheduler.free_pages) == (0, 0, self.pages)
 
 
@@ -456,7 +464,7 @@ def test_ten_thousand_operations_leave_nothing_behind() -> None:
     random_ = random.Random(4)
     scheduler = make_scheduler(pages=40, max_running=6, max_waiting=20, step_tokens=48)
     machine = Machine(scheduler, 48)
-    requests = list[Request]()
+    requests = list[EngineRequest]()
     for _ in range(10_000):
         draw = random_.random()
         if draw < 0.25 and scheduler.waiting < 20:
@@ -470,7 +478,7 @@ def test_ten_thousand_operations_leave_nothing_behind() -> None:
         else:
             machine.step()
     machine.run()
-    assert all(request.state is State.DONE for request in requests)
+    assert all(request.state is RequestState.DONE for request in requests)
     assert (scheduler.running, scheduler.waiting, scheduler.free_pages) == (0, 0, 40)
     counters = scheduler.counters
     assert min(counters.preempted, counters.evicted_pages, counters.rereads, counters.reused_tokens) > 50

@@ -13,9 +13,8 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
-from etude.engines.http.exchange import Exchange
-from etude.engines.http.limits import Limits
-from etude.engines.sglang.engine import SglangEngine, SglangOffer
+from etude.engines.http.api_client import ApiClient, RequestLimits
+from etude.engines.sglang.engine import SglangEngine, SglangFeatures
 from etude.errors import DamagedError, EngineBusy, EngineUnavailable
 from etude.protocols import SamplingParams
 from etude.types import Finish, TensorSpec
@@ -24,7 +23,7 @@ from etude.weights.interop.checkpoint import write_checkpoint
 from etude.weights.state import StoredTensor
 
 PROMPT = [5, 6, 7]
-OFFER = SglangOffer(sparse_layers=(1,), hidden_layers=2, experts_per_token=2, seeds=True)
+OFFER = SglangFeatures(sparse_layers=(1,), hidden_layers=2, experts_per_token=2, seeds=True)
 
 
 class Recorded:
@@ -32,7 +31,7 @@ class Recorded:
 
     def __init__(self) -> None:
         self.version = "default"
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.paused = asyncio.Event()
         self.hold_after: int | None = None
@@ -51,7 +50,7 @@ class Recorded:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        self.asked.append(body)
+        self.requests.append(body)
         if self.status != 200:
             return web.json_response({"error": {"message": "recorded"}}, status=self.status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -79,7 +78,7 @@ class Recorded:
         self, response: web.StreamResponse, body: dict[str, Any], output: list[int], finish: dict[str, Any] | None
     ) -> None:
         tokens = len(body["input_ids"]) + len(output)
-        experts = np.arange((tokens - 1) * 4, dtype=np.int32) + 1000 * len(self.asked)
+        experts = np.arange((tokens - 1) * 4, dtype=np.int32) + 1000 * len(self.requests)
         meta = {
             "id": "5f1c",
             "finish_reason": finish,
@@ -122,8 +121,8 @@ class Recorded:
 async def served(folder: Path) -> AsyncIterator[tuple[SglangEngine, Recorded]]:
     recorded = Recorded()
     async with TestServer(recorded.app()) as server, ClientSession() as http:
-        exchange = Exchange("SGLang", str(server.make_url("")), http)
-        engine = SglangEngine(exchange, Limits(vocab_size=100, max_length=64), OFFER)
+        client = ApiClient("SGLang", str(server.make_url("")), http)
+        engine = SglangEngine(client, RequestLimits(vocab_size=100, max_length=64), OFFER)
         await engine.start(1, checkpoint(folder / "1"))
         yield engine, recorded
 
@@ -156,9 +155,9 @@ def test_a_completion_is_read_with_its_routes(tmp_path: Path) -> None:
         assert completion.finish is Finish.STOP
         assert completion.routes is not None and completion.routes.shape == (6, 1, 2)
         assert completion.routes[0, 0].tolist() == [1002, 1003]
-        (asked,) = recorded.asked
-        assert asked["input_ids"] == PROMPT and asked["return_logprob"] is True
-        assert asked["sampling_params"]["sampling_seed"] == 3 and asked["sampling_params"]["temperature"] == 0.5
+        (sent,) = recorded.requests
+        assert sent["input_ids"] == PROMPT and sent["return_logprob"] is True
+        assert sent["sampling_params"]["sampling_seed"] == 3 and sent["sampling_params"]["temperature"] == 0.5
         greedy = await engine.generate(PROMPT, SamplingParams(max_tokens=2, temperature=0.0), session="s")
         assert not greedy.logprobs.any()
 
@@ -169,21 +168,21 @@ def test_an_update_splits_a_completion_at_a_known_token(tmp_path: Path) -> None:
     async def scene(engine: SglangEngine, recorded: Recorded) -> None:
         recorded.hold_after = 3
         params = SamplingParams(max_tokens=8, want_routes=True)
-        pieces = []
-        async for piece in engine.stream(PROMPT, params, session="s"):
-            pieces.append(piece)
-            if sum(len(one.token_ids) for one in pieces) == 3 and recorded.hold_after is not None:
+        chunks = []
+        async for chunk in engine.stream(PROMPT, params, session="s"):
+            chunks.append(chunk)
+            if sum(len(one.token_ids) for one in chunks) == 3 and recorded.hold_after is not None:
                 folder = checkpoint(tmp_path / "2")
                 updating = asyncio.create_task(engine.update(2, state_digest(state("2")), folder))
         assert await updating > 0
-        whole = pieces[-1].completion
+        whole = chunks[-1].completion
         assert whole is not None
         assert whole.token_ids.tolist() == list(range(3, 11))
         assert whole.versions.tolist() == [1] * 3 + [2] * 5
-        assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == whole.token_ids.tolist()
-        assert np.concatenate([piece.versions for piece in pieces]).tolist() == whole.versions.tolist()
-        assert recorded.asked[1]["input_ids"] == [*PROMPT, 3, 4, 5]
-        assert recorded.asked[1]["sampling_params"]["max_new_tokens"] == 5
+        assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == whole.token_ids.tolist()
+        assert np.concatenate([chunk.versions for chunk in chunks]).tolist() == whole.versions.tolist()
+        assert recorded.requests[1]["input_ids"] == [*PROMPT, 3, 4, 5]
+        assert recorded.requests[1]["sampling_params"]["max_new_tokens"] == 5
         assert whole.routes is not None and len(whole.routes) == 10
         assert (whole.routes[:5] < 2000).all() and (whole.routes[5:] > 2000).all()
         assert recorded.calls[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -200,17 +199,17 @@ def test_what_cannot_be_had_is_refused(tmp_path: Path) -> None:
                 await engine.generate(PROMPT, params, session="s")
         with pytest.raises(ValueError, match="prompt"):
             await engine.generate([100], SamplingParams(max_tokens=1), session="s")
-        assert recorded.asked == []
+        assert recorded.requests == []
         with pytest.raises(ValueError, match="experts"):
-            SglangOffer().check(SamplingParams(max_tokens=1, want_routes=True))
+            SglangFeatures().check(SamplingParams(max_tokens=1, want_routes=True))
         with pytest.raises(ValueError, match="seed"):
-            SglangOffer().check(SamplingParams(max_tokens=1, seed=1))
+            SglangFeatures().check(SamplingParams(max_tokens=1, seed=1))
 
     play(tmp_path, scene)
 
 
 @pytest.mark.parametrize(("status", "error"), [(400, ValueError), (429, EngineBusy), (500, EngineUnavailable)])
-def test_a_refusal_is_classified(tmp_path: Path, status: int, error: type[Exception]) -> None:
+def test_an_api_error_is_classified(tmp_path: Path, status: int, error: type[Exception]) -> None:
     async def scene(engine: SglangEngine, recorded: Recorded) -> None:
         recorded.status = status
         with pytest.raises(error, match="recorded"):

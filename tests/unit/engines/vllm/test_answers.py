@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from etude.engines.vllm.answers import (
-    Offer,
+    ServerFeatures,
     finish_of,
-    kept_of,
+    mask_of,
     read_choice,
     request_body,
     routes_of,
@@ -103,9 +103,9 @@ def npy(array: np.ndarray[Any, Any]) -> str:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
 def test_routes_are_those_of_sparse_layers(kind: type[np.generic]) -> None:
     routes_TLK = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(kind)
-    found = routes_of({"routed_experts": npy(routes_TLK)}, 6, (1, 3))
-    assert found.dtype == np.uint16
-    np.testing.assert_array_equal(found, routes_TLK[:, [1, 3]])
+    actual = routes_of({"routed_experts": npy(routes_TLK)}, 6, (1, 3))
+    assert actual.dtype == np.uint16
+    np.testing.assert_array_equal(actual, routes_TLK[:, [1, 3]])
 
 
 @pytest.mark.parametrize(
@@ -127,33 +127,33 @@ def test_routes_of_another_shape_are_no_answer(text: str | None) -> None:
 
 
 def test_kept_sets_ascend_and_there_is_one_for_each_token() -> None:
-    kept = kept_of([[5, 2], [], [9]], 3)
-    assert kept.offsets.tolist() == [0, 2, 2, 3]
-    assert kept.token_ids.tolist() == [2, 5, 9]
+    mask = mask_of([[5, 2], [], [9]], 3)
+    assert mask.offsets.tolist() == [0, 2, 2, 3]
+    assert mask.token_ids.tolist() == [2, 5, 9]
     with pytest.raises(EngineUnavailable):
-        kept_of([[5, 2]], 2)
+        mask_of([[5, 2]], 2)
 
 
 def test_wishes_that_would_be_ignored_are_refused() -> None:
     routes, filtered = SamplingParams(max_tokens=1, want_routes=True), SamplingParams(max_tokens=1, top_k=4)
     for params in (routes, filtered):
         with pytest.raises(ValueError, match="Model Runner V2"):
-            Offer().check(params)
-        Offer(sparse_layers=(0,), kept_sets=True).check(params)
+            ServerFeatures().check(params)
+        ServerFeatures(sparse_layers=(0,), sampling_mask=True).check(params)
     greedy = SamplingParams(max_tokens=1, top_p=0.5, temperature=0.0)
     assert not greedy.truncates
-    Offer().check(greedy)
+    ServerFeatures().check(greedy)
     assert request_body([1], greedy, salt="s", stream=False)["sampling_params"]["top_p"] == 1.0
 
 
 def test_a_server_for_a_cpu_offers_neither_routes_nor_kept_sets() -> None:
     for routes in (True, False):
         with pytest.raises(ValueError, match="Triton"):
-            VllmServer(python=Path("python"), model=Path("model"), port=1, routes=routes, kept_sets=not routes)
+            VllmServer(python=Path("python"), model=Path("model"), port=1, routes=routes, sampling_mask=not routes)
 
 
 def test_the_environment_of_a_gpu_server_is_the_users_but_for_what_is_ours() -> None:
-    server = VllmServer(python=Path("p"), model=Path("m"), port=1, device="cuda", routes=True, kept_sets=True)
+    server = VllmServer(python=Path("p"), model=Path("m"), port=1, device="cuda", routes=True, sampling_mask=True)
     theirs = {"PYTHONHOME": "x", "VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_SERVER_DEV_MODE": "0", "PATH": "/bin"}
     variables = server.environment(theirs, Path("only"))
     assert variables["PATH"] == "/bin" and variables["PYTHONPATH"] == "only" and "PYTHONHOME" not in variables

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from etude.gateway.api.calls import ApiError, Sampling
 from etude.gateway.api.chat import CHAT_FIELDS, CHAT_NEUTRAL, PROTOCOL, parse
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.types import Json
 
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
@@ -72,9 +72,9 @@ def test_a_whole_conversation_is_read() -> None:
     ]
     asked = parse(body_of(messages, tools=[BASH], model="gpt-9", parallel_tool_calls=False, stream=True))
     assert asked.call.messages == (
-        Message(role="system", content="be brief"),
-        Message(role="user", content="go"),
-        Message(
+        ChatMessage(role="system", content="be brief"),
+        ChatMessage(role="user", content="go"),
+        ChatMessage(
             role="assistant",
             thinking="hm",
             tool_calls=(
@@ -82,10 +82,10 @@ def test_a_whole_conversation_is_read() -> None:
                 ToolCall(call_id="b", name="bash", arguments="cut sh"),
             ),
         ),
-        Message(role="tool", content="x", tool_call_id="a"),
-        Message(role="tool", content="y", tool_call_id="b"),
-        Message(role="assistant", thinking="so"),
-        Message(role="system"),
+        ChatMessage(role="tool", content="x", tool_call_id="a"),
+        ChatMessage(role="tool", content="y", tool_call_id="b"),
+        ChatMessage(role="assistant", thinking="so"),
+        ChatMessage(role="system"),
     )
     assert asked.call.tools == (Tool(name="bash", description="runs", parameters={"type": "object"}),)
     assert (asked.call.model, asked.call.single_call, asked.call.stream) == ("gpt-9", True, True)
@@ -94,7 +94,7 @@ def test_a_whole_conversation_is_read() -> None:
 
 def test_a_short_body_is_the_defaults() -> None:
     call = parse(body_of()).call
-    assert call.messages == (Message(role="user", content="go"),)
+    assert call.messages == (ChatMessage(role="user", content="go"),)
     assert (call.tools, call.sampling, call.stream, call.single_call, call.model) == (
         *((), Sampling(), False, False, "policy"),
     )

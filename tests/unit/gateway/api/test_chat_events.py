@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply
 from etude.gateway.api.chat import parse
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
@@ -39,7 +39,7 @@ def turn(tokens: int = 8, version: int = 12) -> Turn:
 
 
 def answer_of(
-    *messages: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None
+    *messages: ChatMessage, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None
 ) -> Answer:
     replies = [
         Reply(message=message, finish_reason=finish_reason, stop_text=stop_text, turn=turn()) for message in messages
@@ -47,11 +47,11 @@ def answer_of(
     return Answer(answer_id="0" * 24, created=1_700_000_000, model="policy", replies=tuple(replies), reused_tokens=3)
 
 
-def said(content: str = "done", thinking: str = "", calls: tuple[ToolCall, ...] = ()) -> Message:
-    return Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
+def said(content: str = "done", thinking: str = "", calls: tuple[ToolCall, ...] = ()) -> ChatMessage:
+    return ChatMessage(role="assistant", content=content, thinking=thinking, tool_calls=calls)
 
 
-def deltas_of(message: Message) -> list[Delta]:
+def deltas_of(message: ChatMessage) -> list[Delta]:
     """A message in small pieces, as a reader gives it."""
     deltas: list[Delta] = [ThinkingDelta(letter) for letter in message.thinking]
     deltas += [TextDelta(letter) for letter in message.content]
@@ -222,7 +222,7 @@ def test_each_reply_has_its_index_in_the_stream(count: int) -> None:
     split=st.lists(st.integers(0, 60), min_size=3, max_size=3).map(sorted),
     logprobs=st.booleans(),
 )
-def test_the_sdk_adds_a_stream_up_to_the_body(message: Message, split: list[int], logprobs: bool) -> None:
+def test_the_sdk_adds_a_stream_up_to_the_body(message: ChatMessage, split: list[int], logprobs: bool) -> None:
     answer = answer_of(message, finish_reason=FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP)
     asked = body_of(stream=True, logprobs=logprobs, stream_options={"include_usage": True})
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

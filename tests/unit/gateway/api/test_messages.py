@@ -23,7 +23,7 @@ from etude.gateway.api.messages import (
     parse,
     parse_count,
 )
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.types import Json
 
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
@@ -77,7 +77,7 @@ def content(role: str, *blocks: Json) -> list[Json]:
 
 def test_a_bare_request_is_a_call_with_anthropics_defaults() -> None:
     assert call_of() == Call(
-        messages=(Message(role="user", content="go"),), sampling=Sampling(max_tokens=9), model="m", stream=False
+        messages=(ChatMessage(role="user", content="go"),), sampling=Sampling(max_tokens=9), model="m", stream=False
     )
 
 
@@ -90,7 +90,7 @@ def test_options_reach_the_sampler() -> None:
 def test_system_blocks_are_one_system_message_and_cache_marks_say_nothing() -> None:
     blocks: list[Json] = [{"type": "text", "text": text, "cache_control": CACHED} for text in ("a", "b")]
     assert call_of(system=blocks, cache_control=CACHED) == call_of(system="ab")
-    assert call_of(system="ab").messages[0] == Message(role="system", content="ab")
+    assert call_of(system="ab").messages[0] == ChatMessage(role="system", content="ab")
     assert call_of(system="") == call_of()
 
 
@@ -116,8 +116,8 @@ def test_a_whole_agent_loop_is_read_in_order() -> None:
         {"role": "system", "content": "be brief"},
     ]
     assert parse(body_of(messages)).call.messages == (
-        Message(role="user", content="go"),
-        Message(
+        ChatMessage(role="user", content="go"),
+        ChatMessage(
             role="assistant",
             content="I look.",
             thinking="hm",
@@ -126,11 +126,11 @@ def test_a_whole_agent_loop_is_read_in_order() -> None:
                 ToolCall(call_id="t2", name="bash", arguments="{}"),
             ),
         ),
-        Message(role="tool", content="out", tool_call_id="t2"),
-        Message(role="tool", content="[error] no", tool_call_id="t1"),
-        Message(role="tool", content="", tool_call_id="t3"),
-        Message(role="user", content="and now?"),
-        Message(role="system", content="be brief"),
+        ChatMessage(role="tool", content="out", tool_call_id="t2"),
+        ChatMessage(role="tool", content="[error] no", tool_call_id="t1"),
+        ChatMessage(role="tool", content="", tool_call_id="t3"),
+        ChatMessage(role="user", content="and now?"),
+        ChatMessage(role="system", content="be brief"),
     )
 
 
@@ -141,7 +141,7 @@ def test_text_before_a_tools_output_stays_before_it() -> None:
 
 def test_an_empty_reply_may_come_back() -> None:
     empty: list[Json] = [{"role": "assistant", "content": []}, {"role": "assistant", "content": ""}]
-    assert call_of([*QUESTION, *empty, *QUESTION]).messages[1:3] == (Message(role="assistant"),) * 2
+    assert call_of([*QUESTION, *empty, *QUESTION]).messages[1:3] == (ChatMessage(role="assistant"),) * 2
 
 
 def test_tools_are_offered_unless_none_may_be_called() -> None:

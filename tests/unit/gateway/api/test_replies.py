@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from etude.gateway.api import messages, responses
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, FinishReason, ParsedRequest, Reply
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
 ANTHROPIC_EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -43,7 +43,7 @@ CALLS = st.builds(
     ),
 )
 MESSAGES = st.builds(
-    Message,
+    ChatMessage,
     role=st.just("assistant"),
     content=TEXT,
     thinking=TEXT,
@@ -80,7 +80,10 @@ def chunks(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def answer_of(
-    message: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None, sampled: int = 4
+    message: ChatMessage,
+    finish_reason: FinishReason = FinishReason.STOP,
+    stop_text: str | None = None,
+    sampled: int = 4,
 ) -> Answer:
     turn = Turn(
         prompt_ids=np.zeros(PROMPT, np.int32),
@@ -214,7 +217,7 @@ def test_a_streamed_response_is_the_whole_one(said: Said) -> None:
 
 def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
     call = ToolCall(call_id="c", name="f", arguments="{}")
-    answer = answer_of(Message(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
+    answer = answer_of(ChatMessage(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
     said = Said(answer, (TextDelta("a"), CallDelta(0, "c", "f", "{}"), TextDelta("b")))
     with anthropic_client(said).messages.stream(
         model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}]
@@ -226,7 +229,7 @@ def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
 
 
 def test_an_empty_reply_still_has_a_message_item() -> None:
-    said = Said(answer_of(Message(role="assistant")), ())
+    said = Said(answer_of(ChatMessage(role="assistant")), ())
     assert [item.type for item in openai_client(said).responses.create(input="go").output] == ["message"]
 
 
@@ -274,7 +277,7 @@ def test_failures_inside_a_stream_reach_the_clients() -> None:
         answer.get_final_message()
 
     said = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
-    turn = answer_of(Message(role="assistant")).replies[0].turn
+    turn = answer_of(ChatMessage(role="assistant")).replies[0].turn
     chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     begun = said.opening("0", 1) + said.delta(0, [TextDelta("half")], chunk)
     event = OPENAI_EVENTS.validate_python(data_of(begun + said.failure(api_error))[-1])

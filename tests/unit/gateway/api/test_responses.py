@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from etude.gateway.api.calls import MODEL, Answer, ApiError, Call, FinishReason, Reply, Sampling
 from etude.gateway.api.responses import INCLUDABLE, INFORMATIVE, NEUTRAL, SCHEMA, UNDERSTOOD, ResponseRequest, parse
-from etude.tokens.messages import Message, Tool, ToolCall
+from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.types import Finish, Json, Turn
 
 BASH: dict[str, Json] = {
@@ -80,7 +80,7 @@ def response_of(asked: ResponseRequest, finish_reason: FinishReason = FinishReas
         finish=Finish.STOP,
     )
     reply = Reply(
-        message=Message(role="assistant", content="x"), finish_reason=finish_reason, stop_text=None, turn=turn
+        message=ChatMessage(role="assistant", content="x"), finish_reason=finish_reason, stop_text=None, turn=turn
     )
     answer = Answer(answer_id="0" * 24, created=1, model="m", replies=(reply,), reused_tokens=0)
     return Response.model_validate(orjson.loads(asked.body(answer)))
@@ -91,7 +91,7 @@ def part(text: str, kind: str = "input_text") -> dict[str, Json]:
 
 
 def test_a_text_is_a_users_message() -> None:
-    assert call_of() == Call(messages=(Message(role="user", content="go"),), sampling=Sampling(), model=MODEL)
+    assert call_of() == Call(messages=(ChatMessage(role="user", content="go"),), sampling=Sampling(), model=MODEL)
 
 
 def test_options_reach_the_sampler() -> None:
@@ -131,8 +131,8 @@ def test_a_run_of_the_assistants_items_is_one_reply() -> None:
         {"role": "user", "content": "thanks"},
     ]
     assert parse(body_of(items)).call.messages == (
-        Message(role="user", content="go"),
-        Message(
+        ChatMessage(role="user", content="go"),
+        ChatMessage(
             role="assistant",
             content="I look.",
             thinking="hm",
@@ -141,10 +141,10 @@ def test_a_run_of_the_assistants_items_is_one_reply() -> None:
                 ToolCall(call_id="c2", name="bash", arguments="{}"),
             ),
         ),
-        Message(role="tool", content="out", tool_call_id="c2"),
-        Message(role="tool", content="ok", tool_call_id="c1"),
-        Message(role="assistant", content="done", thinking="short"),
-        Message(role="user", content="thanks"),
+        ChatMessage(role="tool", content="out", tool_call_id="c2"),
+        ChatMessage(role="tool", content="ok", tool_call_id="c1"),
+        ChatMessage(role="assistant", content="done", thinking="short"),
+        ChatMessage(role="user", content="thanks"),
     )
 
 
@@ -152,7 +152,7 @@ def test_what_was_answered_can_be_sent_back() -> None:
     response = response_of(parse(body_of()))
     items: list[Json] = orjson.loads(response.to_json())["output"]
     history: list[Json] = [{"role": "user", "content": "go"}, *items]
-    assert parse(body_of(history)).call.messages[1] == Message(role="assistant", content="x")
+    assert parse(body_of(history)).call.messages[1] == ChatMessage(role="assistant", content="x")
 
 
 def test_tools_are_offered_unless_none_may_be_called() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etude.errors import SessionLost
 from etude.gateway.api.calls import Answer, Call, FinishReason, Reply, Sampling
 from etude.gateway.capture.conversations import Conversation, SessionFull, TurnStore
-from etude.tokens.messages import NO_KWARGS, Message, ReplyReader, TemplateKwargs, Tool, ToolCall
+from etude.tokens.messages import NO_KWARGS, ChatMessage, ReplyReader, TemplateKwargs, Tool, ToolCall
 from etude.types import Finish, Ids, Json, TokenIds, Turn
 
 END, ALSO_END, FIRST_LETTER = 0, 1, 8
@@ -33,7 +33,7 @@ class LetterFormat:
         return "".join(chr(token - FIRST_LETTER) for token in token_ids if token >= FIRST_LETTER)
 
     def open(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
         if messages[0].role == "tool":
             raise ValueError("a conversation cannot begin with a tool's output")
@@ -42,8 +42,8 @@ class LetterFormat:
 
     def extend(
         self,
-        reply: Message,
-        messages: Sequence[Message],
+        reply: ChatMessage,
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
@@ -62,7 +62,7 @@ class LetterFormat:
     ) -> ReplyReader:
         raise NotImplementedError("conversations read no reply")
 
-    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+    def _rendered(self, messages: Sequence[ChatMessage]) -> list[int]:
         said = [token for one in messages for token in (ROLES[one.role], *self.encode(one.content), END)]
         return [*said, ROLES["assistant"]]
 
@@ -74,15 +74,15 @@ def new_conversation(max_turns: int = 512, max_tokens: int = 10_000) -> Conversa
     return Conversation("s", FORMAT, TurnStore(max_turns=max_turns, max_tokens=max_tokens))
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
-def assistant(content: str, *, thinking: str = "") -> Message:
-    return Message(role="assistant", content=content, thinking=thinking)
+def assistant(content: str, *, thinking: str = "") -> ChatMessage:
+    return ChatMessage(role="assistant", content=content, thinking=thinking)
 
 
-def call_of(*messages: Message, count: int = 1, tools: Sequence[str] = (), previous: str | None = None) -> Call:
+def call_of(*messages: ChatMessage, count: int = 1, tools: Sequence[str] = (), previous: str | None = None) -> Call:
     return Call(
         messages=messages,
         tools=tuple(Tool(name=name) for name in tools),
@@ -91,7 +91,7 @@ def call_of(*messages: Message, count: int = 1, tools: Sequence[str] = (), previ
     )
 
 
-def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
+def reply_of(prompt_ids: Ids, ids: Sequence[int], message: ChatMessage) -> Reply:
     turn = Turn(
         prompt_ids=prompt_ids,
         completion_ids=np.array(ids, np.int32),
@@ -103,7 +103,7 @@ def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
 
 
 def answer_of(
-    conversation: Conversation, call: Call, *said: tuple[Sequence[int], Message], answer_id: str = ""
+    conversation: Conversation, call: Call, *said: tuple[Sequence[int], ChatMessage], answer_id: str = ""
 ) -> Answer:
     """An answer as an engine would give it; not yet recorded."""
     prompt = conversation.prompt(call)
@@ -117,8 +117,8 @@ def answer_of(
 
 
 def play(
-    conversation: Conversation, call: Call, ids: Sequence[int], message: Message | None = None
-) -> tuple[list[int], Message]:
+    conversation: Conversation, call: Call, ids: Sequence[int], message: ChatMessage | None = None
+) -> tuple[list[int], ChatMessage]:
     """One call and its record: what is known now, and the reply as its caller sees it."""
     message = message or assistant(FORMAT.decode(ids))
     answer = answer_of(conversation, call, (ids, message))
@@ -126,7 +126,7 @@ def play(
     return [*answer.replies[0].turn.prompt_ids.tolist(), *ids], message
 
 
-def ids_for(conversation: Conversation, *messages: Message, tools: Sequence[str] = ()) -> list[int]:
+def ids_for(conversation: Conversation, *messages: ChatMessage, tools: Sequence[str] = ()) -> list[int]:
     ids: list[int] = conversation.prompt(call_of(*messages, tools=tools)).token_ids.tolist()
     return ids
 
@@ -136,7 +136,7 @@ def letters(text: str) -> list[int]:
 
 
 def test_a_fresh_conversation_is_rendered_whole() -> None:
-    messages = [Message(role="system", content="fix"), user("go")]
+    messages = [ChatMessage(role="system", content="fix"), user("go")]
     prompt = new_conversation().prompt(call_of(*messages, tools=["read"]))
     assert prompt.token_ids.tolist() == FORMAT.open(messages, [Tool(name="read")])
     assert prompt.token_ids.dtype == np.int32
@@ -210,14 +210,14 @@ def test_what_clients_change_on_the_way_back_does_not_break_a_branch() -> None:
     back = replace(
         assistant("I look."), tool_calls=(ToolCall(call_id="toolu_7", name="read", arguments='{"n":1,"path":"a"}'),)
     )
-    output = Message(role="tool", content="1: x", tool_call_id="toolu_7")
+    output = ChatMessage(role="tool", content="1: x", tool_call_id="toolu_7")
     assert ids_for(conversation, question, back, output)[: len(known)] == known
 
 
 def test_where_the_template_cannot_be_put_behind_a_reply_all_is_rendered_afresh() -> None:
     conversation, question = new_conversation(), user("go")
     _, reply = play(conversation, call_of(question), [9, END])
-    asked = [question, reply, Message(role="system", content="late"), user("on")]
+    asked = [question, reply, ChatMessage(role="system", content="late"), user("on")]
     prompt = conversation.prompt(call_of(*asked))
     assert prompt.token_ids.tolist() == FORMAT.open(asked)
     assert prompt.reused == 0
@@ -225,7 +225,7 @@ def test_where_the_template_cannot_be_put_behind_a_reply_all_is_rendered_afresh(
 
 def test_what_no_template_takes_is_the_callers_fault() -> None:
     with pytest.raises(ValueError, match="cannot begin with a tool's output"):
-        new_conversation().prompt(call_of(Message(role="tool")))
+        new_conversation().prompt(call_of(ChatMessage(role="tool")))
     with pytest.raises(ValueError, match="nothing to answer"):
         new_conversation().prompt(call_of())
 
@@ -290,7 +290,7 @@ def test_a_caller_without_ids_that_tries_again_gets_the_newest_answer_to_an_equa
 
 
 def test_an_answer_can_be_continued_by_its_id() -> None:
-    conversation, instructed = new_conversation(), Message(role="system", content="be brief")
+    conversation, instructed = new_conversation(), ChatMessage(role="system", content="be brief")
     known, first = play(conversation, call_of(user("go")), [9, END])
     following = call_of(user("on"), previous=f"{0:024x}")
     assert conversation.prompt(following).token_ids.tolist() == [*known, *FORMAT.extend(first, [user("on")])]
@@ -420,7 +420,7 @@ def test_every_prompt_is_the_deepest_known_branch_and_then_only_new_text(
 ) -> None:
     """Random conversations with edits, against a model that compares whole histories."""
     conversation, seen = new_conversation(), list[list[int]]()
-    known: dict[tuple[Message, ...], list[int]] = {}
+    known: dict[tuple[ChatMessage, ...], list[int]] = {}
     for number, (pick, edits, where, content, completion) in enumerate(moves):
         history = list(known)[pick % len(known)] if known else ()
         if edits and history:

@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.gateway.capture.conversations import ALIKE, EXACT, Node, alike, dissolve, find, insert, new_root, twins_of
-from etude.tokens.messages import Message, ToolCall
+from etude.tokens.messages import ChatMessage, ToolCall
 
 CALL = ToolCall(call_id="call_1", name="edit", arguments='{"path": "a.py", "line": 3, "by": 1.0}')
-SAID = Message(role="assistant", content="I edit.\n", thinking="hm", tool_calls=(CALL,))
+SAID = ChatMessage(role="assistant", content="I edit.\n", thinking="hm", tool_calls=(CALL,))
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
-def called(arguments: str, name: str = "edit") -> Message:
+def called(arguments: str, name: str = "edit") -> ChatMessage:
     return replace(SAID, tool_calls=(ToolCall(call_id="other", name=name, arguments=arguments),))
 
 
@@ -30,7 +30,7 @@ def called(arguments: str, name: str = "edit") -> Message:
         called('{"by":1,"line":3,"path":"a.py"}'),
     ],
 )
-def test_what_clients_change_on_the_way_back_does_not_matter(back: Message) -> None:
+def test_what_clients_change_on_the_way_back_does_not_matter(back: ChatMessage) -> None:
     assert alike(back, SAID)
     assert alike(SAID, back)
 
@@ -47,7 +47,7 @@ def test_what_clients_change_on_the_way_back_does_not_matter(back: Message) -> N
         called(CALL.arguments, name="read"),
     ],
 )
-def test_anything_else_is_another_message(other: Message) -> None:
+def test_anything_else_is_another_message(other: ChatMessage) -> None:
     assert not alike(other, SAID)
     assert not alike(SAID, other)
 
@@ -61,7 +61,7 @@ def test_arguments_that_are_no_json_are_compared_as_text() -> None:
 
 
 def test_whose_call_an_output_answers_does_not_matter_but_what_it_says_does() -> None:
-    output = Message(role="tool", content="ok\n", tool_call_id="call_1")
+    output = ChatMessage(role="tool", content="ok\n", tool_call_id="call_1")
     assert alike(output, replace(output, tool_call_id="x"))
     assert not alike(output, replace(output, content="ok"))
 
@@ -80,7 +80,7 @@ def test_an_unknown_conversation_is_not_found_and_can_be_put_in() -> None:
 def test_the_deepest_reply_is_found_through_an_unsampled_message() -> None:
     root = new_root()
     first = root.add(user("a")).add(SAID, turn=0)
-    second = first.add(user("b")).add(Message(role="assistant", content="by hand")).add(user("c")).add(SAID, turn=1)
+    second = first.add(user("b")).add(ChatMessage(role="assistant", content="by hand")).add(user("c")).add(SAID, turn=1)
     found = find(root, [*second.path(), user("d")])
     assert (found.reply, found.depth) == (second, 6)
     found = find(root, [*second.path()[:4], user("d")])
@@ -152,7 +152,7 @@ def test_a_copy_of_a_tree_is_as_deep_as_it_and_grows_by_itself() -> None:
 
 TEXTS = st.sampled_from(["", " ", "a", "a ", "b", "\n"])
 MESSAGES = st.builds(
-    Message,
+    ChatMessage,
     role=st.sampled_from(["user", "assistant", "tool", "system"]),
     content=TEXTS,
     thinking=TEXTS,
@@ -166,7 +166,7 @@ MESSAGES = st.builds(
 
 
 @given(MESSAGES, MESSAGES, MESSAGES)
-def test_being_alike_is_an_equivalence(one: Message, two: Message, three: Message) -> None:
+def test_being_alike_is_an_equivalence(one: ChatMessage, two: ChatMessage, three: ChatMessage) -> None:
     assert alike(one, one)
     assert alike(one, two) == alike(two, one)
     if alike(one, two) and alike(two, three):
@@ -174,8 +174,10 @@ def test_being_alike_is_an_equivalence(one: Message, two: Message, three: Messag
 
 
 @given(st.lists(st.lists(MESSAGES, max_size=4), max_size=6), st.lists(MESSAGES, max_size=4))
-def test_finding_agrees_with_comparing_whole_histories(known: list[list[Message]], asked: list[Message]) -> None:
-    root, sampled = new_root(), list[list[Message]]()
+def test_finding_agrees_with_comparing_whole_histories(
+    known: list[list[ChatMessage]], asked: list[ChatMessage]
+) -> None:
+    root, sampled = new_root(), list[list[ChatMessage]]()
     for turn, messages in enumerate(known):
         insert(find(root, messages), messages).add(SAID, turn=turn)
         sampled.append([*messages, SAID])

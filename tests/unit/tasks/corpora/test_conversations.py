@@ -12,7 +12,7 @@ from etude.tasks.corpora.conversations import Conversations, conversation, parse
 from etude.tasks.corpora.mixture import Side
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import Checkpoint, JinjaFormat
-from etude.tokens.messages import ChatFormat, Message
+from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Document, Json, Split
 
 CHAT = ChatTemplate.train(["some words to learn from, and some more words"], 300)
@@ -96,9 +96,9 @@ def test_a_message_of_weight_zero_is_read_but_not_learnt() -> None:
 
 def test_what_follows_the_last_reply_is_left_out() -> None:
     said = [
-        Message(role="user", content="a"),
-        Message(role="assistant", content="b"),
-        Message(role="user", content="c"),
+        ChatMessage(role="user", content="a"),
+        ChatMessage(role="assistant", content="b"),
+        ChatMessage(role="user", content="c"),
     ]
     assert CHAT.decode(conversation(CHAT, said, context_weight=0.0).token_ids.tolist()) == "ab"
 

@@ -22,7 +22,7 @@ from etude.tasks.corpora.lookup import LookupPractice, list_facts
 from etude.tasks.corpora.transcripts import Message as Said
 from etude.tasks.lookup import NAMES, Fact, LookupFamily
 from etude.tokens.chat import ChatTemplate
-from etude.tokens.messages import Message
+from etude.tokens.messages import ChatMessage
 from etude.types import AnswerChecks, Split, Task
 from scripted_model import ScriptedModel, serving
 
@@ -56,7 +56,7 @@ class Reciter(ScriptedModel):
         messages = orjson.loads(await request.read())["messages"]
         expected, reply = self._turns.pop(0)
         assert messages == [{"role": said.role, "content": said.content} for said in expected]
-        prompt = CHAT.open([Message(role=said.role, content=said.content) for said in cast("Any", expected)])
+        prompt = CHAT.open([ChatMessage(role=said.role, content=said.content) for said in cast("Any", expected)])
         choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
         tokens = len(prompt) + len(CHAT.encode(reply)) + 1
         return web.json_response({"choices": [choice], "usage": {"total_tokens": tokens}})
@@ -103,7 +103,7 @@ def test_every_context_fits_into_the_window_and_the_material_is_four_times_as_lo
     for index in range(20):
         inquiry = FAMILY.inquiry(Split.TRAIN, Random(index))
         for context in practice().contexts(inquiry, Random(index)):
-            spoken = [Message(role=said.role, content=said.content) for said in cast("Any", context[:-1])]
+            spoken = [ChatMessage(role=said.role, content=said.content) for said in cast("Any", context[:-1])]
             assert len(CHAT.open(spoken)) + SUMMARY.max_tokens_per_summary <= window
         assert sum(len(CHAT.encode(text)) for text in inquiry.files.values()) >= 4 * window
 

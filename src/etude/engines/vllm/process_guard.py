@@ -1,8 +1,8 @@
 """Runs a command that must not outlive us: a program of its own, started as a file, with the standard library only.
 
-    us ──pipe──▶ leash ──▶ command and all its children, one process group
+    us ──pipe──▶ guard ──▶ command and all its children, one process group
 
-The pipe closes when we end, however we end; then, and when the command ends by itself, the leash ends the whole group.
+The pipe closes when we end, however we end; then, and when the command ends by itself, the guard ends the whole group.
 vLLM is three processes and leaves two of them behind when the first is killed. Exits with the command's status.
 """
 
@@ -15,7 +15,7 @@ import sys
 import time
 
 STOP_S = 5.0
-"""How long the command may take to clean up."""
+"""Time that the command has to clean up."""
 POLL_S = 0.1
 
 
@@ -38,7 +38,7 @@ def main(command: list[str]) -> int:
 
 
 def _is_closed() -> bool:
-    """Whether whoever holds the other end of standard input is gone; looks for ``POLL_S``."""
+    """Report whether the other end of standard input is closed, after waiting for ``POLL_S``."""
     try:
         readable, _, _ = select.select([0], [], [], POLL_S)
         return bool(readable) and os.read(0, 1) == b""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.engines.weights.patches import Patch, read_patch, write_patch
+from etude.engines.vllm.patches import Patch, read_patch, write_patch
 from etude.errors import DamagedError
 from etude.types import TensorSpec
 from etude.weights.interop.tensor_file import write_tensor_file
@@ -32,11 +32,11 @@ def test_what_was_written_is_read(
 ) -> None:
     path = tmp_path_factory.mktemp("patch") / "patch"
     write_patch(path, Patch(base="b", digest="d", changes=changes))
-    found = read_patch(path)
-    assert (found.base, found.digest) == ("b", "d")
-    assert found.changes.keys() == changes.keys()
+    actual = read_patch(path)
+    assert (actual.base, actual.digest) == ("b", "d")
+    assert actual.changes.keys() == changes.keys()
     for name, expected in changes.items():
-        for one, other in zip(found.changes[name], expected, strict=True):
+        for one, other in zip(actual.changes[name], expected, strict=True):
             np.testing.assert_array_equal(one.indices, other.indices)
             np.testing.assert_array_equal(one.bits, other.bits)
             assert one.bits.dtype == other.bits.dtype

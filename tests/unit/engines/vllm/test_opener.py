@@ -7,9 +7,9 @@ import pytest
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
+from etude.engines.vllm.opener import server_of
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
 from etude.run.resolve import resolve
-from etude.run.vllm import server_of
 
 ROUTES = "--enable-return-routed-experts"
 

@@ -1,18 +1,22 @@
-"""One HTTP conversation with an engine: faults by their kind; for somebody else's, JSON in and JSON or a stream out.
+"""The HTTP client of an engine server that is not ours: JSON in, JSON or a stream of events out, faults by their kind.
 
-Owns which answer is whose fault. What is asked and what it means is the business of ``vllm.py`` and ``sglang.py``.
-Nothing is tried again here: an engine of ours restarts by itself, these are restarted by who started them.
+Owns which answer is whose fault, and the limits of a server: one token id outside the vocabulary ends vLLM's engine
+process (seen in 0.32 without a tokenizer), so no such request may ever reach it. The paths and their meaning belong to
+the engine kinds. Nothing is tried again here: an engine of ours restarts by itself, these are restarted by their owner.
 """
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import aiohttp
 import orjson
 
 from etude.errors import EngineBusy, EngineUnavailable
+from etude.protocols import SamplingParams
+from etude.types import TokenIds
 
 ANSWER_TIMEOUT_S = 600.0
 """A completion may take this long: it may be a long one behind many others."""
@@ -20,16 +24,16 @@ CONTROL_TIMEOUT_S = 10.0
 """A call that samples nothing and loads nothing may take this long."""
 CONNECT_TIMEOUT_S = 5.0
 """A machine that does not take a connection in this time is down."""
-REFUSALS = frozenset({400, 404, 413, 422})
+CLIENT_ERRORS = frozenset({400, 404, 413, 422})
 """Statuses that mean the request was wrong, whoever is asked."""
 MESSAGE_CHARS = 500
-"""How much of an engine's own words goes into an error."""
+"""Longest part of an engine's own words in an error, in characters."""
 STREAM_END = b"[DONE]"
 """Closes a stream of events; it is no JSON."""
 
 
 @final
-class Exchange:
+class ApiClient:
     """Calls one server. The connector of ``http`` must allow as many connections as there may be calls in flight."""
 
     def __init__(self, name: str, base_url: str, http: aiohttp.ClientSession) -> None:
@@ -43,7 +47,7 @@ class Exchange:
         return self._json(await self.text(path, timeout_s))
 
     async def text(self, path: str, timeout_s: float = CONTROL_TIMEOUT_S) -> bytes:
-        """What is at ``path``, as it is; raises as :meth:`post` does."""
+        """The raw bytes at ``path``; raises as :meth:`post` does."""
         async with self._answer("GET", path, None, timeout_s) as response:
             return await response.read()
 
@@ -78,12 +82,12 @@ class Exchange:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         url = self._base_url + path
         request = self._http.request(method, url, data=data, headers=headers, timeout=timeout)
-        async with answering(request, f"{self.name} at {url}", self._refusal) as response:
+        async with answering(request, f"{self.name} at {url}", self._error) as response:
             yield response
 
-    def _refusal(self, url: str, status: int, answer: bytes) -> Exception:
+    def _error(self, url: str, status: int, answer: bytes) -> Exception:
         words = f"{self.name} at {url} answered {status}: {answer.decode(errors='replace')[:MESSAGE_CHARS]}"
-        return ValueError(words) if status in REFUSALS else unavailable(status, words)
+        return ValueError(words) if status in CLIENT_ERRORS else unavailable(status, words)
 
     def _json(self, answer: bytes) -> Any:
         if not answer.strip():
@@ -98,9 +102,9 @@ class Exchange:
 async def answering(
     request: AbstractAsyncContextManager[aiohttp.ClientResponse],
     name: str,
-    refusal: Callable[[str, int, bytes], Exception],
+    error_of: Callable[[str, int, bytes], Exception],
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """An answer with status 200, being read; any other raises what ``refusal`` makes of its URL, status and body.
+    """An answer with status 200, being read; any other raises what ``error_of`` makes of its URL, status and body.
 
     No answer, and one that breaks off while it is read, raise :class:`~etude.errors.EngineUnavailable`.
     """
@@ -109,7 +113,7 @@ async def answering(
             if response.status != 200:
                 words = await response.read()
                 response.close()  # uvicorn hangs up after an error of its own: the next call must not use this line
-                raise refusal(str(response.url), response.status, words)
+                raise error_of(str(response.url), response.status, words)
             yield response
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError) as error:
         raise EngineUnavailable(f"no answer from {name}: {type(error).__name__}: {error}") from error
@@ -132,3 +136,25 @@ async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
             data = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
             if data:
                 yield b"\n".join(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """The bounds of one engine."""
+
+    vocab_size: int
+    max_length: int
+    """Tokens of one sequence, prompt and completion."""
+
+    def check(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
+        """Raise ``ValueError`` for a request that could never be served, with the offending value."""
+        if len(prompt_ids) == 0 or min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            raise ValueError(f"prompt ids must be in 0 … {self.vocab_size - 1} and not empty")
+        if params.max_tokens < 1:
+            raise ValueError(f"max_tokens={params.max_tokens}: expected at least 1")
+        if len(prompt_ids) + params.max_tokens > self.max_length:
+            raise ValueError(
+                f"{len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} exceed {self.max_length}"
+            )
+        if outside := [token for token in params.stop_ids if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"stop id {outside[0]} is not in 0 … {self.vocab_size - 1}")

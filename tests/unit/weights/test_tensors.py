@@ -10,7 +10,6 @@ from torch import Tensor
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
-from etude.run.numerics import to_stored, to_tensors
 from etude.run.resolve import resolve_device
 from etude.weights.chunks import Layout, Part, assemble
 from etude.weights.digest import state_digest
@@ -19,6 +18,7 @@ from etude.weights.publish import Publisher
 from etude.weights.pull import Receiver, pull
 from etude.weights.state import Region, State, snapshot
 from etude.weights.store import ObjectStore
+from etude.weights.tensors import to_stored, to_tensors
 
 
 def make_model(seed: int) -> Decoder:

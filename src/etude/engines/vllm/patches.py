@@ -26,7 +26,7 @@ STORED_BITS = {np.dtype(kind): f"U{8 * size}" for size, kind in NUMBER_TYPES.ite
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Patch:
-    """What leads from one state to another."""
+    """The changes that lead from one state to another."""
 
     base: str
     """State digest before."""
@@ -66,7 +66,7 @@ def read_patch(path: Path) -> Patch:
             raise DamagedError(f"{path}: {title!r} is no run of changes, or has no bits of its shape")
         changed = ChangedNumbers(indices=stored.data.view(np.uint64), bits=bits.numbers)
         runs.setdefault(name, []).append((int(number), changed))
-    changes = {name: [run for _, run in sorted(found, key=lambda pair: pair[0])] for name, found in runs.items()}
+    changes = {name: [run for _, run in sorted(parts, key=lambda pair: pair[0])] for name, parts in runs.items()}
     return Patch(base=file.metadata["base"], digest=file.metadata["digest"], changes=changes)
 
 

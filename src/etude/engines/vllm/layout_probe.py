@@ -1,4 +1,4 @@
-"""How an engine's layout is learned: by loading numbers that say where they come from, and looking where they went.
+"""A probe of an engine's layout: loads numbers that say where they come from, and looks where they went.
 
     random bits, and their opposites    ──loader──▶  positions that anything is written to
     digits of codes, highest first      ──loader──▶  which number of which tensor each of them shows
@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from etude.engines.weights.parameters import TORCH_TYPES, Parameter, as_values
+from etude.engines.scatter import SIGNED, Load
+from etude.errors import UserError
 from etude.types import TensorSpec
 from etude.weights.device import STORED_TYPES, digest_tensor
 from etude.weights.digest import Digest
@@ -35,13 +36,8 @@ from etude.weights.placement import (
     random_bits,
 )
 from etude.weights.state import Region
+from etude.weights.tensors import TORCH_TYPES
 
-Loader: TypeAlias = Callable[[Mapping[str, Tensor]], None]
-"""Writes a whole checkpoint, given as CPU tensors by name, into the runtime parameters, in place.
-
-The same call that the engine loads with, whatever follows it included. It may read the tensors in any order, as they
-are made one at a time; it must not keep them as parameters.
-"""
 Make: TypeAlias = Callable[[TensorSpec, Places], Tensor]
 """(tensor, the codes of its numbers [n]) → values [n] to load for it."""
 
@@ -50,15 +46,63 @@ BYTES_PER_CODE = 24
 
 
 @final
-class Probe:
-    """What can be learned about a loader by loading with it.
+class Parameter:
+    """A parameter that an engine computes with, flat: its values in row-major order, and their bits.
+
+    Raises :class:`~etude.errors.UserError` for a tensor that is not contiguous or of a type that is not stored.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_contiguous():
+            raise UserError(
+                f"parameter {name!r} of shape {list(tensor.shape)} and strides {tensor.stride()} is not contiguous; "
+                "pass the tensor that it is a view of"
+            )
+        if tensor.dtype not in STORED_TYPES:
+            raise UserError(f"parameter {name!r} is {tensor.dtype}, which is not stored; view it as torch.uint8")
+        self.values = tensor.detach().view(-1)
+        self.bits = self.values.view(SIGNED[tensor.dtype.itemsize])
+
+    def read_bits(self) -> npt.NDArray[np.signedinteger[Any]]:
+        """[n] a copy on the host."""
+        return self.bits.cpu().numpy().copy()
+
+    def read_values(self) -> npt.NDArray[np.float64]:
+        """[n] its values as numbers: E8M0 exponents as integers, the real parts of complex ones."""
+        values = self.values.cpu()
+        if values.dtype is torch.float8_e8m0fnu:
+            values = values.view(torch.uint8)
+        elif values.is_complex():
+            values = values.real
+        return values.to(torch.float64).numpy()
+
+    def cast(self, values: Tensor) -> Tensor:
+        """The bits that values on the host have in this parameter."""
+        return values.to(self.values.dtype).view(self.bits.dtype)
+
+    def keeps(self, spec: TensorSpec) -> bool:
+        """Report whether every value of a tensor's type can be read back from it."""
+        stored, own = ELEMENTS[spec.dtype], ELEMENTS[STORED_TYPES[self.values.dtype]]
+        if stored.name == own.name:
+            return True
+        is_wider = own.exponent_bits >= stored.exponent_bits and own.mantissa_bits >= stored.mantissa_bits
+        return stored.is_float and own.is_float and is_wider
+
+    def stored(self, bits: Tensor, spec: TensorSpec) -> Tensor:
+        """The values of a tensor's type that some of the bits here stand for."""
+        return bits.contiguous().view(self.values.dtype).to(TORCH_TYPES[spec.dtype])
+
+
+@final
+class LayoutProbe:
+    """A probe of a loader, which loads with it.
 
     Takes, for each group of parameters that fits ``limit_bytes`` of host memory, a load for each digit of the largest
     code and two more; one to prove the map; and in the search for sources one for each group that is tried.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], load: Loader, specs: tuple[TensorSpec, ...], limit_bytes: int
+        self, parameters: Mapping[str, Parameter], load: Load, specs: tuple[TensorSpec, ...], limit_bytes: int
     ) -> None:
         self._parameters = parameters
         self._load = load
@@ -72,7 +116,7 @@ class Probe:
         """Parameters found to be more than copies of numbers."""
 
     def blocks(self) -> list[Block]:
-        """Where every number lies, of the parameters that are copies; the others become :attr:`computed`."""
+        """The places of all numbers in the parameters that are copies; the others become :attr:`computed`."""
         blocks: dict[str, list[Block]] = {}
         for names in self._groups():
             for name, codes in self._read(names).items():
@@ -81,15 +125,15 @@ class Probe:
                 else:
                     blocks[name] = self._numbering.blocks(name, codes)
         self._fill(partial(_random_values, flipped=False))
-        self.computed |= {name for name, found in blocks.items() if not self._explains(name, found)}
-        return [block for name, found in blocks.items() if name not in self.computed for block in found]
+        self.computed |= {name for name, own in blocks.items() if not self._explains(name, own)}
+        return [block for name, own in blocks.items() if name not in self.computed for block in own]
 
     def sources(self) -> frozenset[str]:
         """The tensors that computed parameters depend on: found by changing half of them, then half of those, …"""
         if not self.computed:
             return frozenset()
         before = self._signatures(frozenset())
-        found: set[str] = set()
+        sources: set[str] = set()
         groups = [[spec.name for spec in self._numbering.specs]]
         while groups:
             group = groups.pop()
@@ -99,8 +143,8 @@ class Probe:
             if middle:
                 groups += [group[:middle], group[middle:]]
             else:
-                found.add(group[0])
-        return frozenset(found)
+                sources.add(group[0])
+        return frozenset(sources)
 
     def _groups(self) -> Iterator[list[str]]:
         """Names of parameters that can be read together; one that is too large is read alone."""
@@ -118,7 +162,7 @@ class Probe:
 
     def _read(self, names: Sequence[str]) -> dict[str, Places | None]:
         """The code at every position of some parameters; ``None`` for a parameter that shows anything but codes."""
-        readings = {name: _Reading(self._parameters[name]) for name in names}
+        readings = {name: _ProbeReading(self._parameters[name]) for name in names}
         for flipped in (False, True):
             self._fill(partial(_random_values, flipped=flipped))
             for reading in readings.values():
@@ -131,7 +175,7 @@ class Probe:
         return {name: reading.codes(self._numbering.end) for name, reading in readings.items()}
 
     def _explains(self, name: str, blocks: Sequence[Block]) -> bool:
-        """Whether the random bits that were loaded are where the blocks say, cast to the parameter's type."""
+        """Report whether the random bits that were loaded are where the blocks say, cast to the parameter's type."""
         parameter = self._parameters[name]
         actual = parameter.read_bits()
         specs = {spec.name: (spec, first) for spec, first, _ in self._numbering.codes()}
@@ -144,7 +188,7 @@ class Probe:
         return True
 
     def _signatures(self, changed: frozenset[str]) -> list[Digest]:
-        """What the computed parameters are when small integers are loaded, others for the ``changed`` tensors."""
+        """Digests of the computed parameters when small integers are loaded, others for the ``changed`` tensors."""
         base = self._base
         self._fill(lambda spec, codes: _integers(spec, blended(codes, base, shifted=spec.name in changed)))
         parameters = [self._parameters[name] for name in sorted(self.computed)]
@@ -155,8 +199,8 @@ class Probe:
         self._load(_Pattern(self._specs, self._numbering, make))
 
 
-class _Reading:
-    """What is seen at the positions of one parameter over several loads."""
+class _ProbeReading:
+    """The readings at the positions of one parameter over several loads."""
 
     def __init__(self, parameter: Parameter) -> None:
         self._parameter = parameter
@@ -210,7 +254,8 @@ class _Pattern(Mapping[str, Tensor]):
 
 
 def _random_values(spec: TensorSpec, codes: Places, *, flipped: bool) -> Tensor:
-    return as_values(random_bits(codes, ELEMENTS[spec.dtype], flipped=flipped), spec)
+    bits = random_bits(codes, ELEMENTS[spec.dtype], flipped=flipped)
+    return torch.from_numpy(bits).view(TORCH_TYPES[spec.dtype])
 
 
 def _digit_values(spec: TensorSpec, codes: Places, *, place: int, base: int) -> Tensor:

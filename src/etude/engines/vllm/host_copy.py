@@ -1,56 +1,52 @@
 """The weights of an engine that is not ours: a proven copy on the host, and the engine's own loader.
 
-    patch or checkpoint ──proof──▶ Mirror ──loader──▶ whatever the engine computes with
+    patch or checkpoint ──proof──▶ HostCopy ──loader──▶ whatever the engine computes with
                                       └─InPlaceWeights, where its parameters lie open─▶ only what changed
 
 Nothing is loaded before the copy was compared with the digest that was published, so a wrong patch leaves the engine
 as it was. Runs inside the engine's process, which need not have more of étude's dependencies than numpy, torch, numba,
-orjson and zstandard. How changes get here is the business of ``vllm_extension.py``.
+orjson and zstandard. How changes get here is the business of ``extension.py``.
 """
 
 from collections.abc import Mapping
 from typing import final
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from etude.engines.weights.inplace import InPlaceWeights
-from etude.engines.weights.parameters import TORCH_TYPES
-from etude.engines.weights.patches import Patch
-from etude.engines.weights.probe import Loader
+from etude.engines.scatter import Load
+from etude.engines.vllm.inplace import InPlaceWeights
+from etude.engines.vllm.patches import Patch
 from etude.errors import DamagedError
 from etude.types import TensorSpec
 from etude.weights.digest import Digest, digest_change, state_digest
 from etude.weights.replica import ChangedNumbers
 from etude.weights.state import Numbers, State, snapshot, spec_key
+from etude.weights.tensors import to_tensors
 
 Undo = list[tuple[Numbers, ChangedNumbers, Numbers]]
 """(a tensor's numbers, a change, what was there before it)."""
 
 
 @final
-class Mirror:
+class HostCopy:
     """A checkpoint on the host that follows patches, and its digest."""
 
     def __init__(self, state: State, digest: str) -> None:
         """Copy ``state``. Raises :class:`~etude.errors.DamagedError` unless it is that of ``digest``."""
         self._state = snapshot(state)
-        if (found := self.read_digest()) != digest:
-            raise DamagedError(f"the checkpoint is the state {found[:12]}, not {digest[:12]}: it is another version")
+        if (actual := self.read_digest()) != digest:
+            raise DamagedError(f"the checkpoint is the state {actual[:12]}, not {digest[:12]}: it is another version")
         self.digest = digest
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What its tensors are."""
+        """Specs of its tensors."""
         return tuple(stored.spec for stored in self._state.values())
 
     def tensors(self) -> dict[str, Tensor]:
         """By name, sharing its memory: to be read only, and before the next patch."""
-        return {
-            name: torch.from_numpy(stored.data).view(TORCH_TYPES[stored.spec.dtype]).view(stored.spec.shape)
-            for name, stored in self._state.items()
-        }
+        return to_tensors(self._state)
 
     def follow(self, patch: Patch) -> None:
         """Apply a patch, at the cost of what it changes.
@@ -93,37 +89,37 @@ class Mirror:
 
 
 @final
-class MirroredWeights:
+class RuntimeWeights:
     """An engine's weights, moved from version to version through its loader."""
 
-    def __init__(self, mirror: Mirror, load: Loader, runtime: Mapping[str, Tensor] | None) -> None:
-        """Load what ``mirror`` holds.
+    def __init__(self, copy: HostCopy, load: Load, runtime: Mapping[str, Tensor] | None) -> None:
+        """Load what ``copy`` holds.
 
         ``runtime`` are the parameters that the engine computes with, if they can be read and written where they lie:
         then an update writes only what changed, and the digest is read from them. ``None`` if the engine packs them
         away (vLLM on a CPU hands its linear layers to oneDNN): then every update loads everything, and the digest is
         that of the copy it was loaded from.
         """
-        self._mirror = mirror
+        self._copy = copy
         self._load = load
-        self._placed = None if runtime is None else InPlaceWeights(runtime, load, mirror.specs)
+        self._placed = None if runtime is None else InPlaceWeights(runtime, load, copy.specs)
         self._is_whole = False
         self._load_all()
 
     def follow(self, patch: Patch) -> None:
-        """Move to a patch's state; raises as :meth:`Mirror.follow` does, with the weights as they were."""
-        self._mirror.follow(patch)
+        """Move to a patch's state; raises as :meth:`HostCopy.follow` does, with the weights as they were."""
+        self._copy.follow(patch)
         if self._placed is None:
             self._load_all()
             return
-        scatter = self._placed.prepare(patch.changes, self._mirror.tensors())
+        scatter = self._placed.prepare(patch.changes, self._copy.tensors())
         self._is_whole = False
         scatter.apply()
         self._is_whole = True
 
-    def replace(self, mirror: Mirror) -> None:
+    def replace(self, copy: HostCopy) -> None:
         """Move to another checkpoint of the same model."""
-        self._mirror = mirror
+        self._copy = copy
         self._load_all()
 
     def digest(self) -> str:
@@ -133,9 +129,9 @@ class MirroredWeights:
         """
         if not self._is_whole:
             raise DamagedError("a load broke off half-way: the engine holds parts of two versions; start it again")
-        return self._mirror.read_digest() if self._placed is None else self._placed.digest()
+        return self._copy.read_digest() if self._placed is None else self._placed.digest()
 
     def _load_all(self) -> None:
         self._is_whole = False
-        self._load(self._mirror.tensors())
+        self._load(self._copy.tensors())
         self._is_whole = True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.engines import process_guard
+from etude.engines.vllm import process_guard
 from patience import PATIENCE_S, wait_until
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["close", "terminate", "kill the command"])
-def test_all_end_together(end: str) -> None:
+def test_all_processes_end_at_once(end: str) -> None:
     with start(sys.executable, "-c", FAMILY) as process:
         pids = family(process)
         if end == "close":

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.engines.weights.host_copy import Mirror, MirroredWeights
-from etude.engines.weights.patches import Patch
+from etude.engines.vllm.host_copy import HostCopy, RuntimeWeights
+from etude.engines.vllm.patches import Patch
 from etude.errors import DamagedError
 from etude.types import TensorSpec
 from etude.weights.digest import state_digest
@@ -62,8 +62,8 @@ def changed(state: dict[str, StoredTensor], name: str, indices: list[int]) -> tu
 def test_a_patch_leads_where_a_full_load_would(is_open: bool) -> None:
     state = make_state(0)
     engine, fresh = ForeignEngine(), ForeignEngine()
-    mirror = Mirror(state, state_digest(state))
-    weights = MirroredWeights(mirror, engine.load, engine.runtime if is_open else None)
+    copy = HostCopy(state, state_digest(state))
+    weights = RuntimeWeights(copy, engine.load, engine.runtime if is_open else None)
     loads = engine.loads
     after, patch = changed(state, "gate", [3, 5, 23])
     weights.follow(patch)
@@ -77,7 +77,7 @@ def test_a_patch_leads_where_a_full_load_would(is_open: bool) -> None:
     assert engine.loads - loads == (0 if is_open else 1)
     assert weights.digest() == state_digest(after)
 
-    weights.replace(Mirror(state, state_digest(state)))
+    weights.replace(HostCopy(state, state_digest(state)))
     assert weights.digest() == state_digest(state)
 
 
@@ -85,7 +85,7 @@ def test_a_patch_leads_where_a_full_load_would(is_open: bool) -> None:
 def test_a_wrong_patch_is_refused_and_nothing_is_touched(fault: str) -> None:
     state = make_state(1)
     engine = ForeignEngine()
-    weights = MirroredWeights(Mirror(state, state_digest(state)), engine.load, None)
+    weights = RuntimeWeights(HostCopy(state, state_digest(state)), engine.load, None)
     before, loads = engine.runtime["fused"].clone(), engine.loads
     _, patch = changed(state, "up", [1, 2])
     first, second = patch.changes["up"]
@@ -115,13 +115,13 @@ def test_a_wrong_patch_is_refused_and_nothing_is_touched(fault: str) -> None:
 
 def test_a_checkpoint_of_another_digest_is_refused() -> None:
     with pytest.raises(DamagedError, match="another version"):
-        Mirror(make_state(2), state_digest(make_state(3)))
+        HostCopy(make_state(2), state_digest(make_state(3)))
 
 
 def test_a_load_that_broke_off_is_not_passed_off_as_whole() -> None:
     state = make_state(4)
     engine = ForeignEngine()
-    weights = MirroredWeights(Mirror(state, state_digest(state)), engine.load, None)
+    weights = RuntimeWeights(HostCopy(state, state_digest(state)), engine.load, None)
     _, patch = changed(state, "gate", [0, 7])
     engine.fails = True
     with pytest.raises(RuntimeError):

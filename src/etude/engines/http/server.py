@@ -1,7 +1,7 @@
 """Any engine, served over HTTP to :class:`etude.engines.http.client.HttpEngine`.
 
     POST /generate  request → completion              (both as in engines/http/wire.py)
-    POST /stream    request → pieces, the last with the completion
+    POST /stream    request → chunks, the last with the completion
     GET  /health    → {"version", "digest", "running", "waiting"}
 
 Errors are ``{"error": message}``: 400 for a request that can never be served, 413 for one that is too large, 503 with
@@ -43,27 +43,27 @@ def engine_app(engine: Engine) -> web.Application:
     async def stream(request: web.Request) -> web.StreamResponse:
         prompt_ids, params, session = decode_request(await request.read())
         response = web.StreamResponse(headers={"Content-Type": BINARY})
-        async with aclosing(engine.stream(prompt_ids, params, session=session)) as pieces:
-            await _send(pieces, response, request)
+        async with aclosing(engine.stream(prompt_ids, params, session=session)) as chunks:
+            await _send(chunks, response, request)
         return response
 
     async def health(_request: web.Request) -> web.StreamResponse:
         return web.json_response(asdict(await engine.health()))
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusals])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses])
     app.router.add_post("/generate", generate)
     app.router.add_post("/stream", stream)
     app.router.add_get("/health", health)
     return app
 
 
-async def _send(pieces: AsyncIterator[TokenChunk], response: web.StreamResponse, request: web.Request) -> None:
-    """Write pieces as they come. A refusal comes before the first one, and has a status of its own."""
+async def _send(chunks: AsyncIterator[TokenChunk], response: web.StreamResponse, request: web.Request) -> None:
+    """Write chunks as they come. A refusal comes before the first one, and has a status of its own."""
     try:
-        async for piece in pieces:
+        async for chunk in chunks:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(encode_chunk(piece))
+            await response.write(encode_chunk(chunk))
     except EngineUnavailable as error:
         if response.prepared:  # too late for a status: the connection breaks, and with it the stream
             raise ConnectionAbortedError(f"a stream ended early: {error}") from error
@@ -72,21 +72,21 @@ async def _send(pieces: AsyncIterator[TokenChunk], response: web.StreamResponse,
 
 
 @web.middleware
-async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_responses(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Errors as answers."""
     try:
         return await handler(request)
     except ValueError as error:
-        return _refusal(400, str(error))
+        return _error_response(400, str(error))
     except EngineBusy as error:
-        return _refusal(BUSY, str(error))
+        return _error_response(BUSY, str(error))
     except EngineUnavailable as error:
-        return _refusal(UNAVAILABLE, str(error))
+        return _error_response(UNAVAILABLE, str(error))
     except web.HTTPRequestEntityTooLarge as error:
-        return _refusal(413, error.text or "")
+        return _error_response(413, error.text or "")
 
 
-def _refusal(status: int, message: str) -> web.Response:
+def _error_response(status: int, message: str) -> web.Response:
     response = web.Response(status=status, body=orjson.dumps({"error": message}), content_type="application/json")
     if status in (BUSY, UNAVAILABLE):
         response.headers["Retry-After"] = str(RETRY_AFTER_S)

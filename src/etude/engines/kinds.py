@@ -1,0 +1,89 @@
+"""The contract of an engine kind: opened with a weight version, moved to later ones while it serves.
+
+    open(context, weights) ──▶ ServedEngine:  engine ──▶ HTTP server
+                                              updater ◀── stage, swap ── weight follower
+                                              tasks ──▶ background
+
+A kind is a file with an opener, a row of ``run/engine.py:ENGINES`` and a value of ``engine.kind``. The log of weights,
+retries, leases, events and the HTTP server are the process's, the same for all kinds.
+"""
+
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from etude.config.recipe import RunConfig
+from etude.models.decoder import Decoder
+from etude.models.spec import ModelSpec
+from etude.protocols import Engine
+from etude.telemetry.log import EventLog
+from etude.weights.replica import ChangedNumbers, PulledWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightUpdate:
+    """A weight version to move to."""
+
+    weights: PulledWeights
+    """All of it, in memory that is valid until the next update."""
+    changed: Mapping[str, Sequence[ChangedNumbers]] | None
+    """The numbers that changed since the update before, by tensor; ``None`` for so many that everything is loaded."""
+
+
+Swap: TypeAlias = Callable[[], Awaitable[float]]
+"""Lets the engine sample with what was staged; returns the pause in seconds. Called at most once."""
+
+
+class WeightUpdater(Protocol):
+    """Moves one engine from version to version; one update at a time."""
+
+    @property
+    def version(self) -> int:
+        """The weight version being served."""
+        ...
+
+    def stage(self, update: WeightUpdate) -> Swap:
+        """Prepare an update; nothing that serves is touched. May block: it is called in a thread.
+
+        The swap raises :class:`~etude.errors.InfrastructureError` when the engine then holds other weights.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Do what the next update will be shorter for, after a swap, while nothing waits. May block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedEngine:
+    """An open engine."""
+
+    engine: Engine
+    updater: WeightUpdater
+    tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]]
+    """Run in the background as long as it serves; an error of one ends the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """The run that an engine is opened for."""
+
+    config: RunConfig
+    spec: ModelSpec
+    model_folder: Path
+    """Holds the model's ``config.json``."""
+    logs: Path
+    """Folder for the log of a process."""
+    events: EventLog
+    make_model: Callable[[], Decoder]
+    """Builds a model for published weights, with the run's arithmetic, on the engine's device."""
+    load: Callable[[Decoder, Mapping[str, Tensor]], None]
+    """Copies a published state into such a model."""
+
+
+Opener: TypeAlias = Callable[[EngineContext, PulledWeights], AbstractAsyncContextManager[ServedEngine]]
+"""Opens an engine that serves these weights; raises :class:`~etude.errors.ConfigError` where it cannot."""
