@@ -1,6 +1,6 @@
 """What must hold of a run whatever went wrong in it, and what does not: the judge of a fault campaign.
 
-    books at one moment, books later ──▶ compare ──▶ what is gone
+    ledger snapshot at one moment, ledger snapshot later ──▶ compare ──▶ what is gone
     everything a run that is over left ──▶ audit ──▶ what is wrong
 
 Pure: who reads is :mod:`bench.faults.evidence`. It judges by what lies on disk and what the events say, by
@@ -69,7 +69,7 @@ class RolloutFact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class LedgerSnapshot:
     """The ledger at one moment."""
 
     groups: Mapping[int, GroupFact] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Closing:
     """What events say of an ended rollout."""
 
     rollout_id: str
@@ -144,16 +144,16 @@ class Evidence:
     """Everything that a run that is over left behind."""
 
     terms: Terms
-    books: Books
+    snapshot: LedgerSnapshot
     drawn: tuple[str, ...]
     """Task ids that the dataset's cursor has passed."""
     endings: tuple[Ending, ...]
-    told: tuple[Told, ...]
+    closings: tuple[Closing, ...]
     computed: tuple[Computed, ...]
     weights: Weights
 
 
-def compare(before: Books, after: Books) -> list[Finding]:
+def compare(before: LedgerSnapshot, after: LedgerSnapshot) -> list[Finding]:
     """What was there and is gone, or went where nothing may go."""
     found = [
         Finding(Wrong.LOST, f"step {step} was committed and is not") for step in before.steps_done - after.steps_done
@@ -178,22 +178,22 @@ def _group_changes(before: GroupFact, after: GroupFact | None) -> Iterator[Findi
 def audit(evidence: Evidence) -> list[Finding]:
     """What is wrong with a run that reached its end."""
     return [
-        *_steps(evidence.books, evidence.terms),
-        *_prompts(evidence.books, evidence.drawn),
-        *_slots(evidence.books, evidence.terms),
+        *_steps(evidence.snapshot, evidence.terms),
+        *_prompts(evidence.snapshot, evidence.drawn),
+        *_slots(evidence.snapshot, evidence.terms),
         *_rewards(evidence),
         *_redone(evidence.computed),
         *_weights(evidence.weights, evidence.terms),
     ]
 
 
-def _steps(books: Books, terms: Terms) -> Iterator[Finding]:
+def _steps(snapshot: LedgerSnapshot, terms: Terms) -> Iterator[Finding]:
     """Every step is committed once, on groups of its own."""
     wanted = set(range(1, terms.steps + 1))
-    if books.steps_done != wanted:
-        odd = sorted(books.steps_done ^ wanted)
+    if snapshot.steps_done != wanted:
+        odd = sorted(snapshot.steps_done ^ wanted)
         yield Finding(Wrong.LOST, f"steps {odd} of {terms.steps} are committed and should not be, or the reverse")
-    sizes = Counter(group.step for group in books.groups.values() if group.state == "consumed")
+    sizes = Counter(group.step for group in snapshot.groups.values() if group.state == "consumed")
     for step in sorted(wanted):
         if sizes[step] < terms.groups_per_step:
             yield Finding(Wrong.LOST, f"step {step} was trained on {sizes[step]} groups of {terms.groups_per_step}")
@@ -201,35 +201,35 @@ def _steps(books: Books, terms: Terms) -> Iterator[Finding]:
             yield Finding(Wrong.DOUBLE_TRAINED, f"step {step} has {sizes[step]} groups of {terms.groups_per_step}")
 
 
-def _prompts(books: Books, drawn: Sequence[str]) -> Iterator[Finding]:
+def _prompts(snapshot: LedgerSnapshot, drawn: Sequence[str]) -> Iterator[Finding]:
     """Every prompt that was drawn is admitted, once, and every admitted one has come somewhere."""
-    for index in sorted(set(range(len(books.groups))) - set(books.groups)):
+    for index in sorted(set(range(len(snapshot.groups))) - set(snapshot.groups)):
         yield Finding(Wrong.LOST, f"group {index} was admitted and is gone")
-    admitted = Counter(group.task_id for group in books.groups.values())
+    admitted = Counter(group.task_id for group in snapshot.groups.values())
     for task_id, times in admitted.items():
         if times > 1:
             yield Finding(Wrong.DOUBLE_TRAINED, f"task {task_id} was admitted {times} times")
     for task_id in sorted(set(drawn) - set(admitted)):
         yield Finding(Wrong.LOST, f"task {task_id} was drawn and never admitted")
-    for group in books.groups.values():
+    for group in snapshot.groups.values():
         if group.state not in STATES or group.state == "claimed":
             yield Finding(Wrong.LOST, f"group {group.index} is {group.state!r} at the end of the run")
         if group.state == "dropped" and not group.reason:
             yield Finding(Wrong.LOST, f"group {group.index} was dropped without a reason")
 
 
-def _slots(books: Books, terms: Terms) -> Iterator[Finding]:
+def _slots(snapshot: LedgerSnapshot, terms: Terms) -> Iterator[Finding]:
     """A consumed group has one graded rollout in each slot, but for the lesser half, tried as often as may be."""
     filled = Counter(
         (rollout.group_index, rollout.slot)
-        for rollout in books.rollouts.values()
+        for rollout in snapshot.rollouts.values()
         if rollout.status == RolloutStatus.GRADED
     )
     for (index, slot), times in filled.items():
         if times > 1:
             yield Finding(Wrong.DOUBLE_TRAINED, f"slot {slot} of group {index} has {times} graded rollouts")
-    tried = Counter((rollout.group_index, rollout.slot) for rollout in books.rollouts.values())
-    for group in books.groups.values():
+    tried = Counter((rollout.group_index, rollout.slot) for rollout in snapshot.rollouts.values())
+    for group in snapshot.groups.values():
         if group.state != "consumed":
             continue
         empty = [slot for slot in range(group.size) if not filled[group.index, slot]]
@@ -242,21 +242,21 @@ def _slots(books: Books, terms: Terms) -> Iterator[Finding]:
 
 def _rewards(evidence: Evidence) -> Iterator[Finding]:
     """A reward has a session that the model itself ended; nothing else has one."""
-    books = evidence.books.rollouts
-    for rollout in books.values():
+    rollouts = evidence.snapshot.rollouts
+    for rollout in rollouts.values():
         if (rollout.reward is not None) != (rollout.status == RolloutStatus.GRADED):
             yield Finding(Wrong.INFRA_SCORED_ZERO, f"rollout {rollout.rollout_id}: {rollout.status}, {rollout.reward}")
     for ending in evidence.endings:
         if (fault := _unfinished(ending, evidence.terms)) is not None:
             yield Finding(Wrong.INFRA_SCORED_ZERO, f"rollout {ending.rollout_id} has a reward, but {fault}")
-    for told in evidence.told:
-        kept = books.get(told.rollout_id)
-        if kept is None:
-            yield Finding(Wrong.LOST, f"rollout {told.rollout_id} ended {told.status} and is gone")
-        elif (kept.status, kept.reward) != (told.status, told.reward):
+    for closing in evidence.closings:
+        stored = rollouts.get(closing.rollout_id)
+        if stored is None:
+            yield Finding(Wrong.LOST, f"rollout {closing.rollout_id} ended {closing.status} and is gone")
+        elif (stored.status, stored.reward) != (closing.status, closing.reward):
             yield Finding(
-                Wrong.INFRA_SCORED_ZERO if kept.status == RolloutStatus.GRADED else Wrong.LOST,
-                f"rollout {told.rollout_id} ended {told.status}, {told.reward}; kept is {kept.status}, {kept.reward}",
+                Wrong.INFRA_SCORED_ZERO if stored.status == RolloutStatus.GRADED else Wrong.LOST,
+                f"rollout {closing.rollout_id} ended {closing.status}, {closing.reward}; stored is {stored.status}, {stored.reward}",
             )
 
 

@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Self
 
 from bench.faults.audit import Finding, Wrong, audit
-from bench.faults.chaos_run import Siege
+from bench.faults.chaos_run import ChaosRun
 from bench.faults.database import Database, programs
 from bench.faults.evidence import read_evidence
 from bench.faults.injector import Site
-from bench.faults.ledger_snapshot import Shelf, Verdict
 from bench.faults.link import Link
 from bench.faults.machine import Machine, compile_preload, missing
-from bench.faults.schedule import Extent, Kind, Sortie, plan
+from bench.faults.schedule import Extent, FaultSchedule, Kind, plan
+from bench.faults.verdicts import Verdict, VerdictStore
 from bench.programs import environment
 from bench.report import Goal, envelope
 from bench.tables import results_page
@@ -169,13 +169,13 @@ def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
     if (reason := missing()) is not None:
         raise UserError(f"bench faults: {reason}")
     began_s = time.monotonic()
-    sorties = plan(chosen.seed, chosen.extent)
+    schedules = plan(chosen.seed, chosen.extent)
     with tempfile.TemporaryDirectory(prefix="etude-faults-", dir=_memory()) as scratch:
         verdicts = []
         with Campaign(Path(scratch), chosen) as campaign:
-            for sortie in sorties:
-                verdicts.append(campaign.verdict(sortie))
-                sys.stderr.write(progress_line(verdicts, len(sorties)))
+            for schedule in schedules:
+                verdicts.append(campaign.verdict(schedule))
+                sys.stderr.write(progress_line(verdicts, len(schedules)))
     return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen))
 
 
@@ -197,7 +197,7 @@ class Campaign:
         self._scratch = scratch
         self._options = options
         described: dict[str, Json] = {"faults": options.faults, "seed": options.seed, "commit": source_commit()}
-        self._shelf = Shelf(options.out or scratch / "verdicts", described)
+        self._store = VerdictStore(options.out or scratch / "verdicts", described)
         self._library: Path | None = None
         self._model: RunFolder | None = None
         self._database: Database | None = None
@@ -210,27 +210,27 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._servers.close()
 
-    def verdict(self, sortie: Sortie) -> Verdict:
-        """What a run comes to: read from the shelf, or found out now."""
-        if (known := self._shelf.find(sortie.number)) is not None:
+    def verdict(self, schedule: FaultSchedule) -> Verdict:
+        """What a run comes to: read from the store, or found out now."""
+        if (known := self._store.find(schedule.number)) is not None:
             return known
-        database = self._served() if sortie.served else None
-        folder = self._fresh(sortie.number, "" if database is None else database.url)
+        database = self._served() if schedule.served else None
+        folder = self._fresh(schedule.number, "" if database is None else database.url)
         log = self._scratch / "supervisor.log"
         log.write_bytes(b"")
         with ExitStack() as stack:
             links = {name: stack.enter_context(Link()) for name in LINKS}
             machine = Machine(folder.path, self._scratch / "page", self._preload())
             stack.callback(machine.close)
-            siege = Siege(sortie, folder, log, Site(machine=machine, links=links, database=database))
-            chronicle = siege.run()
-        if chronicle.finished:
+            chaos_run = ChaosRun(schedule, folder, log, Site(machine=machine, links=links, database=database))
+            run_log = chaos_run.run()
+        if run_log.finished:
             try:
-                chronicle.findings += audit(read_evidence(folder, siege.books))
+                run_log.findings += audit(read_evidence(folder, chaos_run.snapshot))
             except (DamagedError, InfrastructureError) as error:
-                chronicle.findings.append(Finding(Wrong.LOST, f"what the run left cannot be read: {error}"))
-        verdict = Verdict.of(sortie.number, len(sortie.faults), chronicle)
-        self._shelf.put(verdict, folder, [log])
+                run_log.findings.append(Finding(Wrong.LOST, f"what the run left cannot be read: {error}"))
+        verdict = Verdict.of(schedule.number, len(schedule.faults), run_log)
+        self._store.put(verdict, folder, [log])
         shutil.rmtree(folder.path)
         return verdict
 

@@ -1,11 +1,11 @@
 """One run under fire: real processes, started, wronged at points of their progress, resumed, and watched.
 
-    strike what is due ─▶ heal what has lasted ─▶ resume what has ended ─▶ read the books ─▶ …
+    strike what is due ─▶ heal what has lasted ─▶ resume what has ended ─▶ read the ledger snapshot ─▶ …
                                                                                │
     until the run is done, or has stood still for longer than any wait in it may take ◀──┘
 
-Owns time, processes and the tale of each fault. What a fault does is :mod:`bench.faults.injector`'s, what is
-wrong with the books :mod:`bench.faults.audit`'s.
+Owns time, processes and the record of each fault. What a fault does is :mod:`bench.faults.injector`'s, what is
+wrong with the ledger snapshot :mod:`bench.faults.audit`'s.
 """
 
 import math
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from bench.faults.audit import Books, Finding, Wrong, compare
-from bench.faults.evidence import read_books
+from bench.faults.audit import Finding, LedgerSnapshot, Wrong, compare
+from bench.faults.evidence import read_snapshot
 from bench.faults.injector import Damage, Injector, NoVictim, Site, damageable
-from bench.faults.schedule import OFFLINE, Fault, Kind, Sortie
+from bench.faults.schedule import OFFLINE, Fault, FaultSchedule, Kind
 from bench.faults.supervisor import GONE_S, Supervisor, kill_all, wait_for_end
 from etude.errors import InfrastructureError, RunFolderError
 from etude.run.folder import RunFolder
@@ -47,12 +47,12 @@ class Bounds:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tale:
+class FaultRecord:
     """What became of one fault."""
 
     fault: Fault
     struck_s: float
-    """When it came, on the siege's clock."""
+    """When it came, on the chaos run's clock."""
     starts: int
     """Processes that the supervisors had started until then."""
     resumes: int
@@ -64,10 +64,10 @@ class Tale:
 
 
 @dataclass(slots=True, kw_only=True)
-class Chronicle:
-    """What happened in one siege."""
+class RunLog:
+    """What happened in one chaos run."""
 
-    tales: list[Tale] = field(default_factory=list)
+    records: list[FaultRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
     """The errors with which the run ended, and was resumed."""
@@ -77,36 +77,38 @@ class Chronicle:
 
 
 @final
-class Siege:
+class ChaosRun:
     """Drives one run through its faults; ``log`` takes what its supervisors print."""
 
-    def __init__(self, sortie: Sortie, folder: RunFolder, log: Path, site: Site, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self, schedule: FaultSchedule, folder: RunFolder, log: Path, site: Site, bounds: Bounds | None = None
+    ) -> None:
         self._bounds = bounds or Bounds()
         self._folder = folder
         self._site = site
-        self._due = list(sortie.faults)
+        self._due = list(schedule.faults)
         self._due_since_s: float | None = None
-        self._open: list[tuple[float, Tale, AbstractContextManager[None]]] = []
+        self._open: list[tuple[float, FaultRecord, AbstractContextManager[None]]] = []
         self._damages: list[Damage] = []
-        self._chronicle = Chronicle()
-        self._books = Books()
+        self._log = RunLog()
+        self._snapshot = LedgerSnapshot()
         self._moved_s = time.monotonic()
         self._vain_endings = 0
         self._supervisor = Supervisor(folder, log, site.machine.environment)
         self._injector = Injector(folder, site, self._supervisor)
 
     @property
-    def books(self) -> Books:
+    def snapshot(self) -> LedgerSnapshot:
         """The ledger, as it was read last."""
-        return self._books
+        return self._snapshot
 
-    def run(self) -> Chronicle:
+    def run(self) -> RunLog:
         """Go through all of it; returns within the bounds above, whatever happens."""
         began_s = time.monotonic()
         with ExitStack() as stack:
             stack.callback(self._supervisor.stop_all)
             stack.callback(self._heal)
-            while not self._chronicle.finished and not self._is_stuck():
+            while not self._log.finished and not self._is_stuck():
                 self._lead()
                 self._strike()
                 self._heal(time.monotonic())
@@ -116,9 +118,9 @@ class Siege:
                 time.sleep(POLL_S)
         self._undo(self._damages)
         self._look()
-        self._chronicle.resumes = self._supervisor.resumes
-        self._chronicle.seconds = time.monotonic() - began_s
-        return self._chronicle
+        self._log.resumes = self._supervisor.resumes
+        self._log.seconds = time.monotonic() - began_s
+        return self._log
 
     # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,29 +130,29 @@ class Siege:
             while self._due and self._is_due(self._due[0]):
                 fault = self._due[0]
                 if fault.kind in DOWN:
-                    self._strike_down(self._due_together(fault.at))
+                    self._strike_down(self._due_at_once(fault.at))
                     continue
                 context = self._injector.begin(fault)
                 context.__enter__()
                 self._open.append((time.monotonic() + fault.hold_s, self._tell(fault), context))
 
     def _is_due(self, fault: Fault) -> bool:
-        if not self._books.groups or self._books.graded < fault.at or self._supervisor.status is not None:
+        if not self._snapshot.groups or self._snapshot.graded < fault.at or self._supervisor.status is not None:
             return False
         if self._due_since_s is None:
             self._due_since_s = time.monotonic()
         return time.monotonic() - self._due_since_s >= fault.delay_s
 
-    def _tell(self, fault: Fault) -> Tale:
-        """Begin the tale of a fault that was due."""
+    def _tell(self, fault: Fault) -> FaultRecord:
+        """Begin the record of a fault that was due."""
         self._due.remove(fault)
         self._due_since_s = None
         starts, resumes = self._supervisor.starts, self._supervisor.resumes
-        tale = Tale(fault=fault, struck_s=time.monotonic(), starts=starts, resumes=resumes)
-        self._chronicle.tales.append(tale)
-        return tale
+        record = FaultRecord(fault=fault, struck_s=time.monotonic(), starts=starts, resumes=resumes)
+        self._log.records.append(record)
+        return record
 
-    def _due_together(self, at: int) -> list[Fault]:
+    def _due_at_once(self, at: int) -> list[Fault]:
         """All that takes the run down at one point. Raises :class:`NoVictim` while a file for it is missing."""
         together = [fault for fault in self._due if fault.at == at and fault.kind in DOWN]
         if not all(damageable(self._folder, fault.kind) for fault in together if fault.kind in OFFLINE):
@@ -160,7 +162,7 @@ class Siege:
     def _strike_down(self, faults: Sequence[Fault]) -> None:
         """Kill the supervisor, do to files what is due with that, and resume."""
         orphans = self._supervisor.kill()
-        tales = []
+        records = []
         if any(fault.kind in OFFLINE for fault in faults):
             kill_all(orphans)  # all at once, as with the machine: politely ended, they would tidy their files up
             self._heal()
@@ -170,18 +172,18 @@ class Siege:
             with suppress(NoVictim):  # its file went with the processes: it waits for the next one
                 if fault.kind in OFFLINE:
                     self._damages.append(self._injector.damage(fault))
-                tales.append(self._tell(fault))
-        for tale in tales:
-            tale.healed_s = time.monotonic()
+                records.append(self._tell(fault))
+        for record in records:
+            record.healed_s = time.monotonic()
         self._supervisor.resume()
 
     def _heal(self, now_s: float = math.inf) -> None:
         """End the faults whose time is over."""
         for entry in [entry for entry in self._open if entry[0] <= now_s]:
             self._open.remove(entry)
-            _, tale, context = entry
+            _, record, context = entry
             context.__exit__(None, None, None)
-            tale.healed_s = time.monotonic()
+            record.healed_s = time.monotonic()
 
     def _undo(self, damages: Sequence[Damage]) -> None:
         for damage in reversed(damages):  # a file that was damaged twice
@@ -193,14 +195,14 @@ class Siege:
     def _follow_up(self, status: int) -> None:
         """The supervisor ended by itself: the run is done, or its error is noted and it is resumed."""
         if status == 0:
-            self._chronicle.finished = True
+            self._log.finished = True
             return
         output = self._supervisor.output
         lines = [line for line in output.splitlines() if line.startswith("etude: ")]
         if "Traceback (most recent call last)" in output or not lines:
             self._find(f"it ended with status {status} and without a named error: {output.strip()[-600:]}")
         else:
-            self._chronicle.endings.append(lines[-1].removeprefix("etude: "))
+            self._log.endings.append(lines[-1].removeprefix("etude: "))
         named = [damage for damage in self._damages if damage.is_named(output)]
         self._undo(named or self._damages)
         self._vain_endings += 1
@@ -213,13 +215,13 @@ class Siege:
         if still_s > self._bounds.still_s:
             self._find(f"nothing happened for {still_s:.0f} s; due: {self._due[:1]}, open: {len(self._open)}")
         elif self._vain_endings > self._bounds.vain_endings:
-            self._find(f"it ended {self._vain_endings} times in a row: {self._chronicle.endings[-1:]}")
+            self._find(f"it ended {self._vain_endings} times in a row: {self._log.endings[-1:]}")
         else:
             return False
         return True
 
     def _find(self, what: str) -> None:
-        self._chronicle.findings.append(Finding(Wrong.UNBOUNDED_WAITS, what))
+        self._log.findings.append(Finding(Wrong.UNBOUNDED_WAITS, what))
 
     def _lead(self) -> None:
         """Let connections go through the links, wherever the run listens since it was resumed."""
@@ -231,28 +233,28 @@ class Siege:
                     self._site.machine.lead(number, port, link.port)
 
     def _look(self) -> None:
-        """Read the books: whether all is there that was, and whether the run got on."""
-        books = read_books(self._folder)
-        if books is None:
+        """Read the ledger snapshot: whether all is there that was, and whether the run got on."""
+        snapshot = read_snapshot(self._folder)
+        if snapshot is None:
             return
-        self._chronicle.findings += compare(self._books, books)
-        moved = books.progress != self._books.progress
-        self._books = books
+        self._log.findings += compare(self._snapshot, snapshot)
+        moved = snapshot.progress != self._snapshot.progress
+        self._snapshot = snapshot
         now_s = time.monotonic()
         if moved:
             self._moved_s, self._vain_endings = now_s, 0
-        if moved or self._chronicle.finished:
-            for tale in self._chronicle.tales:
-                self._close(tale, now_s)
+        if moved or self._log.finished:
+            for record in self._log.records:
+                self._close(record, now_s)
 
-    def _close(self, tale: Tale, now_s: float) -> None:
+    def _close(self, record: FaultRecord, now_s: float) -> None:
         """Note how a fault that is over was got over."""
-        if tale.how or tale.healed_s is None or (now_s - tale.healed_s < SETTLE_S and not self._chronicle.finished):
+        if record.how or record.healed_s is None or (now_s - record.healed_s < SETTLE_S and not self._log.finished):
             return
-        tale.recovered_s = now_s
-        if self._supervisor.resumes > tale.resumes:
-            tale.how = "resumed"
+        record.recovered_s = now_s
+        if self._supervisor.resumes > record.resumes:
+            record.how = "resumed"
         else:
-            tale.how = "restarted" if self._supervisor.starts > tale.starts else "went on"
-        if tale.fault.kind is Kind.FREEZE and tale.how == "went on":
+            record.how = "restarted" if self._supervisor.starts > record.starts else "went on"
+        if record.fault.kind is Kind.FREEZE and record.how == "went on":
             self._find("a frozen process was not replaced")

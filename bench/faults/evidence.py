@@ -1,4 +1,4 @@
-"""Reading what a run under fire has in its books, and what it left when it is over.
+"""Reading what a run under fire has in its ledger snapshot, and what it left when it is over.
 
 Owns how the facts are found: the ledger's tables are read as they lie on disk, beside the ledger's own code, and
 without disturbing it. What the facts mean is :mod:`bench.faults.audit`'s.
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from bench.faults.audit import Books, Computed, Ending, Evidence, GroupFact, RolloutFact, Terms, Told, Weights
+from bench.faults.audit import Computed, Ending, Evidence, GroupFact, LedgerSnapshot, RolloutFact, Terms, Closing, Weights
 from bench.faults.database import locked, query, split
 from etude.config.recipe import RunConfig
 from etude.errors import InfrastructureError
@@ -37,14 +37,14 @@ QUESTIONS = (
 )
 
 
-def read_books(folder: RunFolder) -> Books | None:
+def read_snapshot(folder: RunFolder) -> LedgerSnapshot | None:
     """The ledger right now; ``None`` while nobody can read it."""
     place = split(folder.ledger)
     answers = query(place, QUESTIONS) if place is not None else _read_file(folder.ledger)
     if answers is None:
         return None
     groups, rollouts, steps = answers
-    return Books(
+    return LedgerSnapshot(
         groups={
             index: GroupFact(index=index, task_id=task_id, size=size, state=state, step=step, reason=reason)
             for index, task_id, size, state, step, reason in groups
@@ -59,7 +59,7 @@ def read_books(folder: RunFolder) -> Books | None:
     )
 
 
-def read_evidence(folder: RunFolder, books: Books) -> Evidence:
+def read_evidence(folder: RunFolder, snapshot: LedgerSnapshot) -> Evidence:
     """Everything that a run that is over left. Raises :class:`~etude.errors.DamagedError` for what cannot be read."""
     config = folder.config()
     events = EventReader(folder.events).new()
@@ -70,10 +70,10 @@ def read_evidence(folder: RunFolder, books: Books) -> Evidence:
             max_turns=config.harness.max_turns,
             max_attempts=config.rollouts.max_attempts,
         ),
-        books=books,
+        snapshot=snapshot,
         drawn=_drawn(folder, config),
         endings=tuple(_endings(folder)),
-        told=tuple(_told(events)),
+        closings=tuple(_closings(events)),
         computed=tuple(_computed(events)),
         weights=read_weights(folder),
     )
@@ -147,11 +147,11 @@ def _endings(folder: RunFolder) -> Iterator[Ending]:
                 )
 
 
-def _told(events: list[Logged]) -> Iterator[Told]:
+def _closings(events: list[Logged]) -> Iterator[Closing]:
     for logged in events:
         if isinstance(logged.event, RolloutClosed) and logged.event.purpose == TRAIN:
             event = logged.event
-            yield Told(rollout_id=event.rollout_id, status=event.status, reward=event.reward)
+            yield Closing(rollout_id=event.rollout_id, status=event.status, reward=event.reward)
 
 
 def _computed(events: list[Logged]) -> Iterator[Computed]:

@@ -69,7 +69,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class FaultSpec:
     """How often a kind happens and for how long."""
 
     share: float
@@ -78,38 +78,38 @@ class Manner:
     """The shortest and the longest time that it lasts; zero: it is over at once."""
 
 
-MANNERS: Mapping[Kind, Manner] = MappingProxyType(
+SPECS: Mapping[Kind, FaultSpec] = MappingProxyType(
     {
-        Kind.KILL_SUPERVISOR: Manner(3),
-        Kind.KILL_ENGINE: Manner(6),
-        Kind.KILL_GATEWAY: Manner(8),
-        Kind.KILL_ROLLOUTS: Manner(7),
-        Kind.KILL_TRAINER: Manner(7),
-        Kind.HANG_SUPERVISOR: Manner(2, (0.2, 2.0)),
-        Kind.HANG_ENGINE: Manner(4, (0.2, 2.0)),
-        Kind.HANG_GATEWAY: Manner(4, (0.2, 2.0)),
-        Kind.HANG_ROLLOUTS: Manner(4, (0.2, 2.0)),
-        Kind.HANG_TRAINER: Manner(4, (0.2, 2.0)),
-        Kind.FREEZE: Manner(2, (30.0, 30.0)),
-        Kind.KILL_SANDBOX: Manner(7),
-        Kind.HANG_SANDBOX: Manner(3, (10.0, 12.0)),
-        Kind.GATEWAY_5XX: Manner(7, (0.1, 1.0)),
-        Kind.GATEWAY_RESET: Manner(5, (0.0, 0.5)),
-        Kind.GATEWAY_STALL: Manner(3, (0.2, 1.5)),
-        Kind.ENGINE_5XX: Manner(5, (0.1, 1.0)),
-        Kind.ENGINE_RESET: Manner(4, (0.0, 0.5)),
-        Kind.ENGINE_STALL: Manner(3, (0.2, 1.5)),
-        Kind.STORE_ERROR: Manner(4, (0.05, 0.6)),
-        Kind.STORE_SLOW: Manner(3, (0.2, 1.5)),
-        Kind.LEDGER_LOCK: Manner(4, (0.1, 2.0)),
-        Kind.LEDGER_CUT: Manner(2),
-        Kind.LEDGER_DOWN: Manner(1, (0.1, 2.0)),
-        Kind.DISK_FULL: Manner(3, (0.1, 0.8)),
-        Kind.CLOCK_JUMP: Manner(5, (0.2, 3.0)),
-        Kind.DAMAGE_CHECKPOINT: Manner(1),
-        Kind.DAMAGE_EVENTS: Manner(1),
-        Kind.DAMAGE_SIDECAR: Manner(1),
-        Kind.DAMAGE_STORE: Manner(1),
+        Kind.KILL_SUPERVISOR: FaultSpec(3),
+        Kind.KILL_ENGINE: FaultSpec(6),
+        Kind.KILL_GATEWAY: FaultSpec(8),
+        Kind.KILL_ROLLOUTS: FaultSpec(7),
+        Kind.KILL_TRAINER: FaultSpec(7),
+        Kind.HANG_SUPERVISOR: FaultSpec(2, (0.2, 2.0)),
+        Kind.HANG_ENGINE: FaultSpec(4, (0.2, 2.0)),
+        Kind.HANG_GATEWAY: FaultSpec(4, (0.2, 2.0)),
+        Kind.HANG_ROLLOUTS: FaultSpec(4, (0.2, 2.0)),
+        Kind.HANG_TRAINER: FaultSpec(4, (0.2, 2.0)),
+        Kind.FREEZE: FaultSpec(2, (30.0, 30.0)),
+        Kind.KILL_SANDBOX: FaultSpec(7),
+        Kind.HANG_SANDBOX: FaultSpec(3, (10.0, 12.0)),
+        Kind.GATEWAY_5XX: FaultSpec(7, (0.1, 1.0)),
+        Kind.GATEWAY_RESET: FaultSpec(5, (0.0, 0.5)),
+        Kind.GATEWAY_STALL: FaultSpec(3, (0.2, 1.5)),
+        Kind.ENGINE_5XX: FaultSpec(5, (0.1, 1.0)),
+        Kind.ENGINE_RESET: FaultSpec(4, (0.0, 0.5)),
+        Kind.ENGINE_STALL: FaultSpec(3, (0.2, 1.5)),
+        Kind.STORE_ERROR: FaultSpec(4, (0.05, 0.6)),
+        Kind.STORE_SLOW: FaultSpec(3, (0.2, 1.5)),
+        Kind.LEDGER_LOCK: FaultSpec(4, (0.1, 2.0)),
+        Kind.LEDGER_CUT: FaultSpec(2),
+        Kind.LEDGER_DOWN: FaultSpec(1, (0.1, 2.0)),
+        Kind.DISK_FULL: FaultSpec(3, (0.1, 0.8)),
+        Kind.CLOCK_JUMP: FaultSpec(5, (0.2, 3.0)),
+        Kind.DAMAGE_CHECKPOINT: FaultSpec(1),
+        Kind.DAMAGE_EVENTS: FaultSpec(1),
+        Kind.DAMAGE_SIDECAR: FaultSpec(1),
+        Kind.DAMAGE_STORE: FaultSpec(1),
     }
 )
 """Each kind's share and time. What costs a start of all processes is rarer than what costs a retry."""
@@ -146,7 +146,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sortie:
+class FaultSchedule:
     """The faults of one run, in the order in which they are due."""
 
     number: int
@@ -186,7 +186,7 @@ class Extent:
         return EMBEDDED if self.is_served(run) else SERVED
 
 
-def plan(seed: int, extent: Extent) -> tuple[Sortie, ...]:
+def plan(seed: int, extent: Extent) -> tuple[FaultSchedule, ...]:
     """The runs of a campaign with all their faults; the same for the same arguments, whatever the machine.
 
     Raises ``ValueError`` for a campaign without faults or runs too short for theirs.
@@ -194,18 +194,18 @@ def plan(seed: int, extent: Extent) -> tuple[Sortie, ...]:
     if extent.faults < 1 or not 1 <= extent.per_run <= extent.rollouts * LAST_SHARE:
         raise ValueError(f"no campaign of {extent}: it needs a fault, and a rollout or more for each of a run")
     draw = random.Random(f"faults {seed}")
-    sorties: list[Sortie] = []
+    schedules: list[FaultSchedule] = []
     number = 0
     for run, kinds in enumerate(_dealt(apportion(extent.faults, extent.kinds), extent, draw)):
         faults = [_drawn(number + place, kind, (place, len(kinds)), draw, extent) for place, kind in enumerate(kinds)]
-        sorties.append(Sortie(number=run, served=extent.is_served(run), faults=_gathered(faults, extent)))
+        schedules.append(FaultSchedule(number=run, served=extent.is_served(run), faults=_gathered(faults, extent)))
         number += len(kinds)
-    return tuple(sorties)
+    return tuple(schedules)
 
 
 def apportion(faults: int, kinds: frozenset[Kind] = frozenset(Kind)) -> list[Kind]:
     """That many of some kinds by their shares: the likeliest if they are few, and each at least once if they can be."""
-    shares = {kind: manner.share for kind, manner in MANNERS.items() if kind in kinds}
+    shares = {kind: spec.share for kind, spec in SPECS.items() if kind in kinds}
     given = Counter(sorted(shares, key=lambda kind: -shares[kind])[:faults])
     whole = sum(shares.values())
     for _ in range(faults - given.total()):
@@ -227,7 +227,7 @@ def _dealt(kinds: list[Kind], extent: Extent, draw: random.Random) -> list[list[
 
 def _drawn(number: int, kind: Kind, place: tuple[int, int], draw: random.Random, extent: Extent) -> Fault:
     """A fault in the ``place[0]``-th of ``place[1]`` equal parts of its run's progress."""
-    shortest_s, longest_s = MANNERS[kind].hold_s
+    shortest_s, longest_s = SPECS[kind].hold_s
     progress = LAST_SHARE * (place[0] + draw.random()) / place[1]
     return Fault(
         number=number,

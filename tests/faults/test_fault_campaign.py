@@ -9,7 +9,7 @@ from bench.faults.machine import missing
 
 FAULTS = 50
 LATE = 2
-"""Faults that may come to nothing: while the siege stands still, a run may get past its last ones and be over."""
+"""Faults that may come to nothing: while the chaos run stands still, a run may get past its last ones and be over."""
 
 pytestmark = pytest.mark.heavy("minutes, and a C compiler", missing=missing() is not None)
 
@@ -33,4 +33,4 @@ def test_fifty_faults_cost_time_and_nothing_else(tmp_path: Path) -> None:
     unseen = options.extent.kinds - {row["case"] for row in rows if isinstance(row, dict)}
     assert len(unseen) <= FAULTS - injected, shown
     assert all(row["recovered"] == row["injected"] for row in rows if isinstance(row, dict)), shown
-    assert bench_faults(options)["results"] == rows  # read from the shelf
+    assert bench_faults(options)["results"] == rows  # read from the store

@@ -8,10 +8,10 @@ import pytest
 
 from bench.faults.audit import Finding, Wrong
 from bench.faults.bench import FaultOptions, fault_options, progress_line, recipe, rows_of, steps_of, summary, table
-from bench.faults.chaos_run import Chronicle, Tale
+from bench.faults.chaos_run import FaultRecord, RunLog
 from bench.faults.injector import JUMP_S, Damage, jump_s
-from bench.faults.ledger_snapshot import Got, Shelf, Verdict
 from bench.faults.schedule import Fault, Kind, plan
+from bench.faults.verdicts import Got, Verdict, VerdictStore
 from etude.errors import DamagedError, UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -66,20 +66,20 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
     log = tmp_path / "supervisor.log"
     log.write_text("etude: said something\n")
     wrong = replace(SOUND, run=1, findings=(Finding(Wrong.LOST, "a rollout"),))
-    shelf = Shelf(tmp_path / "out", CAMPAIGN)
+    shelf = VerdictStore(tmp_path / "out", CAMPAIGN)
     for verdict in (SOUND, wrong):
         assert shelf.find(verdict.run) is None
         shelf.put(verdict, folder, [log])
-    again = Shelf(tmp_path / "out", CAMPAIGN)
+    again = VerdictStore(tmp_path / "out", CAMPAIGN)
     assert [again.find(run) for run in range(3)] == [SOUND, wrong, None]
     assert not (tmp_path / "out" / "run-0000").exists()
     assert (tmp_path / "out" / "run-0001" / "logs" / "supervisor.log").exists()
 
 
 def test_another_campaign_and_a_damaged_verdict_are_refused(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path, CAMPAIGN)
+    shelf = VerdictStore(tmp_path, CAMPAIGN)
     with pytest.raises(UserError, match="another campaign"):
-        Shelf(tmp_path, {**CAMPAIGN, "seed": 8})
+        VerdictStore(tmp_path, {**CAMPAIGN, "seed": 8})
     (tmp_path / "run-0000.json").write_bytes(b'{"run": 0}')
     with pytest.raises(DamagedError, match=r"run-0000\.json"):
         shelf.find(0)
@@ -87,9 +87,11 @@ def test_another_campaign_and_a_damaged_verdict_are_refused(tmp_path: Path) -> N
 
 def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
     fault = Fault(number=0, kind=Kind.DISK_FULL, at=3, delay_s=0.0, hold_s=0.5, pick=0.1)
-    got_over = Tale(fault=fault, struck_s=1.0, starts=4, resumes=0, healed_s=1.5, recovered_s=2.5, how="restarted")
-    not_yet = Tale(fault=fault, struck_s=5.0, starts=4, resumes=0)
-    verdict = Verdict.of(2, 2, Chronicle(tales=[got_over, not_yet], resumes=3, seconds=9.0))
+    got_over = FaultRecord(
+        fault=fault, struck_s=1.0, starts=4, resumes=0, healed_s=1.5, recovered_s=2.5, how="restarted"
+    )
+    not_yet = FaultRecord(fault=fault, struck_s=5.0, starts=4, resumes=0)
+    verdict = Verdict.of(2, 2, RunLog(records=[got_over, not_yet], resumes=3, seconds=9.0))
     assert verdict.faults == (
         Got(kind="disk-full", how="restarted", seconds=1.0),
         Got(kind="disk-full", how="", seconds=None),
@@ -130,8 +132,8 @@ def test_clocks_jump_seconds_and_days_both_ways() -> None:
 @pytest.mark.parametrize("faults", [1, 10, 50, 1000])
 def test_every_campaign_fits_its_runs(faults: int) -> None:
     options = FaultOptions(faults=faults)
-    sorties = plan(0, options.extent)
-    assert sum(len(sortie.faults) for sortie in sorties) == faults
+    schedules = plan(0, options.extent)
+    assert sum(len(schedule.faults) for schedule in schedules) == faults
     assert recipe(1, steps_of(options.extent.per_run)).trainer.steps >= 3
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from bench.faults.audit import (
-    Books,
     Computed,
     Ending,
     Evidence,
     Finding,
     GroupFact,
+    LedgerSnapshot,
     RolloutFact,
     Terms,
-    Told,
+    Closing,
     Weights,
     Wrong,
     audit,
@@ -53,14 +53,16 @@ def sound() -> Evidence:
     rollouts += [rollout(6, 0, 0, "failed_infra"), rollout(6, 1, 0, "dropped")]
     return Evidence(
         terms=Terms(steps=STEPS, groups_per_step=GROUPS, max_turns=TURNS, max_attempts=2),
-        books=Books(groups=groups, rollouts={r.rollout_id: r for r in rollouts}, steps_done=frozenset({1, 2, 3})),
+        snapshot=LedgerSnapshot(
+            groups=groups, rollouts={r.rollout_id: r for r in rollouts}, steps_done=frozenset({1, 2, 3})
+        ),
         drawn=tuple(f"task-{index}" for index in range(7)),
         endings=tuple(
             Ending(rollout_id=r.rollout_id, reason="submit", turns=2, last_finish=Finish.STOP)
             for r in rollouts
             if r.status == "graded"
         ),
-        told=tuple(Told(rollout_id=r.rollout_id, status=r.status, reward=r.reward) for r in rollouts),
+        closings=tuple(Closing(rollout_id=r.rollout_id, status=r.status, reward=r.reward) for r in rollouts),
         computed=(Computed(1, (0.5, 10)), Computed(2, (0.1, 12)), Computed(2, (0.1, 12)), Computed(3, (0.0, 9))),
         weights=Weights(versions=(0, 1, 2, 3), faults=(), published="abc", lineage="abc"),
     )
@@ -68,16 +70,16 @@ def sound() -> Evidence:
 
 def with_group(index: int, **changes: Any) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        groups = {**evidence.books.groups, index: group(index, **changes)}
-        return replace(evidence, books=replace(evidence.books, groups=groups))
+        groups = {**evidence.snapshot.groups, index: group(index, **changes)}
+        return replace(evidence, snapshot=replace(evidence.snapshot, groups=groups))
 
     return change
 
 
 def without_group(index: int) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        groups = {key: value for key, value in evidence.books.groups.items() if key != index}
-        return replace(evidence, books=replace(evidence.books, groups=groups))
+        groups = {key: value for key, value in evidence.snapshot.groups.items() if key != index}
+        return replace(evidence, snapshot=replace(evidence.snapshot, groups=groups))
 
     return change
 
@@ -89,16 +91,16 @@ def given_up(index: int, slot: int) -> list[RolloutFact]:
 
 def with_rollout(*facts: RolloutFact) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        rollouts = {**evidence.books.rollouts, **{fact.rollout_id: fact for fact in facts}}
-        return replace(evidence, books=replace(evidence.books, rollouts=rollouts))
+        rollouts = {**evidence.snapshot.rollouts, **{fact.rollout_id: fact for fact in facts}}
+        return replace(evidence, snapshot=replace(evidence.snapshot, rollouts=rollouts))
 
     return change
 
 
 def without_rollout(rollout_id: str) -> Change:
     def change(evidence: Evidence) -> Evidence:
-        rollouts = {key: value for key, value in evidence.books.rollouts.items() if key != rollout_id}
-        return replace(evidence, books=replace(evidence.books, rollouts=rollouts))
+        rollouts = {key: value for key, value in evidence.snapshot.rollouts.items() if key != rollout_id}
+        return replace(evidence, snapshot=replace(evidence.snapshot, rollouts=rollouts))
 
     return change
 
@@ -112,7 +114,7 @@ def with_weights(**changes: Any) -> Change:
 
 
 def with_steps(*steps: int) -> Change:
-    return lambda evidence: replace(evidence, books=replace(evidence.books, steps_done=frozenset(steps)))
+    return lambda evidence: replace(evidence, snapshot=replace(evidence.snapshot, steps_done=frozenset(steps)))
 
 
 def test_a_sound_run_has_nothing_wrong() -> None:
@@ -121,7 +123,7 @@ def test_a_sound_run_has_nothing_wrong() -> None:
 
 def test_the_lesser_half_of_a_group_may_be_given_up() -> None:
     evidence = with_rollout(*given_up(2, 1))(sound())
-    assert audit(replace(evidence, told=())) == []
+    assert audit(replace(evidence, closings=())) == []
 
 
 PLANTED: dict[str, tuple[Wrong, Change]] = {
@@ -133,10 +135,10 @@ PLANTED: dict[str, tuple[Wrong, Change]] = {
     "a group was dropped for no reason": (Wrong.LOST, with_group(6, state="dropped", step=None)),
     "a drawn task was never admitted": (Wrong.LOST, lambda e: replace(e, drawn=(*e.drawn, "task-7"))),
     "a graded rollout is gone": (Wrong.LOST, without_rollout("r2.1.0")),
-    "a slot was given up too early": (Wrong.LOST, lambda e: replace(without_rollout("r2.1.0")(e), told=())),
+    "a slot was given up too early": (Wrong.LOST, lambda e: replace(without_rollout("r2.1.0")(e), closings=())),
     "a consumed group has no graded rollout": (
         Wrong.LOST,
-        lambda e: replace(with_rollout(*given_up(0, 0), *given_up(0, 1))(e), told=()),
+        lambda e: replace(with_rollout(*given_up(0, 0), *given_up(0, 1))(e), closings=()),
     ),
     "a version is missing": (Wrong.LOST, with_weights(versions=(0, 1, 3))),
     "a version cannot be had": (Wrong.LOST, with_weights(faults=("version 2: damaged",))),
@@ -169,20 +171,20 @@ def test_what_is_planted_is_found(planted: str) -> None:
     assert wrong in {finding.wrong for finding in audit(change(sound()))}
 
 
-def open_books(**changes: Any) -> Books:
-    books = Books(
+def open_snapshot(**changes: Any) -> LedgerSnapshot:
+    snapshot = LedgerSnapshot(
         groups={0: group(0), 1: group(1, state="claimed"), 2: group(2, state="ready", step=None)},
         rollouts={fact.rollout_id: fact for fact in (rollout(0, 0), rollout(0, 1), rollout(1, 0, 0, "failed_infra"))},
         steps_done=frozenset({1}),
     )
-    return replace(books, **changes)
+    return replace(snapshot, **changes)
 
 
 def test_getting_on_is_no_change_for_the_worse() -> None:
-    assert compare(Books(), open_books()) == []
-    assert compare(open_books(), open_books()) == []
-    later = open_books(groups={**open_books().groups, 1: group(1), 2: group(2, state="claimed"), 3: group(3)})
-    assert compare(open_books(), later) == []
+    assert compare(LedgerSnapshot(), open_snapshot()) == []
+    assert compare(open_snapshot(), open_snapshot()) == []
+    later = open_snapshot(groups={**open_snapshot().groups, 1: group(1), 2: group(2, state="claimed"), 3: group(3)})
+    assert compare(open_snapshot(), later) == []
 
 
 @pytest.mark.parametrize(
@@ -190,23 +192,23 @@ def test_getting_on_is_no_change_for_the_worse() -> None:
     [
         (Wrong.LOST, {"steps_done": frozenset()}),
         (Wrong.LOST, {"rollouts": {}}),
-        (Wrong.LOST, {"rollouts": {**open_books().rollouts, "r0.0.0": replace(rollout(0, 0), reward=1.0)}}),
+        (Wrong.LOST, {"rollouts": {**open_snapshot().rollouts, "r0.0.0": replace(rollout(0, 0), reward=1.0)}}),
         (Wrong.LOST, {"groups": {}}),
-        (Wrong.LOST, {"groups": {**open_books().groups, 0: group(0, task_id="another")}}),
-        (Wrong.LOST, {"groups": {**open_books().groups, 2: group(2, state="open", step=None)}}),
-        (Wrong.LOST, {"groups": {**open_books().groups, 0: group(0, state="dropped")}}),
-        (Wrong.DOUBLE_TRAINED, {"groups": {**open_books().groups, 0: group(0, step=2)}}),
+        (Wrong.LOST, {"groups": {**open_snapshot().groups, 0: group(0, task_id="another")}}),
+        (Wrong.LOST, {"groups": {**open_snapshot().groups, 2: group(2, state="open", step=None)}}),
+        (Wrong.LOST, {"groups": {**open_snapshot().groups, 0: group(0, state="dropped")}}),
+        (Wrong.DOUBLE_TRAINED, {"groups": {**open_snapshot().groups, 0: group(0, step=2)}}),
     ],
 )
 def test_what_goes_is_found(wrong: Wrong, changes: dict[str, Any]) -> None:
-    found = compare(open_books(), open_books(**changes))
+    found = compare(open_snapshot(), open_snapshot(**changes))
     assert found
     assert {finding.wrong for finding in found} == {wrong}
     assert all(isinstance(finding, Finding) for finding in found)
 
 
 def test_progress_is_whatever_the_run_gets_done() -> None:
-    books = open_books()
-    assert books.graded == 2
-    assert books.progress != open_books(groups={**books.groups, 2: group(2, state="claimed")}).progress
-    assert books.progress == open_books().progress
+    snapshot = open_snapshot()
+    assert snapshot.graded == 2
+    assert snapshot.progress != open_snapshot(groups={**snapshot.groups, 2: group(2, state="claimed")}).progress
+    assert snapshot.progress == open_snapshot().progress

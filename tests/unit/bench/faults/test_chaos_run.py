@@ -1,4 +1,4 @@
-"""A siege gives a run up that stands still or ends in vain, finds that, and leaves no process behind."""
+"""A chaos run gives a run up that stands still or ends in vain, finds that, and leaves no process behind."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 from bench.faults.audit import Wrong
 from bench.faults.bench import recipe
-from bench.faults.chaos_run import Bounds, Chronicle, Siege
+from bench.faults.chaos_run import Bounds, ChaosRun, RunLog
 from bench.faults.injector import Site, damageable
 from bench.faults.machine import Machine, compile_preload, missing
-from bench.faults.schedule import Kind, Sortie
+from bench.faults.schedule import FaultSchedule, Kind
 from bench.usage import descendants
 from etude.run.folder import RunFolder
 
@@ -29,28 +29,30 @@ def site(library: Path, tmp_path: Path) -> Iterator[Site]:
     machine.close()
 
 
-def besieged(folder: RunFolder, site: Site, bounds: Bounds) -> Chronicle:
-    siege = Siege(Sortie(number=0, served=False, faults=()), folder, folder.path.with_name("log"), site, bounds)
-    chronicle = siege.run()
-    assert not chronicle.finished
-    assert {finding.wrong for finding in chronicle.findings} == {Wrong.UNBOUNDED_WAITS}
-    return chronicle
+def run_under_fire(folder: RunFolder, site: Site, bounds: Bounds) -> RunLog:
+    chaos_run = ChaosRun(
+        FaultSchedule(number=0, served=False, faults=()), folder, folder.path.with_name("log"), site, bounds
+    )
+    run_log = chaos_run.run()
+    assert not run_log.finished
+    assert {finding.wrong for finding in run_log.findings} == {Wrong.UNBOUNDED_WAITS}
+    return run_log
 
 
 def test_a_run_that_stands_still_is_found_and_ended(site: Site, tmp_path: Path) -> None:
     """It does while its processes start, for who has that little patience."""
     folder = RunFolder.create(tmp_path / "run", recipe(0, 3))
     before = set(descendants(1))
-    chronicle = besieged(folder, site, Bounds(still_s=0.1))
-    assert "nothing happened" in chronicle.findings[0].what
-    assert chronicle.resumes == 0
+    run_log = run_under_fire(folder, site, Bounds(still_s=0.1))
+    assert "nothing happened" in run_log.findings[0].what
+    assert run_log.resumes == 0
     assert not {pid for pid in set(descendants(1)) - before if str(folder.path).encode() in command(pid)}
 
 
 def test_a_run_that_ends_again_and_again_is_found_with_its_last_error(site: Site, tmp_path: Path) -> None:
-    chronicle = besieged(RunFolder(tmp_path / "run"), site, Bounds(vain_endings=1, again_s=0.0))
-    assert "is not a run folder" in chronicle.findings[0].what
-    assert len(chronicle.endings) == 2
+    run_log = run_under_fire(RunFolder(tmp_path / "run"), site, Bounds(vain_endings=1, again_s=0.0))
+    assert "is not a run folder" in run_log.findings[0].what
+    assert len(run_log.endings) == 2
 
 
 def test_no_checkpoint_can_be_damaged_before_there_is_one(tmp_path: Path) -> None:

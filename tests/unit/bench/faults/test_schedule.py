@@ -10,9 +10,9 @@ from bench.faults.schedule import (
     EMBEDDED,
     LAST_SHARE,
     LONGEST_DELAY_S,
-    MANNERS,
     OFFLINE,
     SERVED,
+    SPECS,
     Extent,
     Kind,
     apportion,
@@ -26,17 +26,17 @@ THOUSAND = Extent(faults=1000, per_run=25, rollouts=104)
 @given(seed=st.integers(0, 2**32), faults=st.integers(1, 120), per_run=st.integers(5, 30), server=st.booleans())
 def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: int, per_run: int, server: bool) -> None:
     extent = Extent(faults=faults, per_run=per_run, rollouts=4 * per_run, server=server)
-    sorties = plan(seed, extent)
-    assert plan(seed, extent) == sorties
-    assert sorted(fault.number for sortie in sorties for fault in sortie.faults) == list(range(faults))
-    for sortie in sorties:
-        due = [fault.at for fault in sortie.faults]
+    schedules = plan(seed, extent)
+    assert plan(seed, extent) == schedules
+    assert sorted(fault.number for schedule in schedules for fault in schedule.faults) == list(range(faults))
+    for schedule in schedules:
+        due = [fault.at for fault in schedule.faults]
         assert len(due) <= per_run
         assert due == sorted(due)
-        assert sortie.served == (server and sortie.number % 2 == 1)
-        for fault in sortie.faults:
-            assert fault.kind not in (EMBEDDED if sortie.served else SERVED)
-            shortest_s, longest_s = MANNERS[fault.kind].hold_s
+        assert schedule.served == (server and schedule.number % 2 == 1)
+        for fault in schedule.faults:
+            assert fault.kind not in (EMBEDDED if schedule.served else SERVED)
+            shortest_s, longest_s = SPECS[fault.kind].hold_s
             assert 0 <= fault.at <= LAST_SHARE * extent.rollouts
             assert shortest_s <= fault.hold_s <= longest_s
             assert 0 <= fault.delay_s <= LONGEST_DELAY_S
@@ -44,9 +44,9 @@ def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: i
 
 
 def test_every_kind_has_a_manner_and_comes_in_a_campaign_of_fifty() -> None:
-    assert set(MANNERS) == set(Kind)
+    assert set(SPECS) == set(Kind)
     fifty = Extent(faults=50, per_run=25, rollouts=104, server=True)
-    assert {fault.kind for sortie in plan(0, fifty) for fault in sortie.faults} == set(Kind)
+    assert {fault.kind for schedule in plan(0, fifty) for fault in schedule.faults} == set(Kind)
 
 
 @settings(max_examples=30)
@@ -59,13 +59,13 @@ def test_as_many_are_apportioned_as_were_asked_for(faults: int, kinds: frozenset
 
 
 def test_few_faults_are_the_likeliest_ones() -> None:
-    assert apportion(1) == [max(MANNERS, key=lambda kind: MANNERS[kind].share)]
+    assert apportion(1) == [max(SPECS, key=lambda kind: SPECS[kind].share)]
 
 
 def test_shares_are_kept() -> None:
     given_ = Counter(apportion(1000))
-    whole = sum(manner.share for manner in MANNERS.values())
-    assert all(abs(given_[kind] - 1000 * manner.share / whole) <= 1 for kind, manner in MANNERS.items())
+    whole = sum(spec.share for spec in SPECS.values())
+    assert all(abs(given_[kind] - 1000 * spec.share / whole) <= 1 for kind, spec in SPECS.items())
 
 
 def test_seeds_differ() -> None:
@@ -74,16 +74,16 @@ def test_seeds_differ() -> None:
 
 def test_files_are_damaged_while_the_run_is_down_anyway() -> None:
     shared = 0
-    for sortie in plan(0, THOUSAND):
-        kills = [fault.at for fault in sortie.faults if fault.kind is Kind.KILL_SUPERVISOR]
-        damages = [fault for fault in sortie.faults if fault.kind in OFFLINE]
+    for schedule in plan(0, THOUSAND):
+        kills = [fault.at for fault in schedule.faults if fault.kind is Kind.KILL_SUPERVISOR]
+        damages = [fault for fault in schedule.faults if fault.kind in OFFLINE]
         assert len({fault.at for fault in damages}) <= 1
         if kills and damages:
             shared += 1
             assert damages[0].at in kills
-            first = sortie.faults.index(damages[0])
-            assert sortie.faults[first - 1].kind is Kind.KILL_SUPERVISOR
-            assert sortie.faults[first : first + len(damages)] == tuple(damages)
+            first = schedule.faults.index(damages[0])
+            assert schedule.faults[first - 1].kind is Kind.KILL_SUPERVISOR
+            assert schedule.faults[first : first + len(damages)] == tuple(damages)
     assert shared > 0
 
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 import orjson
 
 from bench.faults.audit import Finding, Wrong
-from bench.faults.chaos_run import Chronicle
+from bench.faults.chaos_run import RunLog
 from etude.errors import DamagedError, UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -46,26 +46,26 @@ class Verdict:
     """The errors with which it ended before it was done, and was resumed."""
 
     @classmethod
-    def of(cls, run: int, planned: int, chronicle: Chronicle) -> Self:
-        """The verdict on a siege that is over."""
+    def of(cls, run: int, planned: int, run_log: RunLog) -> Self:
+        """The verdict on a chaos run that is over."""
         return cls(
             run=run,
             planned=planned,
-            finished=chronicle.finished,
-            resumes=chronicle.resumes,
-            seconds=chronicle.seconds,
+            finished=run_log.finished,
+            resumes=run_log.resumes,
+            seconds=run_log.seconds,
             faults=tuple(
                 Got(
-                    kind=tale.fault.kind,
-                    how=tale.how,
+                    kind=record.fault.kind,
+                    how=record.how,
                     seconds=None
-                    if tale.recovered_s is None or tale.healed_s is None
-                    else tale.recovered_s - tale.healed_s,
+                    if record.recovered_s is None or record.healed_s is None
+                    else record.recovered_s - record.healed_s,
                 )
-                for tale in chronicle.tales
+                for record in run_log.records
             ),
-            findings=tuple(chronicle.findings),
-            endings=tuple(chronicle.endings),
+            findings=tuple(run_log.findings),
+            endings=tuple(run_log.endings),
         )
 
     @classmethod
@@ -85,7 +85,7 @@ class Verdict:
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2) + b"\n"
 
 
-class Shelf:
+class VerdictStore:
     """Verdicts in a folder."""
 
     def __init__(self, folder: Path, campaign: Mapping[str, Json]) -> None:
