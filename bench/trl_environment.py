@@ -40,8 +40,8 @@ QUIET: Final[Mapping[str, str]] = {
 
 def trl_python() -> Path:
     """The interpreter of TRL's environment. Raises :class:`~etude.errors.InfrastructureError` if there is none."""
-    told = os.environ.get(VARIABLE)
-    python = Path(told) if told else PYTHON
+    named = os.environ.get(VARIABLE)
+    python = Path(named) if named else PYTHON
     if not python.is_file():
         raise InfrastructureError(
             f"not measured: there is no {python}. `make bench-setup` installs constraints-trl.txt into "

@@ -16,15 +16,15 @@ def family(pid: int) -> list[int]:
 
 def descendants(pid: int) -> list[int]:
     """Process ids of living children, theirs, and so on; what ends meanwhile may be left out."""
-    found: list[int] = []
+    result: list[int] = []
     waiting = [pid]
     while waiting:
         for tasks in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
             with suppress(*_GONE):
                 children = [int(child) for child in tasks.read_text(encoding="utf-8").split()]
-                found += children
+                result += children
                 waiting += children
-    return found
+    return result
 
 
 def cpu_s(pids: Iterable[int]) -> float:

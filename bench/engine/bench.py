@@ -274,12 +274,12 @@ def _ratios(rows: Rows, ours: str, theirs: str, *, judged_only: bool) -> dict[st
 
     ``judged_only`` leaves out models without experts and batches other than ``JUDGED_BATCHES``.
     """
-    found: dict[str, float] = {}
+    ratios: dict[str, float] = {}
     for (name, cell), row in rows.items():
         other = rows.get((theirs, cell))
         if name != ours or other is None or not (row.rounds and other.rounds):
             continue
         if judged_only and not (cell.model.sparse and cell.batch in JUDGED_BATCHES):
             continue
-        found[cell.label] = statistics.median(one / two for one, two in zip(row.rates, other.rates, strict=True))
-    return found
+        ratios[cell.label] = statistics.median(one / two for one, two in zip(row.rates, other.rates, strict=True))
+    return ratios

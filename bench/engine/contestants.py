@@ -130,9 +130,9 @@ class Native:
         prompt, session = order.prompts[index], f"{order.seed}-{index}"
         first_s: float | None = None
         if order.stamped:
-            async for piece in self.engine.stream(prompt, params, session=session):
+            async for chunk in self.engine.stream(prompt, params, session=session):
                 first_s = first_s or time.perf_counter() - started_s
-                completion = piece.completion
+                completion = chunk.completion
             assert completion is not None
         else:
             completion = await self.engine.generate(prompt, params, session=session)

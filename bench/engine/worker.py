@@ -209,8 +209,8 @@ def preloaded(python: Path) -> list[Path]:
     """The libraries that vLLM's documentation preloads on CPUs, those of them that are installed."""
     places = (python.parent.parent / "lib", Path("/usr/lib/x86_64-linux-gnu"))
     names = ("libtcmalloc_minimal.so.4", "libiomp5.so")
-    found = ([place / name for place in places if (place / name).is_file()] for name in names)
-    return [files[0] for files in found if files]
+    result = ([place / name for place in places if (place / name).is_file()] for name in names)
+    return [files[0] for files in result if files]
 
 
 # ── the worker's end ────────────────────────────────────────────────────────────────────────────────────────────────

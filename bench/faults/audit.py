@@ -155,15 +155,15 @@ class Evidence:
 
 def compare(before: LedgerSnapshot, after: LedgerSnapshot) -> list[Finding]:
     """What was there and is gone, or went where nothing may go."""
-    found = [
+    result = [
         Finding(Wrong.LOST, f"step {step} was committed and is not") for step in before.steps_done - after.steps_done
     ]
     for rollout_id, rollout in before.rollouts.items():
         if after.rollouts.get(rollout_id) != rollout:
-            found.append(Finding(Wrong.LOST, f"{rollout} became {after.rollouts.get(rollout_id)}"))
+            result.append(Finding(Wrong.LOST, f"{rollout} became {after.rollouts.get(rollout_id)}"))
     for index, group in before.groups.items():
-        found += _group_changes(group, after.groups.get(index))
-    return found
+        result += _group_changes(group, after.groups.get(index))
+    return result
 
 
 def _group_changes(before: GroupFact, after: GroupFact | None) -> Iterator[Finding]:
@@ -189,12 +189,12 @@ def audit(evidence: Evidence) -> list[Finding]:
 
 def _steps(snapshot: LedgerSnapshot, terms: Terms) -> Iterator[Finding]:
     """Every step is committed once, on groups of its own."""
-    wanted = set(range(1, terms.steps + 1))
-    if snapshot.steps_done != wanted:
-        odd = sorted(snapshot.steps_done ^ wanted)
+    expected = set(range(1, terms.steps + 1))
+    if snapshot.steps_done != expected:
+        odd = sorted(snapshot.steps_done ^ expected)
         yield Finding(Wrong.LOST, f"steps {odd} of {terms.steps} are committed and should not be, or the reverse")
     sizes = Counter(group.step for group in snapshot.groups.values() if group.state == "consumed")
-    for step in sorted(wanted):
+    for step in sorted(expected):
         if sizes[step] < terms.groups_per_step:
             yield Finding(Wrong.LOST, f"step {step} was trained on {sizes[step]} groups of {terms.groups_per_step}")
         if sizes[step] > terms.groups_per_step:
@@ -256,7 +256,8 @@ def _rewards(evidence: Evidence) -> Iterator[Finding]:
         elif (stored.status, stored.reward) != (closing.status, closing.reward):
             yield Finding(
                 Wrong.INFRA_SCORED_ZERO if stored.status == RolloutStatus.GRADED else Wrong.LOST,
-                f"rollout {closing.rollout_id} ended {closing.status}, {closing.reward}; stored is {stored.status}, {stored.reward}",
+                f"rollout {closing.rollout_id} ended {closing.status}, {closing.reward}; "
+                f"the ledger has {stored.status}, {stored.reward}",
             )
 
 

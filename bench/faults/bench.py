@@ -183,10 +183,10 @@ def table(result: dict[str, Json]) -> str:
     """Kinds of fault and how they were got over, then the errors that runs ended with, findings and goals."""
     endings, findings = result["endings"], result["findings"]
     assert isinstance(endings, dict) and isinstance(findings, list)
-    told = [f"endings: {times} × {text}" for text, times in endings.items()]
-    told += [f"findings: {finding}" for finding in findings]
+    notes = [f"endings: {times} × {text}" for text, times in endings.items()]
+    notes += [f"findings: {finding}" for finding in findings]
     played = f"{result['injected']} of {result['planned']} faults"
-    return results_page(result, _COLUMNS, f"seed {result['seed']}", played, notes=told)
+    return results_page(result, _COLUMNS, f"seed {result['seed']}", played, notes=notes)
 
 
 class Campaign:
@@ -212,8 +212,8 @@ class Campaign:
 
     def verdict(self, schedule: FaultSchedule) -> Verdict:
         """What a run comes to: read from the store, or found out now."""
-        if (known := self._store.find(schedule.number)) is not None:
-            return known
+        if (stored := self._store.find(schedule.number)) is not None:
+            return stored
         database = self._served() if schedule.served else None
         folder = self._fresh(schedule.number, "" if database is None else database.url)
         log = self._scratch / "supervisor.log"
@@ -241,9 +241,9 @@ class Campaign:
     def _served(self) -> Database:
         """The server, started when it is first needed."""
         if self._database is None:
-            found = programs()
-            assert found is not None, "no ledger is on a server where there is none"
-            self._database = self._servers.enter_context(Database(found, self._scratch / "postgres"))
+            installed = programs()
+            assert installed is not None, "no ledger is on a server where there is none"
+            self._database = self._servers.enter_context(Database(installed, self._scratch / "postgres"))
         return self._database
 
     def _fresh(self, number: int, ledger: str) -> RunFolder:
@@ -272,8 +272,8 @@ def midtrained(path: Path, seed: int) -> RunFolder:
 
 def summary(verdicts: Sequence[Verdict], options: FaultOptions) -> dict[str, Json]:
     """The figures of the bench object."""
-    findings = [(verdict.run, found) for verdict in verdicts for found in verdict.findings]
-    counts = Counter(found.wrong for _, found in findings)
+    findings = [(verdict.run, finding) for verdict in verdicts for finding in verdict.findings]
+    counts = Counter(finding.wrong for _, finding in findings)
     unfinished = [f"run {verdict.run} did not end" for verdict in verdicts if not verdict.finished]
     return {
         "seed": options.seed,
@@ -285,7 +285,7 @@ def summary(verdicts: Sequence[Verdict], options: FaultOptions) -> dict[str, Jso
         "run_seconds": round(sum(verdict.seconds for verdict in verdicts), 1),
         "results": list(rows_of(verdicts)),
         "endings": dict(Counter(_stripped(ending) for verdict in verdicts for ending in verdict.endings).most_common()),
-        "findings": [*(f"run {run}: {found.wrong}: {found.what}" for run, found in findings), *unfinished],
+        "findings": [*(f"run {run}: {finding.wrong}: {finding.what}" for run, finding in findings), *unfinished],
         "goals": {goal.name: goal.judge(float(counts[Wrong(goal.name)])) for goal in GOALS},
     }
 

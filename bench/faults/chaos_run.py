@@ -154,10 +154,10 @@ class ChaosRun:
 
     def _due_at_once(self, at: int) -> list[Fault]:
         """All that takes the run down at one point. Raises :class:`NoVictim` while a file for it is missing."""
-        together = [fault for fault in self._due if fault.at == at and fault.kind in DOWN]
-        if not all(damageable(self._folder, fault.kind) for fault in together if fault.kind in OFFLINE):
+        at_once = [fault for fault in self._due if fault.at == at and fault.kind in DOWN]
+        if not all(damageable(self._folder, fault.kind) for fault in at_once if fault.kind in OFFLINE):
             raise NoVictim
-        return together
+        return at_once
 
     def _strike_down(self, faults: Sequence[Fault]) -> None:
         """Kill the supervisor, do to files what is due with that, and resume."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INSTALLED = "postgresql/*/bin/postgres"
 """Where Debian puts the programs, below its libraries."""
 USER = "etude"
-NOBODY = 65534
+UNPRIVILEGED = 65534
 """As whom the server runs where we are root, as whom it does not."""
 OPTIONS = ("-c", "listen_addresses=", "-c", "fsync=off", "-c", "autovacuum=off", "-c", "max_connections=60")
 """A socket alone; and nothing here is about loss of power."""
@@ -37,8 +37,8 @@ Place: TypeAlias = tuple[str, str]
 
 def programs() -> Path | None:
     """Where PostgreSQL's programs are; ``None`` if they, or its client, are not installed."""
-    found = sorted(Path("/usr/lib").glob(INSTALLED))
-    return found[-1].parent if found and importlib.util.find_spec("psycopg") is not None else None
+    result = sorted(Path("/usr/lib").glob(INSTALLED))
+    return result[-1].parent if result and importlib.util.find_spec("psycopg") is not None else None
 
 
 def split(place: str) -> Place | None:
@@ -60,8 +60,8 @@ def query(place: Place, statements: Sequence[str]) -> list[list[tuple[Any, ...]]
     import psycopg
 
     try:
-        patience = {"lock_timeout": "200ms", "statement_timeout": "5s"}
-        with closing(connect(place, default_transaction_isolation="serializable", **patience)) as db:
+        timeouts = {"lock_timeout": "200ms", "statement_timeout": "5s"}
+        with closing(connect(place, default_transaction_isolation="serializable", **timeouts)) as db:
             return [db.execute(statement.encode()).fetchall() for statement in statements]
     except psycopg.Error:
         return None
@@ -71,9 +71,9 @@ def query(place: Place, statements: Sequence[str]) -> list[list[tuple[Any, ...]]
 class Database:
     """The server; entered to be started, and left to be gone with all that it holds."""
 
-    def __init__(self, found: Path, folder: Path) -> None:
-        """``found`` is where its programs are; ``folder``, which is made, must be one that any user can reach."""
-        self._programs = found
+    def __init__(self, result: Path, folder: Path) -> None:
+        """``result`` is where its programs are; ``folder``, which is made, must be one that any user can reach."""
+        self._programs = result
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,7 +85,7 @@ class Database:
     def __enter__(self) -> Self:
         self._folder.mkdir(mode=0o700)
         if os.geteuid() == 0:
-            os.chown(self._folder, NOBODY, NOBODY)
+            os.chown(self._folder, UNPRIVILEGED, UNPRIVILEGED)
         data, trust = ("-D", str(self._folder / "data")), ("-U", USER, "-A", "trust", "--no-sync")
         command = [str(self._programs / "initdb"), *data, *trust, "-E", "UTF8", "--locale=C"]
         done = subprocess.run(command, capture_output=True, timeout=INIT_S, check=False, **self._whose())
@@ -138,7 +138,9 @@ class Database:
             (self._folder / "data" / "postmaster.pid").unlink()
 
     def _whose(self) -> dict[str, Any]:
-        return {"cwd": "/"} | ({"user": NOBODY, "group": NOBODY, "extra_groups": ()} if os.geteuid() == 0 else {})
+        return {"cwd": "/"} | (
+            {"user": UNPRIVILEGED, "group": UNPRIVILEGED, "extra_groups": ()} if os.geteuid() == 0 else {}
+        )
 
 
 @contextmanager

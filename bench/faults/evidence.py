@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from bench.faults.audit import Computed, Ending, Evidence, GroupFact, LedgerSnapshot, RolloutFact, Terms, Closing, Weights
+from bench.faults.audit import (
+    Closing,
+    Computed,
+    Ending,
+    Evidence,
+    GroupFact,
+    LedgerSnapshot,
+    RolloutFact,
+    Terms,
+    Weights,
+)
 from bench.faults.database import locked, query, split
 from etude.config.recipe import RunConfig
 from etude.errors import InfrastructureError

@@ -98,9 +98,9 @@ class Damage:
     def undo(self) -> None:
         """Put the sound bytes back, unless somebody else has; what was appended meanwhile stays."""
         with suppress(FileNotFoundError):
-            found = self.path.read_bytes()
-            if found.startswith(self.damaged) and found != self.sound:
-                self.path.write_bytes(self.sound + found[len(self.damaged) :])
+            result = self.path.read_bytes()
+            if result.startswith(self.damaged) and result != self.sound:
+                self.path.write_bytes(self.sound + result[len(self.damaged) :])
 
     def is_named(self, message: str) -> bool:
         """Whether an error tells which file it is."""
@@ -183,8 +183,8 @@ class Injector:
         if command == SUPERVISOR:
             return self._supervisor.pid
         words = [b"-m", b"etude", command.encode()]
-        found = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
-        return _picked(found, 0.0)
+        result = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
+        return _picked(result, 0.0)
 
     def _sandbox_pids(self) -> list[int]:
         return [pid for pid in descendants(self._pid(ROLLOUTS)) if any(SANDBOX in word for word in command_line(pid))]
@@ -195,15 +195,15 @@ def damageable(folder: RunFolder, kind: Kind) -> list[Path]:
     match kind:
         case Kind.DAMAGE_CHECKPOINT:
             newest = max(folder.checkpoints.glob("step-*"), default=folder.checkpoints)
-            found = list(newest.rglob("*"))
+            result = list(newest.rglob("*"))
         case Kind.DAMAGE_EVENTS:
-            found = list(folder.events.glob("*.jsonl"))
+            result = list(folder.events.glob("*.jsonl"))
         case Kind.DAMAGE_SIDECAR:
-            found = list(folder.path.glob("ledger.db-*"))
+            result = list(folder.path.glob("ledger.db-*"))
         case _:
             store = Path(folder.store)
-            found = [path for name in STORED for path in (store / name).rglob("*")]
-    return sorted(path for path in found if _size_bytes(path) > 1)
+            result = [path for name in STORED for path in (store / name).rglob("*")]
+    return sorted(path for path in result if _size_bytes(path) > 1)
 
 
 def jump_s(pick: float) -> float:

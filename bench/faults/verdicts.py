@@ -74,7 +74,7 @@ class Verdict:
         fields: dict[str, Any] = orjson.loads(data)
         try:
             fields["faults"] = tuple(Got(**got) for got in fields["faults"])
-            fields["findings"] = tuple(Finding(Wrong(found["wrong"]), found["what"]) for found in fields["findings"])
+            fields["findings"] = tuple(Finding(Wrong(result["wrong"]), result["what"]) for result in fields["findings"])
             fields["endings"] = tuple(fields["endings"])
             return cls(**fields)
         except (KeyError, TypeError) as error:

@@ -26,7 +26,7 @@ import orjson
 
 from bench.engine.worker import available_cores
 from bench.gateway.contestants import CONTESTANTS, NO_KEY, Server, Site
-from bench.gateway.load import Door, LoadProcess, Measured, Order
+from bench.gateway.load import Endpoint, LoadProcess, Measured, Order
 from bench.gateway.upstream import MODEL, Script
 from bench.options import add_contestants, names
 from bench.report import Goal, envelope
@@ -71,8 +71,8 @@ class GatewayOptions:
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.contestants) - {DIRECT, *CONTESTANTS}):
-            known = ", ".join((DIRECT, *CONTESTANTS))
-            raise UserError(f"bench gateway: no contestant {unknown[0]!r}; there are {known}")
+            listed = ", ".join((DIRECT, *CONTESTANTS))
+            raise UserError(f"bench gateway: no contestant {unknown[0]!r}; there are {listed}")
 
     @property
     def cells(self) -> tuple["Cell", ...]:
@@ -184,14 +184,14 @@ class _Field:
     """Who takes part: how they are asked, their processes, and why others do not."""
 
     load: LoadProcess
-    doors: dict[str, Door] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
     def drop(self, name: str, reason: str) -> None:
         """It is out, in this cell and in later ones."""
         self.missing[name] = reason
-        self.doors.pop(name, None)
+        self.endpoints.pop(name, None)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -258,8 +258,8 @@ def conversation(script: Script, cell: Cell) -> tuple[str, ...]:
     messages = [{"role": "system", "content": " ".join(words[:SYSTEM_TOKENS])}]
     bodies: list[str] = []
     for turn in range(cell.turns):
-        asked = " ".join(words[turn * USER_TOKENS : (turn + 1) * USER_TOKENS])
-        messages.append({"role": "user", "content": asked})
+        request = " ".join(words[turn * USER_TOKENS : (turn + 1) * USER_TOKENS])
+        messages.append({"role": "user", "content": request})
         call = {"model": MODEL, "messages": messages, "max_tokens": cell.tokens, "stream": cell.stream}
         bodies.append(orjson.dumps(call).decode())
         messages.append({"role": "assistant", "content": script.text(cell.tokens)})
@@ -290,7 +290,7 @@ def _start(stack: ExitStack, script: Script, scratch: Path, options: GatewayOpti
     taking_part = _Field(load=load)
     for name in options.contestants:
         if name == DIRECT:
-            taking_part.doors[DIRECT], taking_part.servers[DIRECT] = Door(port=port, key=NO_KEY), upstream
+            taking_part.endpoints[DIRECT], taking_part.servers[DIRECT] = Endpoint(port=port, key=NO_KEY), upstream
             continue
         folder = scratch / name
         folder.mkdir()
@@ -304,7 +304,7 @@ def _start(stack: ExitStack, script: Script, scratch: Path, options: GatewayOpti
         except InfrastructureError as error:
             taking_part.missing[name] = str(error)
         else:
-            taking_part.doors[name], taking_part.servers[name] = launch.door, server
+            taking_part.endpoints[name], taking_part.servers[name] = launch.endpoint, server
     return taking_part
 
 
@@ -314,9 +314,9 @@ def _race(taking_part: _Field, cell: Cell, script: Script, options: GatewayOptio
     names = [name for name in options.contestants if cell.concerns(name)]
     rounds: dict[str, list[Round]] = {name: [] for name in names}
     for turn in range(options.rounds + 1):
-        for name in [name for name in names if name in taking_part.doors]:
+        for name in [name for name in names if name in taking_part.endpoints]:
             order = Order(
-                door=taking_part.doors[name],
+                endpoint=taking_part.endpoints[name],
                 bodies=bodies,
                 expected="data: [DONE]" if cell.stream else f'"completion_tokens":{cell.tokens}',
                 concurrency=cell.concurrency,

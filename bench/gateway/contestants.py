@@ -21,7 +21,7 @@ from types import MappingProxyType, TracebackType
 from typing import Final, Self, final
 
 from bench import programs, usage
-from bench.gateway.load import Door
+from bench.gateway.load import Endpoint
 from etude.errors import InfrastructureError
 
 START_DEADLINE_S = 120.0
@@ -55,7 +55,7 @@ class Launch:
     """How a contestant is started and asked."""
 
     command: tuple[str, ...]
-    door: Door
+    endpoint: Endpoint
     ready: str
     """A path that is answered with 200 once it serves."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def launch_etude(site: Site, *, sessions: bool = True) -> Launch:
     serve = ("gateway", "--model", str(site.model), "--engine", site.upstream, "--port", str(site.port))
     return Launch(
         command=(*command, *serve, "--keys", str(keys)),
-        door=Door(port=site.port, key=made.stdout.strip(), sessions=sessions),
+        endpoint=Endpoint(port=site.port, key=made.stdout.strip(), sessions=sessions),
         ready="/healthz",
     )
 
@@ -85,7 +85,7 @@ def launch_bare(site: Site) -> Launch:
     """The pass-through."""
     return Launch(
         command=(sys.executable, "-m", "bench.gateway.proxy", str(site.port), site.upstream),
-        door=Door(port=site.port, key=NO_KEY),
+        endpoint=Endpoint(port=site.port, key=NO_KEY),
         ready="/health",
     )
 
@@ -108,7 +108,7 @@ def launch_litellm(site: Site) -> Launch:
             *(str(litellm), "--config", str(config), "--host", "127.0.0.1", "--port", str(site.port)),
             *("--num_workers", "1", "--keepalive_timeout", str(KEEP_ALIVE_S)),
         ),
-        door=Door(port=site.port, key=key),
+        endpoint=Endpoint(port=site.port, key=key),
         ready="/health/liveliness",
         environment={
             "LITELLM_MASTER_KEY": key,
@@ -132,8 +132,8 @@ CONTESTANTS: Final[Mapping[str, Callable[[Site], Launch]]] = MappingProxyType(
 
 def litellm_python() -> Path:
     """The interpreter of LiteLLM's environment. Raises :class:`~etude.errors.InfrastructureError` if there is none."""
-    told = os.environ.get(LITELLM_VARIABLE)
-    python = Path(told) if told else LITELLM_PYTHON
+    named = os.environ.get(LITELLM_VARIABLE)
+    python = Path(named) if named else LITELLM_PYTHON
     if not python.with_name("litellm").is_file():
         raise InfrastructureError(
             f"litellm was not measured: no litellm beside {python}. Install constraints-litellm.txt into an environment"

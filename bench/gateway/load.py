@@ -40,7 +40,7 @@ _CONTENT = re.compile(rb'"content": ?"[^"]')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Door:
+class Endpoint:
     """How a gateway is asked."""
 
     port: int
@@ -55,7 +55,7 @@ class Door:
 class Order:
     """What to load a gateway with."""
 
-    door: Door
+    endpoint: Endpoint
     bodies: tuple[str, ...]
     """The calls of a conversation, in order; it is held again and again."""
     expected: str
@@ -70,7 +70,7 @@ class Order:
     def parse(cls, line: str) -> "Order":
         """The inverse of ``json.dumps(asdict(order))``."""
         tree = json.loads(line)
-        return cls(**{**tree, "door": Door(**tree["door"]), "bodies": tuple(tree["bodies"])})
+        return cls(**{**tree, "endpoint": Endpoint(**tree["endpoint"]), "bodies": tuple(tree["bodies"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,26 +232,26 @@ class Crowd:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._order.door.port)
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._order.endpoint.port)
         return connection
 
     async def _call_on(self, connection: Connection) -> None:
         """One caller."""
-        door = self._order.door
+        endpoint = self._order.endpoint
         while not self._ended:
-            session_id, key = await self._open(connection) if door.sessions else ("", door.key)
+            session_id, key = await self._open(connection) if endpoint.sessions else ("", endpoint.key)
             head = f"POST /v1/chat/completions HTTP/1.1\r\n{_headers(key)}content-type: application/json\r\n".encode()
             for body in self._bodies:
                 if self._ended:
                     break
                 await self._call(connection, b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
-            if door.sessions:
-                closing = f"DELETE /sessions/{session_id} HTTP/1.1\r\n{_headers(door.key)}\r\n"
+            if endpoint.sessions:
+                closing = f"DELETE /sessions/{session_id} HTTP/1.1\r\n{_headers(endpoint.key)}\r\n"
                 _check(await connection.ask(closing.encode()), b"")
 
     async def _open(self, connection: Connection) -> tuple[str, str]:
         """A new session's id and key."""
-        opening = f"POST /sessions HTTP/1.1\r\n{_headers(self._order.door.key)}content-length: 2\r\n\r\n{{}}"
+        opening = f"POST /sessions HTTP/1.1\r\n{_headers(self._order.endpoint.key)}content-length: 2\r\n\r\n{{}}"
         answer = await connection.ask(opening.encode())
         _check(answer, b"")
         fields = orjson.loads(answer.body)

@@ -68,13 +68,13 @@ class Replies:
         )
         return cls(
             generate=_answer("application/octet-stream", encode_completion(completion)),
-            stream=_chunked("application/octet-stream", _pieces(completion)),
+            stream=_chunked("application/octet-stream", _chunks(completion)),
             chat=_answer("application/json", orjson.dumps(_chat(script, tokens))),
             events=_chunked("text/event-stream", [*_events(script, tokens), b"data: [DONE]\n\n"]),
         )
 
 
-def _pieces(completion: Completion) -> list[bytes]:
+def _chunks(completion: Completion) -> list[bytes]:
     last = len(completion.token_ids) - 1
     return [
         encode_chunk(
@@ -156,8 +156,8 @@ class Connection(asyncio.Protocol):
             self._reply(head.split(b" ", 2)[1], body)
 
     def _reply(self, path: bytes, body: bytes) -> None:
-        wanted = _MAX_TOKENS.search(body)
-        replies = self._replies.get(int(wanted[1])) if wanted else None
+        expected = _MAX_TOKENS.search(body)
+        replies = self._replies.get(int(expected[1])) if expected else None
         if path == b"/health":
             self._transport.write(_answer("application/json", _HEALTH))
         elif replies is None:

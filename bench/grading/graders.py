@@ -45,13 +45,13 @@ class Examiner:
 
     async def fresh(self, task: Task, sandbox: Sandbox) -> Sandbox:
         """A sandbox with all that the agent left, unchecked."""
-        world = await self.sandboxes.create(task.files, self.spec)
+        copy = await self.sandboxes.create(task.files, self.spec)
         try:
-            await world.load(await sandbox.export(["."]))
+            await copy.load(await sandbox.export(["."]))
         except BaseException:
-            await world.close()
+            await copy.close()
             raise
-        return world
+        return copy
 
 
 async def _status_in_place(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
@@ -68,30 +68,30 @@ async def _status_in_place(examiner: Examiner, task: Task, sandbox: Sandbox) -> 
 
 async def _status_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
     try:
-        world = await examiner.fresh(task, sandbox)
+        copy = await examiner.fresh(task, sandbox)
     except ValueError:
         return False
     try:
-        return await _status_in_place(examiner, task, world)
+        return await _status_in_place(examiner, task, copy)
     finally:
-        await world.close()
+        await copy.close()
 
 
 async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
     checks = _checks(task)
     run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
     try:
-        world = await examiner.fresh(task, sandbox)
+        copy = await examiner.fresh(task, sandbox)
     except ValueError:
         return False
     try:
         for path, text in {**checks.files, **run.files}.items():
-            await world.write_file(path, text)
-        done = await world.exec(run.argv, stdin=run.secret, timeout_s=checks.timeout_s, environment=ENVIRONMENT)
+            await copy.write_file(path, text)
+        done = await copy.exec(run.argv, stdin=run.secret, timeout_s=checks.timeout_s, environment=ENVIRONMENT)
     except ValueError:
         return False
     finally:
-        await world.close()
+        await copy.close()
     return run.read(done, checks.must_pass).passed.issuperset(checks.must_pass)
 
 

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, Course, LoopOptions, loop_options, recipe
+from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, ContestantRun, LoopOptions, loop_options, recipe
 from bench.loop.heldout import Point, measure_marks, measure_start, target_rate, time_to
 from bench.loop.quality import QUALITY, bench_quality
 from bench.loop.quality import table as quality_table
@@ -65,7 +65,7 @@ def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         start = run_midtraining(RunFolder.create(Path(scratch) / "start", recipe(chosen.chosen[0], chosen)))
-        courses = [
+        outcomes = [
             (run_trl if contestant.name == TRL else run_etude)(
                 contestant, chosen, start, Path(scratch) / contestant.name
             )
@@ -74,26 +74,26 @@ def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
         curves: dict[str, list[Point]] = {}
         if chosen.marks:
             first = measure_start(start, chosen.tasks)
-            for course in courses:
-                if course.folder is not None:
-                    curves[course.contestant.name] = measure_marks(course, first, chosen.tasks)
-    return envelope("loop", time.monotonic() - started_s, figures(courses, curves))
+            for outcome in outcomes:
+                if outcome.folder is not None:
+                    curves[outcome.contestant.name] = measure_marks(outcome, first, chosen.tasks)
+    return envelope("loop", time.monotonic() - started_s, figures(outcomes, curves))
 
 
-def figures(courses: Sequence[Course], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
+def figures(outcomes: Sequence[ContestantRun], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
     """Rows and goals of runs and of what was measured of their versions, by contestant."""
     leader = curves.get(ASYNCHRONOUS)
     rate = None if leader is None else target_rate(leader)
     times = {} if rate is None else {name: time_to(rate, points) for name, points in curves.items()}
     rows: list[Json] = [
-        course.to_json()
+        outcome.to_json()
         | {
-            "time_to_rate_s": _tenth(times.get(course.contestant.name)),
-            "curve": [point.to_json() for point in curves.get(course.contestant.name, ())],
+            "time_to_rate_s": _tenth(times.get(outcome.contestant.name)),
+            "curve": [point.to_json() for point in curves.get(outcome.contestant.name, ())],
         }
-        for course in courses
+        for outcome in outcomes
     ]
-    by_name = {course.contestant.name: course for course in courses if course.missing is None}
+    by_name = {outcome.contestant.name: outcome for outcome in outcomes if outcome.missing is None}
     return {
         "rate": None if rate is None else round(rate, 4),
         "results": rows,
@@ -107,16 +107,16 @@ def figures(courses: Sequence[Course], curves: Mapping[str, Sequence[Point]]) ->
 
 
 def judge_ratio(
-    goal: Goal, courses: Mapping[str, Course], times: Mapping[str, float | None], others: Sequence[str]
+    goal: Goal, outcomes: Mapping[str, ContestantRun], times: Mapping[str, float | None], others: Sequence[str]
 ) -> dict[str, Json]:
     """How many times as fast the asynchronous run was as the fastest of ``others``: in time to the rate, in rollouts.
 
     A contestant that never reached the rate is beaten in time by more than can be said: rollouts are judged then.
     """
-    ours = courses.get(ASYNCHRONOUS)
+    ours = outcomes.get(ASYNCHRONOUS)
     if ours is None or not others:
         return goal.judge(None)
-    in_rollouts = min(_ratio(ours.rollouts_per_s, courses[name].rollouts_per_s) for name in others)
+    in_rollouts = min(_ratio(ours.rollouts_per_s, outcomes[name].rollouts_per_s) for name in others)
     reached = [seconds for name in others if (seconds := times.get(name))]
     mine = times.get(ASYNCHRONOUS)
     in_time = min(reached) / mine if reached and mine else None
@@ -139,12 +139,12 @@ def table(result: dict[str, Json]) -> str:
     return results_page(result, _COLUMNS, notes=spent)
 
 
-def _named(courses: Mapping[str, Course], prefix: str) -> list[str]:
-    return [name for name in courses if name.startswith(prefix)]
+def _named(outcomes: Mapping[str, ContestantRun], prefix: str) -> list[str]:
+    return [name for name in outcomes if name.startswith(prefix)]
 
 
-def _busy(courses: Mapping[str, Course], side: str) -> float | None:
-    ours = courses.get(ASYNCHRONOUS)
+def _busy(outcomes: Mapping[str, ContestantRun], side: str) -> float | None:
+    ours = outcomes.get(ASYNCHRONOUS)
     return None if ours is None else getattr(ours, side)
 
 

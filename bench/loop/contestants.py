@@ -118,7 +118,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class ContestantRun:
     """How a contestant's run went."""
 
     contestant: Contestant

@@ -10,7 +10,7 @@ would win; so a curve is the rising function that is closest to what was measure
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.loop.contestants import Course
+from bench.loop.contestants import ContestantRun
 from etude.dashboard.evaluation import Measure, figures
 from etude.dashboard.formatting import figure
 from etude.run.evaluate import Wanted, evaluate
@@ -50,11 +50,11 @@ def measure_start(folder: RunFolder, tasks: int) -> Point:
     return _measured(folder, 0, tasks, step=0, seconds=0.0)
 
 
-def measure_marks(course: Course, start: Point, tasks: int) -> list[Point]:
+def measure_marks(outcome: ContestantRun, start: Point, tasks: int) -> list[Point]:
     """The start and the marked versions of a run that took place."""
-    assert course.folder is not None, "a contestant that could not run has no versions"
+    assert outcome.folder is not None, "a contestant that could not run has no versions"
     marks = (
-        _measured(course.folder, mark.version, tasks, step=mark.step, seconds=mark.seconds) for mark in course.marks
+        _measured(outcome.folder, mark.version, tasks, step=mark.step, seconds=mark.seconds) for mark in outcome.marks
     )
     return [start, *marks]
 
@@ -92,11 +92,11 @@ def rising(values: Sequence[float]) -> list[float]:
 
 def _measured(folder: RunFolder, version: int, tasks: int, *, step: int, seconds: float) -> Point:
     evaluation = evaluate(folder, Wanted(version=version, tasks=tasks))
-    found = figures(evaluation, Measure(pass_at=folder.config().eval.pass_at))
+    result = figures(evaluation, Measure(pass_at=folder.config().eval.pass_at))
     return Point(
         step=step,
         seconds=seconds,
-        passed=figure(found, "sampled.pass.1.value") or 0.0,
-        stderr=figure(found, "sampled.pass.1.stderr") or 0.0,
-        greedy=figure(found, "greedy.pass.1.value") or 0.0,
+        passed=figure(result, "sampled.pass.1.value") or 0.0,
+        stderr=figure(result, "sampled.pass.1.stderr") or 0.0,
+        greedy=figure(result, "greedy.pass.1.value") or 0.0,
     )

@@ -63,24 +63,24 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     start_from(start, folder)
     with CpuWatch() as watch:
         run_local(folder, resumed=False, out=sys.stderr)
-    return course(contestant, options, folder, watch.taken)
+    return outcome(contestant, options, folder, watch.taken)
 
 
-def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> Course:
+def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> Course:
     """How a run went, by its events and by the CPU seconds that were read now and then."""
-    story, config = RunMetrics(), recipe(contestant, options)
+    story_metrics, config = RunMetrics(), recipe(contestant, options)
     for logged in EventReader(folder.events).new():
-        story.add(logged)
-    report = build_report(story, config, machine={}, date="", commit="")
-    seconds = story.phase_s("rl") or 0.0
-    cpu_s = _of_phase(story, taken)
+        story_metrics.add(logged)
+    report = build_report(story_metrics, config, machine={}, date="", commit="")
+    seconds = story_metrics.phase_s("rl") or 0.0
+    cpu_s = _of_phase(story_metrics, taken)
     train, engine = figure(report, "busy.trainer") or 0.0, figure(report, "busy.engine") or 0.0
-    wait = sum(timed.event.metrics["wait_s"] for timed in story.steps) / seconds if seconds else 0.0
+    wait = sum(timed.event.metrics["wait_s"] for timed in story_metrics.steps) / seconds if seconds else 0.0
     return Course(
         contestant=contestant,
         folder=folder,
-        steps=len(story.steps),
-        rollouts=len(story.steps) * config.rollouts.rollouts_per_step,
+        steps=len(story_metrics.steps),
+        rollouts=len(story_metrics.steps) * config.rollouts.rollouts_per_step,
         seconds=seconds,
         signal_tokens=int(figure(report, "tokens.trained") or 0),
         busy_trainer=train,
@@ -92,23 +92,23 @@ def course(contestant: Contestant, options: LoopOptions, folder: RunFolder, take
             "wait": wait,
             "sync": max(0.0, 1.0 - train - wait),
         },
-        cpu_s={name: spent / max(1, len(story.steps)) for name, spent in cpu_s.items()},
+        cpu_s={name: spent / max(1, len(story_metrics.steps)) for name, spent in cpu_s.items()},
         staleness_max=figure(report, "staleness.max"),
-        marks=_marks(story, options),
+        marks=_marks(story_metrics, options),
     )
 
 
-def _marks(story: RunMetrics, options: LoopOptions) -> tuple[Mark, ...]:
-    published = {timed.event.version: timed.at_s for timed in story.published}
+def _marks(story_metrics: RunMetrics, options: LoopOptions) -> tuple[Mark, ...]:
+    published = {timed.event.version: timed.at_s for timed in story_metrics.published}
     return tuple(
-        Mark(version=step, step=step, seconds=story.phase_s("rl", until_s=published[step]) or 0.0)
+        Mark(version=step, step=step, seconds=story_metrics.phase_s("rl", until_s=published[step]) or 0.0)
         for step in options.marked
     )
 
 
-def _of_phase(story: RunMetrics, taken: Taken) -> dict[str, float]:
+def _of_phase(story_metrics: RunMetrics, taken: Taken) -> dict[str, float]:
     """CPU seconds of each process while the run was in its RL phase."""
-    during = [spent for at_s, spent in taken if story.in_phase(at_s, "rl")]
+    during = [spent for at_s, spent in taken if story_metrics.in_phase(at_s, "rl")]
     if not during:
         return {}
     first, last = during[0], during[-1]
@@ -141,11 +141,11 @@ class CpuWatch:
 
 def command_cpu_s() -> dict[str, float]:
     """``etude`` command → CPU seconds so far of its process, for all below this one; ``sandboxes``: all below those."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for pid in usage.descendants(os.getpid()):
         with suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
             if words[1:3] == ["-m", "etude"]:
-                found[words[3]] = usage.cpu_s([pid])
-                found["sandboxes"] = found.get("sandboxes", 0.0) + usage.cpu_s(usage.descendants(pid))
-    return found
+                result[words[3]] = usage.cpu_s([pid])
+                result["sandboxes"] = result.get("sandboxes", 0.0) + usage.cpu_s(usage.descendants(pid))
+    return result

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, final
 
-from bench.loop.contestants import Contestant, Course, LoopOptions, Mark, recipe
+from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark, recipe
 from bench.trl_environment import open_rival, trl_python
 from etude.cli.commands.export import export_run
 from etude.config.recipe import RunConfig
@@ -55,7 +55,7 @@ class _Step:
 
 
 @dataclass(slots=True)
-class _World:
+class _Environment:
     """What a rollout works in."""
 
     task: Task
@@ -64,13 +64,13 @@ class _World:
 
 @final
 @dataclass(slots=True)
-class Worlds:
+class Environments:
     """Answers TRL's questions."""
 
     tasks: Sequence[Task]
     sandboxes: LocalSandboxes
     grader: HiddenTests = field(default_factory=HiddenTests)
-    open: dict[int, _World] = field(default_factory=dict)
+    open: dict[int, _Environment] = field(default_factory=dict)
     """By TRL's number: one for each rollout of a batch, used again in the next."""
 
     async def answer(self, question: Mapping[str, Json]) -> dict[str, Json]:
@@ -80,9 +80,9 @@ class Worlds:
                 await self._reset(cast("int", question["world"]), cast("int", question["task"]))
                 return {}
             case "act":
-                world = self.open[cast("int", question["world"])]
+                environment = self.open[cast("int", question["world"])]
                 call = tools.parse_call(str(question["call"]))
-                return {"observation": await observe(call, world.task.checks, world.sandbox)}
+                return {"observation": await observe(call, environment.task.checks, environment.sandbox)}
             case "grade":
                 replies = cast("list[tuple[int, str, bool]]", question["replies"])
                 return {"rewards": list(await asyncio.gather(*(self._grade(*reply) for reply in replies)))}
@@ -93,17 +93,17 @@ class Worlds:
         if number in self.open:
             await self.open[number].sandbox.close()
         chosen = self.tasks[task]
-        self.open[number] = _World(task=chosen, sandbox=await self.sandboxes.create(chosen.files))
+        self.open[number] = _Environment(task=chosen, sandbox=await self.sandboxes.create(chosen.files))
 
     async def _grade(self, number: int, reply: str, ended: bool) -> float:
         """The reward of a rollout by its last reply: it counts if that submits."""
         submits = ended and isinstance(tools.parse_call(reply), tools.Submit)
         result = HarnessResult(reason=SUBMITTED if submits else "turns", counts={})
-        world = self.open[number]
-        return (await self.grader.grade(world.task, world.sandbox, result)).value
+        environment = self.open[number]
+        return (await self.grader.grade(environment.task, environment.sandbox, result)).value
 
 
-def run_trl(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> Course:
+def run_trl(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
     """Train ``start``'s version 0 with TRL; the versions that are marked are in the run folder of the result.
 
     Without TRL, or when it fails, the result says why.
@@ -112,10 +112,10 @@ def run_trl(contestant: Contestant, options: LoopOptions, start: RunFolder, out:
     try:
         return asyncio.run(_run(contestant, options, start, out))
     except InfrastructureError as error:
-        return Course(contestant=contestant, missing=str(error))
+        return ContestantRun(contestant=contestant, missing=str(error))
 
 
-async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> Course:
+async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
     python, config = trl_python(), recipe(contestant, options)
     tasks = training_tasks(config)
     setup = _setup(contestant, options, start, out, tasks)
@@ -126,7 +126,7 @@ async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, o
         open_rival("loop.trl_worker", setup, python=python, threads=contestant.threads, log=log) as rival,
         _sandboxes(config) as sandboxes,
     ):
-        worlds = Worlds(tasks=tasks, sandboxes=sandboxes)
+        environments = Environments(tasks=tasks, sandboxes=sandboxes)
         while (message := await rival.receive(SILENCE_S)) is not None:
             match message["verb"]:
                 case "ready":
@@ -135,11 +135,11 @@ async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, o
                     steps.append(_step(message))
                     sys.stderr.write(f"trl: step {len(steps)} took {steps[-1].seconds:.1f} s\n")
                 case _:
-                    await rival.answer(await worlds.answer(message))
+                    await rival.answer(await environments.answer(message))
     if len(steps) < options.steps:
         raise InfrastructureError(f"TRL ended after {len(steps)} of {options.steps} steps")
     folder = _published(options, config, start, out)
-    return _course(contestant, config, steps, settings, folder, _marks(options, steps))
+    return _outcome(contestant, config, steps, settings, folder, _marks(options, steps))
 
 
 def training_tasks(config: RunConfig) -> list[Task]:
@@ -147,14 +147,14 @@ def training_tasks(config: RunConfig) -> list[Task]:
 
     Raises :class:`~etude.errors.UserError` where the family has not as many.
     """
-    family, found = open_family(config), dict[str, Task]()
-    wanted = config.trainer.steps * config.rollouts.groups_per_step
-    for index in range(DRAWS * wanted):
+    family, drawn = open_family(config), dict[str, Task]()
+    expected = config.trainer.steps * config.rollouts.groups_per_step
+    for index in range(DRAWS * expected):
         task = family.task(Split.TRAIN, index)
-        found.setdefault(task.task_id, task)
-        if len(found) == wanted:
-            return list(found.values())
-    raise UserError(f"bench loop: {DRAWS * wanted} draws gave {len(found)} tasks of {wanted}: lower --steps")
+        drawn.setdefault(task.task_id, task)
+        if len(drawn) == expected:
+            return list(drawn.values())
+    raise UserError(f"bench loop: {DRAWS * expected} draws gave {len(drawn)} tasks of {expected}: lower --steps")
 
 
 @contextlib.asynccontextmanager
@@ -229,21 +229,21 @@ def _marks(options: LoopOptions, steps: Sequence[_Step]) -> tuple[Mark, ...]:
     )
 
 
-def _course(
+def _outcome(
     contestant: Contestant,
     config: RunConfig,
     steps: Sequence[_Step],
     settings: Mapping[str, Json],
     folder: RunFolder,
     marks: tuple[Mark, ...],
-) -> Course:
+) -> ContestantRun:
     seconds = steps[-1].clock_s
     shares = {
         "generate": sum(step.generate_s for step in steps) / seconds,
         "sandbox": sum(step.sandbox_s for step in steps) / seconds,
     }
     training = sum(step.seconds for step in steps) / seconds - sum(shares.values())
-    return Course(
+    return ContestantRun(
         contestant=contestant,
         folder=folder,
         steps=len(steps),

@@ -57,7 +57,7 @@ def environment(link: Link) -> type:
     """The class that TRL makes a world of for every rollout of a batch, and then uses again."""
     made: list[object] = []
 
-    class World:
+    class Environment:
         def __init__(self) -> None:
             self.number = len(made)
             made.append(self)
@@ -74,7 +74,7 @@ def environment(link: Link) -> type:
             observation: str = link.ask(verb="act", world=self.number, call=call)["observation"]
             return observation
 
-    return World
+    return Environment
 
 
 def text_tokenizer(setup: dict[str, Any]) -> Any:
@@ -102,8 +102,8 @@ def grader(link: Link, end_id: int) -> Any:
         completions: list[Any], completion_ids: list[list[int]], environments: list[Any], **_others: Any
     ) -> list[float]:
         replies = [
-            [world.number, messages[-1]["content"], ids[-1] == end_id]
-            for world, messages, ids in zip(environments, completions, completion_ids, strict=True)
+            [environment.number, messages[-1]["content"], ids[-1] == end_id]
+            for environment, messages, ids in zip(environments, completions, completion_ids, strict=True)
         ]
         rewards: list[float] = link.ask(verb="grade", replies=replies)["rewards"]
         return rewards

@@ -78,7 +78,7 @@ def bench_losses(options: LossesOptions) -> dict[str, Json]:
     for contestant in options.contestants:
         cases = [case for case in CASES if case.contestant == contestant]
         try:
-            version, results = asyncio.run(_asked(contestant, cases, batches))
+            version, results = asyncio.run(_requests(contestant, cases, batches))
         except InfrastructureError as error:
             rows.append({"contestant": contestant, "missing": str(error)})
             continue
@@ -169,7 +169,7 @@ def compare(case: Case, batches: Sequence[Mapping[str, Tensor]], theirs: Sequenc
     }
 
 
-async def _asked(
+async def _requests(
     contestant: str, cases: Sequence[Case], batches: Sequence[Mapping[str, Tensor]]
 ) -> tuple[str, list[list[dict[str, Any]]]]:
     """A contestant's version and what it makes of each case and batch."""

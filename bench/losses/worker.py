@@ -140,7 +140,7 @@ def _enter(name: str, module: types.ModuleType) -> None:
         setattr(sys.modules[parent], own, module)
 
 
-def found(system: Any, loss_of: Any, rows: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+def result(system: Any, loss_of: Any, rows: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Loss and gradients of one case on one batch."""
     torch = import_module("torch")
     batch = {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
@@ -163,8 +163,8 @@ def main() -> None:
         else:
             version, system = Path(setup["wheel"]).name.split("-")[1], load_verl(setup["wheel"])
         print(json.dumps({"version": version}), file=answers, flush=True)
-        asked = json.loads(sys.stdin.readline())
-        results = [[found(system, loss_of, batch, case) for batch in asked["batches"]] for case in asked["cases"]]
+        request = json.loads(sys.stdin.readline())
+        results = [[result(system, loss_of, batch, case) for batch in request["batches"]] for case in request["cases"]]
         print(json.dumps({"results": results}), file=answers, flush=True)
 
 

@@ -126,18 +126,18 @@ class Row:
             "case": f"{self.format}, {self.mode}",
             "missing": self.missing,
         }
-        found = self.mismatch
-        if found is None:
+        measured = self.mismatch
+        if measured is None:
             return row
         return row | {
-            "tokens": found.tokens,
+            "tokens": measured.tokens,
             "mean_abs": _four_digits(self.mean),
-            "p99": _four_digits(found.p99),
-            "max": _four_digits(found.max),
-            "k1": _four_digits(found.k1),
-            "k3": _four_digits(found.k3),
-            "equal_share": round(found.equal / found.tokens, 4),
-            "flip_share": round(found.flips / found.pairs, 5) if found.pairs else None,
+            "p99": _four_digits(measured.p99),
+            "max": _four_digits(measured.max),
+            "k1": _four_digits(measured.k1),
+            "k3": _four_digits(measured.k3),
+            "equal_share": round(measured.equal / measured.tokens, 4),
+            "flip_share": round(measured.flips / measured.pairs, 5) if measured.pairs else None,
             "flipped_tokens": self.flipped.tokens if self.flipped else None,
             "flipped_p99": _four_digits(self.flipped.p99) if self.flipped else None,
         }
@@ -351,9 +351,9 @@ def judged_rows(rows: Sequence[Row]) -> dict[str, Json]:
 def _removed(rows: Sequence[Row], tokens: Callable[[Row], Mismatch | None]) -> dict[str, float]:
     """Engine → which part of the p99 of some of its ``tokens`` replay removes in the judged format."""
     p99 = {
-        (row.engine, row.mode): found.p99
+        (row.engine, row.mode): measured.p99
         for row in rows
-        if row.format == JUDGED_FORMAT and (found := tokens(row)) is not None
+        if row.format == JUDGED_FORMAT and (measured := tokens(row)) is not None
     }
     return {
         engine: round(1 - p99[engine, "replay"] / p99[engine, "none"], 4)

@@ -174,7 +174,7 @@ class Cast:
 
     def __init__(self, wan: Wan) -> None:
         self._wan = wan
-        self._said: Queue[tuple[str, Mapping[str, Json] | None]] = Queue()
+        self._messages: Queue[tuple[str, Mapping[str, Json] | None]] = Queue()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -207,24 +207,24 @@ class Cast:
 
         Raises :class:`~etude.errors.InfrastructureError` when any program ends, or time is up.
         """
-        found: dict[str, Mapping[str, Json]] = {}
+        arrived: dict[str, Mapping[str, Json]] = {}
         ends_s = time.monotonic() + deadline_s
-        while missing := [name for name in names if name not in found]:
+        while missing := [name for name in names if name not in arrived]:
             try:
-                name, facts = self._said.get(timeout=max(0.0, ends_s - time.monotonic()))
+                name, facts = self._messages.get(timeout=max(0.0, ends_s - time.monotonic()))
             except Empty as error:
                 raise InfrastructureError(f"bench sync: no {event!r} of {missing} in {deadline_s} s") from error
             if facts is None:
                 raise InfrastructureError(f"bench sync: {name} ended; what it said last is on standard error")
             if facts["event"] == event and name in missing:
-                found[name] = facts
-        return found
+                arrived[name] = facts
+        return arrived
 
     def _listen(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            self._said.put((name, json.loads(line)))
-        self._said.put((name, None))
+            self._messages.put((name, json.loads(line)))
+        self._messages.put((name, None))
 
 
 def _contest(wan: Wan, contestant: str, options: SyncOptions, scratch: Path) -> list[Step]:

@@ -151,5 +151,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
     else:
-        found = measure(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-        sys.stdout.write(json.dumps(asdict(found)))
+        result = measure(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
+        sys.stdout.write(json.dumps(asdict(result)))

@@ -172,12 +172,12 @@ def parse_traffic(report: "Mapping[str, Json]") -> dict[tuple[str, str], Traffic
     """(source, target) → what went that way, from a router's report."""
     rows = report["traffic"]
     assert isinstance(rows, list)
-    found: dict[tuple[str, str], Traffic] = {}
+    result: dict[tuple[str, str], Traffic] = {}
     for row in rows:
         assert isinstance(row, dict)
         counts = {name: int(str(row[name])) for name in ("packets", "size_bytes", "lost", "dropped")}
-        found[str(row["source"]), str(row["target"])] = Traffic(**counts)
-    return found
+        result[str(row["source"]), str(row["target"])] = Traffic(**counts)
+    return result
 
 
 # ── system calls ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,20 +208,20 @@ def _open_site(index: int, plan: RouterPlan) -> tuple[int, int]:
         _raise_errno("unshare")
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as door:
-        _set_address(door, SIOCSIFADDR, FIRST_ADDRESS + index)
-        _set_address(door, SIOCSIFNETMASK, NETMASK)
-        fcntl.ioctl(door, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), plan.mtu))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as inet:
+        _set_address(inet, SIOCSIFADDR, FIRST_ADDRESS + index)
+        _set_address(inet, SIOCSIFNETMASK, NETMASK)
+        fcntl.ioctl(inet, SIOCSIFMTU, struct.pack("16si20x", DEVICE.encode(), plan.mtu))
         for name in ("lo", DEVICE):
-            flags = struct.unpack("16xH22x", fcntl.ioctl(door, SIOCGIFFLAGS, struct.pack("16s24x", name.encode())))[0]
-            fcntl.ioctl(door, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags | IFF_UP))
+            flags = struct.unpack("16xH22x", fcntl.ioctl(inet, SIOCGIFFLAGS, struct.pack("16s24x", name.encode())))[0]
+            fcntl.ioctl(inet, SIOCSIFFLAGS, struct.pack("16sH22x", name.encode(), flags | IFF_UP))
     return os.open("/proc/self/ns/net", os.O_RDONLY), device
 
 
-def _set_address(door: socket.socket, request: int, address: IPv4Address) -> None:
+def _set_address(inet: socket.socket, request: int, address: IPv4Address) -> None:
     """Set an address of the tunnel device: a ``struct ifreq`` that holds a ``struct sockaddr_in``."""
     place = struct.pack("HH4s8x", socket.AF_INET, 0, address.packed)
-    fcntl.ioctl(door, request, struct.pack("16s16s8x", DEVICE.encode(), place))
+    fcntl.ioctl(inet, request, struct.pack("16s16s8x", DEVICE.encode(), place))
 
 
 def _raise_errno(call: str) -> None:

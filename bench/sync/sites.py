@@ -125,13 +125,13 @@ def _note_time(times: list[float], _done: object) -> None:
 def relay_etude(plan: SitePlan) -> None:
     """Follow the bucket's log into the region's."""
     with Relay(WeightLog(plan.origin()), WeightLog(ObjectStore(plan.region)), connections=plan.connections) as relay:
-        held: int | None = None
+        served: int | None = None
         while True:
             newest = relay.advance()
-            if newest == held:
+            if newest == served:
                 time.sleep(POLL_S)
             else:
-                held = newest
+                served = newest
                 _say(event="relayed", version=newest, at_s=time.monotonic())
 
 
@@ -219,15 +219,15 @@ def relay_plain(plan: SitePlan) -> None:
 
 def receive_plain(plan: SitePlan) -> None:
     """Decode into a copy, then reload the engine."""
-    held = snapshot(TrainedWeights(plan.layers, plan.seed).state)
+    weights = snapshot(TrainedWeights(plan.layers, plan.seed).state)
     torch.set_num_threads(1)
     engine = ReloadedModel(plan.layers)
     region = ObjectStore(plan.region)
     _say(event="ready")
     for version, count in _marked(region):
         packets = [region.get(name) or b"" for name in _names(version, count)]
-        _decode(plan.contestant, packets, held)
-        pause_s = engine.load(held)
+        _decode(plan.contestant, packets, weights)
+        pause_s = engine.load(weights)
         _say(event="served", version=version, served_s=time.monotonic(), pause_s=pause_s, reload_s=pause_s)
 
 
@@ -256,26 +256,26 @@ def _unbundled(bundles: Sequence[bytes]) -> Iterator[bytes]:
             start += 8 + size
 
 
-def _decode(contestant: str, bundles: Sequence[bytes], held: Mapping[str, StoredTensor]) -> None:
+def _decode(contestant: str, bundles: Sequence[bytes], weights: Mapping[str, StoredTensor]) -> None:
     packets = list(_unbundled(bundles))
     if contestant == "xor":
         from bench.weights.contestants import XorContestant
 
-        XorContestant().decode(packets, held)
+        XorContestant().decode(packets, weights)
         return
-    for name, packet in zip(sorted(held), packets, strict=True):
-        np.copyto(held[name].data, np.frombuffer(packet, np.uint8))
+    for name, packet in zip(sorted(weights), packets, strict=True):
+        np.copyto(weights[name].data, np.frombuffer(packet, np.uint8))
 
 
 def _marked(store: Objects) -> Iterator[tuple[int, int]]:
     """Versions from 1 on with the number of their packets, each as soon as it is there."""
     version = 1
     while True:
-        found = store.get(_marker(version))
-        if found is None:
+        marker = store.get(_marker(version))
+        if marker is None:
             time.sleep(POLL_S)
         else:
-            yield version, int(json.loads(found))
+            yield version, int(json.loads(marker))
             version += 1
 
 

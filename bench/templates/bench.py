@@ -90,15 +90,15 @@ def bench_templates(folder: Path | None = None) -> dict[str, Json]:
         with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
             try:
                 tree = _tree(source, folder, Path(scratch) / "source")
-                found = {file.stem: _support(file) for file in _files(tree, source)}
+                supports = {file.stem: _support(file) for file in _files(tree, source)}
                 cases += _cases(tree / "tests")
             except (SourceError, UserError) as error:
                 results.append({"contestant": source.name, "version": source.requirement, "missing": str(error)})
                 continue
             finally:
                 remove(Path(scratch) / "source")
-        templates += [_template_row(source, name, calls) for name, calls in found.items()]
-        results.append(_result(source, list(found.values())))
+        templates += [_template_row(source, name, calls) for name, calls in supports.items()]
+        results.append(_result(source, list(supports.values())))
     rows = [row for row in results if isinstance(row, dict) and "missing" not in row]
     is_whole = len(rows) == len(SOURCES)
     total = sum(int(str(row["read back"])) for row in rows)
@@ -167,12 +167,12 @@ def _template_row(source: Source, name: str, calls: CallSupport | None) -> dict[
     }
 
 
-def _result(source: Source, found: list[CallSupport | None]) -> dict[str, Json]:
-    calls = [support for support in found if support and support.rendered]
+def _result(source: Source, supports: list[CallSupport | None]) -> dict[str, Json]:
+    calls = [support for support in supports if support and support.rendered]
     return {
         "contestant": source.name,
         "version": source.requirement,
-        "templates": len(found),
+        "templates": len(supports),
         "with calls": len(calls),
         "read back": sum(support.is_read for support in calls),
         "wholly": sum(not support.problem for support in calls),

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from etude.types import Json
 
-Known: TypeAlias = dict[str, ast.expr]
+Definitions: TypeAlias = dict[str, ast.expr]
 """Names of a module → what they stand for; functions that only return something are lambdas."""
 CALL_FIELDS = ("function", "name", "arguments")
 """Fields by which calls are compared."""
@@ -32,24 +32,24 @@ class Case:
 def harvest(source: str) -> list[Case]:
     """The cases of a test file, each text once."""
     tree = ast.parse(source)
-    known: Known = {}
+    definitions: Definitions = {}
     for statement in tree.body:
         match statement:
             case ast.Assign([ast.Name(name)], value):
-                known[name] = value
+                definitions[name] = value
             case ast.AugAssign(ast.Name(name)):
-                known.pop(name, None)
+                definitions.pop(name, None)
             case ast.FunctionDef(name, arguments, [ast.Return(ast.expr() as value)]):
-                known[name] = ast.Lambda(arguments, value)
+                definitions[name] = ast.Lambda(arguments, value)
     cases: dict[str, Case] = {}
-    for names, row in _rows(tree, known):
+    for names, row in _rows(tree, definitions):
         fields = dict(zip(names, row, strict=False))
         calls = next((fields[name] for name in EXPECTED if name in fields), None)
         if "model_output" not in fields or calls is None:
             continue
         try:
-            text, found = evaluate(fields["model_output"], known), evaluate(calls, known)
-            pairs = tuple(_pair(call) for call in (found if isinstance(found, list) else [found]))
+            text, result = evaluate(fields["model_output"], definitions), evaluate(calls, definitions)
+            pairs = tuple(_pair(call) for call in (result if isinstance(result, list) else [result]))
         except ValueError:
             continue
         if isinstance(text, str):
@@ -57,30 +57,32 @@ def harvest(source: str) -> list[Case]:
     return list(cases.values())
 
 
-def evaluate(node: ast.expr, known: Known) -> Json:
+def evaluate(node: ast.expr, definitions: Definitions) -> Json:
     """The value of an expression. Raises ``ValueError`` for one that is not plain."""
     match node:
-        case ast.Name(name) if name in known:
-            return evaluate(known[name], known)
+        case ast.Name(name) if name in definitions:
+            return evaluate(definitions[name], definitions)
         case ast.List(items) | ast.Tuple(items):
-            return [evaluate(item, known) for item in items]
+            return [evaluate(item, definitions) for item in items]
         case ast.Dict(keys, values):
             pairs = zip(keys, values, strict=True)
-            return {str(evaluate(key, known)): evaluate(value, known) for key, value in pairs if key is not None}
+            return {
+                str(evaluate(key, definitions)): evaluate(value, definitions) for key, value in pairs if key is not None
+            }
         case ast.BinOp(left, ast.Add(), right):
-            return str(evaluate(left, known)) + str(evaluate(right, known))
+            return str(evaluate(left, definitions)) + str(evaluate(right, definitions))
         case ast.JoinedStr(parts):
-            return "".join(str(evaluate(part, known)) for part in parts)
+            return "".join(str(evaluate(part, definitions)) for part in parts)
         case ast.FormattedValue(value):
-            return evaluate(value, known)
-        case ast.Call(ast.Name(name), values, []) if isinstance(function := known.get(name), ast.Lambda):
-            given = [ast.parse(repr(evaluate(value, known)), mode="eval").body for value in values]
+            return evaluate(value, definitions)
+        case ast.Call(ast.Name(name), values, []) if isinstance(function := definitions.get(name), ast.Lambda):
+            given = [ast.parse(repr(evaluate(value, definitions)), mode="eval").body for value in values]
             names = [parameter.arg for parameter in function.args.args]
-            return evaluate(function.body, {**known, **dict(zip(names, given, strict=False))})
+            return evaluate(function.body, {**definitions, **dict(zip(names, given, strict=False))})
         case ast.Call(ast.Attribute(ast.Name("json"), "dumps"), [value, *_]):
-            return json.dumps(evaluate(value, known))
+            return json.dumps(evaluate(value, definitions))
         case ast.Call(ast.Name("FunctionCall" | "ToolCall" | "MistralToolCall"), [], fields):
-            call = {field.arg or "": evaluate(field.value, known) for field in fields if field.arg in CALL_FIELDS}
+            call = {field.arg or "": evaluate(field.value, definitions) for field in fields if field.arg in CALL_FIELDS}
             return call.get("function", call)
     literal: Json = ast.literal_eval(node)
     return literal
@@ -92,7 +94,7 @@ def _pair(call: Json) -> tuple[str, Json]:
     return str(call.get("name")), json.loads(str(call["arguments"]))
 
 
-def _rows(tree: ast.Module, known: Known) -> Iterator[tuple[list[str], list[ast.expr]]]:
+def _rows(tree: ast.Module, definitions: Definitions) -> Iterator[tuple[list[str], list[ast.expr]]]:
     """Every row of every parametrisation, with the names of its columns."""
     for node in ast.walk(tree):
         match node:
@@ -105,13 +107,13 @@ def _rows(tree: ast.Module, known: Known) -> Iterator[tuple[list[str], list[ast.
             case _:
                 continue
         try:
-            columns = evaluate(names, known)
+            columns = evaluate(names, definitions)
         except ValueError:
             continue
         listed = columns.split(",") if isinstance(columns, str) else columns
         if not isinstance(listed, list):
             continue
-        rows = known.get(rows.id, rows) if isinstance(rows, ast.Name) else rows
+        rows = definitions.get(rows.id, rows) if isinstance(rows, ast.Name) else rows
         for row in rows.elts if isinstance(rows, ast.List) else []:
             match row:
                 case ast.Tuple(values) | ast.Call(ast.Attribute(_, "param"), values):

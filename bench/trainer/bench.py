@@ -239,20 +239,20 @@ async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) ->
 
 def _opened(name: str, setup: Setup, scratch: Path) -> AbstractAsyncContextManager[Rival]:
     python = trl_python() if name.startswith("transformers") else Path(sys.executable)
-    told = asdict(replace(setup, contestant=name, folder=str(scratch / "model")))
-    return open_rival("trainer.worker", told, python=python, threads=setup.threads, log=scratch / f"{name}.log")
+    settings = asdict(replace(setup, contestant=name, folder=str(scratch / "model")))
+    return open_rival("trainer.worker", settings, python=python, threads=setup.threads, log=scratch / f"{name}.log")
 
 
 async def _step(rival: Rival, row: Row, *, timed: bool) -> Row:
     """One step more; the first one compiles and allocates, and does not count."""
     try:
         await rival.answer({"go": True})
-        said = await rival.receive(MESSAGE_DEADLINE_S)
+        message = await rival.receive(MESSAGE_DEADLINE_S)
     except InfrastructureError as error:
         return replace(row, missing=str(error))
-    assert said is not None and isinstance(said["seconds"], float) and isinstance(said["peak"], float)
-    seconds = (*row.seconds, said["seconds"]) if timed else row.seconds
-    return replace(row, seconds=seconds, peak=max(row.peak, said["peak"]))
+    assert message is not None and isinstance(message["seconds"], float) and isinstance(message["peak"], float)
+    seconds = (*row.seconds, message["seconds"]) if timed else row.seconds
+    return replace(row, seconds=seconds, peak=max(row.peak, message["peak"]))
 
 
 def _rate(row: Row) -> float:

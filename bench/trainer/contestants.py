@@ -143,7 +143,7 @@ class Etude:
         cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         (passes,) = pack(lengths, max_tokens=setup.microbatch_tokens, ranks=1, cost=cost)
-        self._microbatches = [[trajectories[index] for index in piece] for piece in passes]
+        self._microbatches = [[trajectories[index] for index in chunk] for chunk in passes]
         self._steps = setup.steps
         self.settings: Settings = {
             "arithmetic": arithmetic,
@@ -157,7 +157,7 @@ class Etude:
         from etude.trainer.losses import Totals
 
         totals = Totals(
-            tokens=sum(int(t.loss_mask.sum()) for piece in self._microbatches for t in piece),
+            tokens=sum(int(t.loss_mask.sum()) for chunk in self._microbatches for t in chunk),
             trajectories=sum(map(len, self._microbatches)),
         )
         for step in range(1, self._steps + 2):

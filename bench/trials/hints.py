@@ -44,7 +44,7 @@ COST = ("effort.weight=0.05", "effort.call=1.0")
 """What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""
 RULE = f'{{name = "edit style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "{REMINDER}"}}'
 """Which turns are taught, and what the teacher is told."""
-ALONE, TAUGHT = "reward alone", "hints"
+ALONE, HINTED = "reward alone", "hints"
 """The contestants."""
 GONE = 0.05
 """Share of malformed calls below which the habit counts as gone."""
@@ -83,7 +83,7 @@ class Trial:
     @property
     def contestant(self) -> str:
         """Which of the two."""
-        return TAUGHT if self.weight else ALONE
+        return HINTED if self.weight else ALONE
 
     @property
     def steps_until_gone(self) -> int | None:
@@ -136,8 +136,8 @@ def gone_after(shares: Sequence[float]) -> int | None:
 def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequence[str]) -> Trial:
     """Run, or go on, or read what is there."""
     common = [*HABIT, *COST, *overrides, f"seed={seed}"]
-    taught = [f"hints.weight={weight}", "hints.tools=false", f"hints.rules=[{RULE}]"] if weight else []
-    config = load_recipe(recipe, [*common, *taught])
+    distilled = [f"hints.weight={weight}", "hints.tools=false", f"hints.rules=[{RULE}]"] if weight else []
+    config = load_recipe(recipe, [*common, *distilled])
     path = out / f"s{seed}-hints-{weight:g}"
     start = out / f"s{seed}-start"
     folder = finished_run(path, lambda: begin_from(midtrained(start, load_recipe(recipe, common)), path, config))
@@ -207,16 +207,16 @@ def judged(trials: Sequence[Trial]) -> dict[str, Json]:
     of its steps, which makes the ratio an upper bound where only the reward alone did not get there.
     """
     goal = Goal("habit_steps_vs_reward_alone", "at most", BETTER)
-    taken = {name: [trial for trial in trials if trial.contestant == name] for name in (ALONE, TAUGHT)}
+    taken = {name: [trial for trial in trials if trial.contestant == name] for name in (ALONE, HINTED)}
     steps = {name: [_steps(trial) for trial in chosen] for name, chosen in taken.items()}
     never = {name: sum(trial.steps_until_gone is None for trial in chosen) for name, chosen in taken.items()}
-    ratio = sum(steps[TAUGHT]) / max(1, sum(steps[ALONE])) if not never[TAUGHT] else None
+    ratio = sum(steps[HINTED]) / max(1, sum(steps[ALONE])) if not never[HINTED] else None
     judged = goal.judge(ratio, "with hints the habit was not gone by the end")
     judged["met"] = ratio is not None and ratio < BETTER
     return judged | {
         "steps": _listed(steps),
         "never_gone": dict(never),
-        "passed_more": _over_seeds([t.after - a.after for a, t in zip(taken[ALONE], taken[TAUGHT], strict=True)]),
+        "passed_more": _over_seeds([t.after - a.after for a, t in zip(taken[ALONE], taken[HINTED], strict=True)]),
         "passed_in_the_end": _listed({name: [trial.after for trial in chosen] for name, chosen in taken.items()}),
     }
 
@@ -231,8 +231,8 @@ def _over_seeds(values: Sequence[float]) -> Json:
 
 
 def _steps(trial: Trial) -> int:
-    found = trial.steps_until_gone
-    return len(trial.steps) if found is None else found
+    until_gone = trial.steps_until_gone
+    return len(trial.steps) if until_gone is None else until_gone
 
 
 def _listed(figures: Mapping[str, Sequence[float]]) -> dict[str, Json]:

@@ -30,7 +30,7 @@ def midtrained(path: Path, config: RunConfig) -> RunFolder:
 
 def report_of(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
     """What a run's events come to; of no machine and no date, which are the bench's to name."""
-    story = RunMetrics()
+    metrics = RunMetrics()
     for logged in EventReader(folder.events).new():
-        story.add(logged)
-    return build_report(story, config, machine={}, date="", commit="")
+        metrics.add(logged)
+    return build_report(metrics, config, machine={}, date="", commit="")

@@ -234,12 +234,12 @@ def _race(plan: Plan, case: Case, pair: PublishedPair) -> Iterator[Row]:
     runs: dict[str, list[_Run]] = {one.name: [] for one in plan.contestants if one.missing is None}
     copies_s: list[float] = []
     held_bits = pair.old.copy()
-    held = state_over(pair.specs, held_bits)
+    current = state_over(pair.specs, held_bits)
     for _ in range(MOST_RUNS):
         for contestant in plan.contestants:
             if contestant.missing is None and plan.wants_more([one.encode_s for one in runs[contestant.name]]):
                 copies_s.append(_copy(pair.old, held_bits))
-                runs[contestant.name].append(_run(contestant, old, new, held))
+                runs[contestant.name].append(_run(contestant, old, new, current))
     copy_s = statistics.median(copies_s)
     yield Row(contestant="memcpy", case=case, size_bytes=case.state_bytes, encode_s=copy_s, decode_s=copy_s)
     for contestant in plan.contestants:
@@ -257,12 +257,12 @@ def _race(plan: Plan, case: Case, pair: PublishedPair) -> Iterator[Row]:
     yield publish_all_in(plan, case, old, new)
 
 
-def _run(contestant: DeltaContestant, old: State, new: State, held: State) -> _Run:
-    """One encoding and decoding. ``held`` equals ``old`` and may be the new state afterwards."""
+def _run(contestant: DeltaContestant, old: State, new: State, current: State) -> _Run:
+    """One encoding and decoding. ``current`` equals ``old`` and may be the new state afterwards."""
     started_s = time.process_time()
     packets = contestant.encode(old, new)
     encoded_s = time.process_time()
-    decoded = contestant.decode(packets, held)
+    decoded = contestant.decode(packets, current)
     decoded_s = time.process_time()
     for name, tensor in new.items():
         if not np.array_equal(decoded[name].data, tensor.data):

@@ -30,7 +30,7 @@ Packets: TypeAlias = Sequence[bytes | memoryview]
 """What goes over the wire."""
 
 ZSTD_LEVEL = 1
-_PATIENCE_NAME = "_CANDIDATE_WAIT_MULTIPLIER"
+_LATENESS_NAME = "_CANDIDATE_WAIT_MULTIPLIER"
 
 
 class DeltaContestant(Protocol):
@@ -50,7 +50,7 @@ class DeltaContestant(Protocol):
         """What someone who has ``old`` needs to have ``new``."""
         ...
 
-    def decode(self, packets: Packets, held: State) -> State:
+    def decode(self, packets: Packets, current: State) -> State:
         """The new state from the packets and the old one, in whose memory the result may lie."""
         ...
 
@@ -81,11 +81,11 @@ class FrameContestant:
         chunks = self._layout(new).chunks
         return [self._frame(chunk.numbers(old), chunk.numbers(new), chunk.element) for chunk in chunks]
 
-    def decode(self, packets: Packets, held: State) -> State:
+    def decode(self, packets: Packets, current: State) -> State:
         """In place."""
-        for chunk, packet in zip(self._layout(held).chunks, packets, strict=True):
-            frames.apply(frames.parse(packet), chunk.numbers(held))
-        return held
+        for chunk, packet in zip(self._layout(current).chunks, packets, strict=True):
+            frames.apply(frames.parse(packet), chunk.numbers(current))
+        return current
 
     def _layout(self, state: State) -> Layout:
         if len(state) not in self.layouts:
@@ -115,12 +115,12 @@ class IndexValueContestant:
             packets += [places.astype(np.int32).tobytes(), numbers[places].tobytes()]
         return packets
 
-    def decode(self, packets: Packets, held: State) -> State:
+    def decode(self, packets: Packets, current: State) -> State:
         """In place."""
-        for name, places, values in zip(sorted(held), packets[::2], packets[1::2], strict=True):
-            numbers = held[name].numbers
+        for name, places, values in zip(sorted(current), packets[::2], packets[1::2], strict=True):
+            numbers = current[name].numbers
             numbers[np.frombuffer(places, np.int32)] = np.frombuffer(values, numbers.dtype)
-        return held
+        return current
 
 
 @final
@@ -136,13 +136,13 @@ class XorContestant:
         compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
         return [compressor.compress((old[name].data ^ new[name].data).data) for name in sorted(new)]
 
-    def decode(self, packets: Packets, held: State) -> State:
+    def decode(self, packets: Packets, current: State) -> State:
         """In place."""
         decompressor = zstandard.ZstdDecompressor()
-        for name, packet in zip(sorted(held), packets, strict=True):
-            data = held[name].data
+        for name, packet in zip(sorted(current), packets, strict=True):
+            data = current[name].data
             np.bitwise_xor(data, np.frombuffer(decompressor.decompress(packet), np.uint8), out=data)
-        return held
+        return current
 
 
 @final
@@ -151,13 +151,13 @@ class FireworksContestant:
     """A format of the codec that Fireworks publishes; adds an Adler-32 per tensor, as it comes.
 
     ``arc_v3`` tries several encodings on threads of its own and takes the smallest of those that are done 1.5 times as
-    late as the first. So its bytes depend on how busy the machine is; with a large ``patience`` they are its smallest.
+    late as the first. So its bytes depend on how busy the machine is; with a large ``lateness`` they are its smallest.
     """
 
     name: str
     format: str
     """``arc_v2`` or ``arc_v3``."""
-    patience: float = 1.5
+    lateness: float = 1.5
     """How much later than the first the others may come."""
     package: str = "fireworks_delta_compression"
 
@@ -180,33 +180,33 @@ class FireworksContestant:
                 packets += [memoryview(difference.numpy()), checksum.encode()]
         return packets
 
-    def decode(self, packets: Packets, held: State) -> State:
+    def decode(self, packets: Packets, current: State) -> State:
         """In new memory; raises the package's own errors on a wrong checksum."""
         package = import_module(self.package)
         decoded: dict[str, StoredTensor] = {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # of the package, harmless
-            for name, difference, checksum in zip(sorted(held), packets[::2], packets[1::2], strict=True):
+            for name, difference, checksum in zip(sorted(current), packets[::2], packets[1::2], strict=True):
                 tensor = package.delta_decompress(
-                    src=_as_torch(held[name]),
+                    src=_as_torch(current[name]),
                     compressed_diff=torch.frombuffer(difference, dtype=torch.uint8),
                     checksum=bytes(checksum).decode(),
                     compression_format=self.format,
                 )
                 bits = tensor.flatten().view(torch.uint8).numpy()
-                decoded[name] = StoredTensor(spec=held[name].spec, data=bits)
+                decoded[name] = StoredTensor(spec=current[name].spec, data=bits)
         return decoded
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """With our patience where the package keeps its own, which it reads from the environment only when imported."""
+        """With our lateness where the package keeps its own, which it reads from the environment only when imported."""
         settings = vars(import_module(f"{self.package}.backends.arc3"))
-        usual = settings[_PATIENCE_NAME]
-        settings[_PATIENCE_NAME] = self.patience
+        usual = settings[_LATENESS_NAME]
+        settings[_LATENESS_NAME] = self.lateness
         try:
             yield
         finally:
-            settings[_PATIENCE_NAME] = usual
+            settings[_LATENESS_NAME] = usual
 
 
 CONTESTANTS: tuple[DeltaContestant, ...] = (
@@ -218,7 +218,7 @@ CONTESTANTS: tuple[DeltaContestant, ...] = (
     IndexValueContestant(),
     FireworksContestant("arc_v2", "arc_v2"),
     FireworksContestant("arc_v3", "arc_v3"),
-    FireworksContestant("arc_v3-patient", "arc_v3", patience=1000.0),
+    FireworksContestant("arc_v3-patient", "arc_v3", lateness=1000.0),
 )
 """Everyone, ours first."""
 

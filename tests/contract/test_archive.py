@@ -88,9 +88,9 @@ def test_a_reader_makes_no_ledger_and_can_write_to_none(new_place: NewPlace) -> 
 
 
 def names(archive: Archive, **search: Any) -> list[str]:
-    found = archive.find(Search(**search))
-    assert archive.count(Search(**search)) >= len(found)
-    return [rollout.rollout_id for rollout in found]
+    result = archive.find(Search(**search))
+    assert archive.count(Search(**search)) >= len(result)
+    return [rollout.rollout_id for rollout in result]
 
 
 def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
@@ -131,9 +131,9 @@ def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
 
 
 def test_what_is_found_says_enough_for_a_list(archive: Archive) -> None:
-    (found,) = archive.find(Search(has_summary=True))
-    assert (found.group, found.slot, found.attempt, found.step, found.reward) == (0, 1, 0, 1, 0.25)
-    traits = found.traits
+    (result,) = archive.find(Search(has_summary=True))
+    assert (result.group, result.slot, result.attempt, result.step, result.reward) == (0, 1, 0, 1, 0.25)
+    traits = result.traits
     assert traits is not None
     assert (traits.turns, traits.summaries, traits.hints, traits.prompt_tokens, traits.sampled_tokens) == (
         3,
@@ -142,7 +142,7 @@ def test_what_is_found_says_enough_for_a_list(archive: Archive) -> None:
         15,
         16,
     )
-    assert (traits.first_version, traits.last_version, found.disposition) == (3, 4, None)
+    assert (traits.first_version, traits.last_version, result.disposition) == (3, 4, None)
     (cheat,) = archive.find(Search(outcome=Outcome.QUARANTINED))
     assert (cheat.step, cheat.disposition, cheat.cause) == (None, "quarantine", "reads_tests")
 
@@ -162,8 +162,8 @@ def test_a_census_counts_every_purpose(archive: Archive) -> None:
 
 
 def test_a_rollout_is_read_by_its_id_or_a_beginning_of_it(archive: Archive) -> None:
-    found, whole = archive.rollout("ab")
-    assert (found.rollout_id, len(whole.turns), whole.hints[0].text) == ("ab-long", 3, "x")
+    result, whole = archive.rollout("ab")
+    assert (result.rollout_id, len(whole.turns), whole.hints[0].text) == ("ab-long", 3, "x")
     assert archive.rollout("b-broken")[1].reason == FAILURE
     with pytest.raises(UserError, match="'a' begins several ids, aa-good and ab-long"):
         archive.rollout("a")
@@ -195,7 +195,7 @@ def test_a_group_is_found_where_it_is(new_place: NewPlace) -> None:
             archive.state_of(TRAIN, 9)
 
 
-def test_a_reader_sees_what_is_written_meanwhile_and_stops_nobody(new_place: NewPlace) -> None:
+def test_a_reader_sees_what_is_written_meanwhile_and_stops_no_writer(new_place: NewPlace) -> None:
     where = new_place()
     with Ledger.open(where) as ledger, Archive.open(where) as archive:
         assert archive.find(Search()) == []

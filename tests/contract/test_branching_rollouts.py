@@ -37,7 +37,7 @@ PLAYS = 20
 CREDIT = CreditConfig(kind="shared_prefix", branches=2, branch_within=4)
 CASE = Case(arguments=(), expected=0)
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(CASE,), hidden=(CASE,))
-BEGINNING = "one\ntwo\nthree\n"
+ROLLOUT_START = "one\ntwo\nthree\n"
 
 
 def task(number: int) -> Task:
@@ -47,7 +47,7 @@ def task(number: int) -> Task:
         template="t",
         split=Split.TRAIN,
         prompt=f"{number}",
-        files={"a.py": BEGINNING},
+        files={"a.py": ROLLOUT_START},
         checks=CHECKS,
     )
 
@@ -64,8 +64,8 @@ class Agent(FakeEngine):
         self.calls += 1
         line, number = self._random.randint(1, 4), self._random.randint(10, 99)
         edit = f"edit a.py {line}\n{number}"
-        said = self._random.choice([edit, edit, edit, edit, "read a.py", tools.TEST, "edit it", tools.SUBMIT])
-        self.script([*template().encode(said), template().end_id])
+        reply = self._random.choice([edit, edit, edit, edit, "read a.py", tools.TEST, "edit it", tools.SUBMIT])
+        self.script([*template().encode(reply), template().end_id])
         return await super().generate(prompt_ids, params, session=session)
 
 
@@ -122,7 +122,7 @@ async def play(folder: Path, agent: Agent) -> list[Group]:
 
 def written(rollout: Rollout) -> float:
     """What the file is worth after everything that was said in the rollout."""
-    text = BEGINNING
+    text = ROLLOUT_START
     for turn in rollout.turns:
         call = tools.parse_call(template().decode(turn.completion_ids.tolist()[:-1]))
         if isinstance(call, tools.EditFile):
@@ -133,10 +133,10 @@ def written(rollout: Rollout) -> float:
 def branches(groups: list[Group]) -> Iterator[tuple[Rollout, Rollout, int]]:
     """Parent, fork, shared turns."""
     for group in groups:
-        known = {rollout.rollout_id: rollout for rollout in group.rollouts}
+        index = {rollout.rollout_id: rollout for rollout in group.rollouts}
         for rollout in group.rollouts:
             if rollout.branch is not None:
-                yield known[rollout.branch.rollout_id], rollout, rollout.branch.turns
+                yield index[rollout.branch.rollout_id], rollout, rollout.branch.turns
 
 
 def same(one: Turn, other: Turn) -> bool:

@@ -87,10 +87,10 @@ class Overheard:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        async for piece in self.engine.stream(prompt_ids, params, session=session):
-            yield piece
-            if piece.completion is not None:
-                self.calls.append((list(prompt_ids), piece.completion.token_ids))
+        async for chunk in self.engine.stream(prompt_ids, params, session=session):
+            yield chunk
+            if chunk.completion is not None:
+                self.calls.append((list(prompt_ids), chunk.completion.token_ids))
 
     async def health(self) -> EngineHealth:
         return await self.engine.health()
@@ -168,7 +168,7 @@ def rehearse(scenes: Sequence[Scene]) -> tuple[ChatTemplate, Decoder]:
 
 def _batch(chat: ChatTemplate, scenes: Sequence[Scene]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [B, T] and which of them [B, T − 1], shifted, an assistant said."""
-    rows, said = [], []
+    rows, masks = [], []
     for scene in scenes:
         ids: list[int] = []
         marks: list[bool] = []
@@ -180,10 +180,10 @@ def _batch(chat: ChatTemplate, scenes: Sequence[Scene]) -> tuple[torch.Tensor, t
             marks += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
             ids = whole
         rows.append(ids)
-        said.append(marks)
+        masks.append(marks)
     length = max(map(len, rows))
     ids_BT = torch.tensor([row + [chat.pad_id] * (length - len(row)) for row in rows])
-    marks_BT = torch.tensor([row + [False] * (length - len(row)) for row in said])
+    marks_BT = torch.tensor([row + [False] * (length - len(row)) for row in masks])
     return ids_BT, marks_BT[:, 1:]
 
 
@@ -299,13 +299,13 @@ def check_capture(session: Rehearsed, calls: int) -> None:
     """The turns are what the engine was given and what it said, and all of it is trained, once."""
     assert len(session.turns) == len(session.sampled) == calls
     assert [turn.prompt_ids.tolist() for turn in session.turns] == [prompt for prompt, _ in session.sampled]
-    assert [turn.completion_ids.tolist() for turn in session.turns] == [said.tolist() for _, said in session.sampled]
+    assert [turn.completion_ids.tolist() for turn in session.turns] == [ids.tolist() for _, ids in session.sampled]
     assert all((turn.versions == 3).all() for turn in session.turns)
     rollout = Rollout(
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=session.turns
     )
     trained = sum(int(trajectory.loss_mask.sum()) for trajectory in build_trajectories(rollout, 1.0))
-    assert trained == sum(len(said) for _, said in session.sampled)
+    assert trained == sum(len(ids) for _, ids in session.sampled)
 
 
 OPENAI_TOOL: Any = {
@@ -335,10 +335,10 @@ def test_openai_streams_and_calls_tools(stage: Stage) -> None:
     with stage.session() as session, openai.OpenAI(base_url=stage.url + "/v1", api_key=session.api_key) as client:
         messages: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
         with client.chat.completions.stream(model="policy", messages=messages, tools=[OPENAI_TOOL]) as stream:
-            asked = stream.get_final_completion().choices[0]
-        assert asked.finish_reason == "tool_calls"
-        assert asked.message.tool_calls is not None
-        (call,) = asked.message.tool_calls
+            request = stream.get_final_completion().choices[0]
+        assert request.finish_reason == "tool_calls"
+        assert request.message.tool_calls is not None
+        (call,) = request.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2, "b": 3})
         messages += [
             {
@@ -348,8 +348,8 @@ def test_openai_streams_and_calls_tools(stage: Stage) -> None:
             },
             {"role": "tool", "tool_call_id": call.id, "content": "5"},
         ]
-        pieces = client.chat.completions.create(model="policy", messages=messages, tools=[OPENAI_TOOL], stream=True)
-        assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == "It is 5."
+        chunks = client.chat.completions.create(model="policy", messages=messages, tools=[OPENAI_TOOL], stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "It is 5."
         twice = client.chat.completions.create(
             model="policy", messages=[{"role": "user", "content": "Add twice."}], tools=[OPENAI_TOOL]
         )
@@ -368,7 +368,7 @@ def test_openai_async_and_several_choices(stage: Stage) -> None:
             stream = await client.chat.completions.create(
                 model="gpt-4o", messages=[{"role": "user", "content": "Say hello."}], stream=True
             )
-            text = "".join([piece.choices[0].delta.content or "" async for piece in stream if piece.choices])
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
             return [text, *(choice.message.content for choice in reply.choices)]
 
     with stage.session() as session:
@@ -410,12 +410,12 @@ def test_anthropic_converses_and_calls_tools(stage: Stage) -> None:
         )
         assert [block.text for block in brief.content if block.type == "text"] == ["Hi."]
         messages: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
-        asked = client.messages.create(model="policy", max_tokens=100, messages=messages, tools=[ANTHROPIC_TOOL])
-        assert asked.stop_reason == "tool_use"
-        (use,) = asked.content
+        request = client.messages.create(model="policy", max_tokens=100, messages=messages, tools=[ANTHROPIC_TOOL])
+        assert request.stop_reason == "tool_use"
+        (use,) = request.content
         assert use.type == "tool_use" and use.input == {"a": 2, "b": 3}
         messages += [
-            {"role": "assistant", "content": asked.content},
+            {"role": "assistant", "content": request.content},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "5"}]},
         ]
         with client.messages.stream(
@@ -480,15 +480,15 @@ def test_errors_are_the_sdks_own(stage: Stage) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_litellm_in_both_dialects(stage: Stage) -> None:
+def test_litellm_over_both_protocols(stage: Stage) -> None:
     import litellm  # two seconds, and warnings of its own
 
     with stage.session() as session:
         common: Any = {"messages": [{"role": "user", "content": "Say hello."}], "api_key": session.api_key}
         whole = litellm.completion(model="openai/policy", api_base=stage.url + "/v1", **common)
         assert whole.choices[0].message.content == HELLO
-        pieces = litellm.completion(model="openai/policy", api_base=stage.url + "/v1", stream=True, **common)
-        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == HELLO
+        chunks = litellm.completion(model="openai/policy", api_base=stage.url + "/v1", stream=True, **common)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == HELLO
         other = litellm.completion(model="anthropic/policy", api_base=stage.url, max_tokens=50, **common)
         assert other.choices[0].message.content == HELLO
         tools = litellm.completion(
@@ -556,8 +556,8 @@ def test_mini_swe_agent_repairs_a_file(stage: Stage, tmp_path: Path) -> None:
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=session.turns
     )
     (trajectory,) = build_trajectories(rollout, 1.0)
-    prompt, said = session.sampled[-1]
-    assert trajectory.token_ids.tolist() == [*prompt, *said.tolist()]
+    prompt, ids = session.sampled[-1]
+    assert trajectory.token_ids.tolist() == [*prompt, *ids.tolist()]
     assert trajectory.token_ids[trajectory.loss_mask].tolist() == [
         token for _, sampled in session.sampled for token in sampled.tolist()
     ]

@@ -24,7 +24,7 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Finish
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 VOCAB_SIZE = 64
 MAX_LENGTH = 64
@@ -208,7 +208,7 @@ def test_a_stream_is_the_completion_in_chunks(opener: Opener) -> None:
 def test_a_stream_may_be_left_early(opener: Opener) -> None:
     async def scene(engine: Engine) -> None:
         assert len(await listen(engine, SamplingParams(max_tokens=50), chunks=2)) == 2
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while (await engine.health()).running:
                 await asyncio.sleep(0.001)
         assert len((await engine.generate(PROMPT, SamplingParams(max_tokens=5), session="s")).token_ids) == 5

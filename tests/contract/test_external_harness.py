@@ -81,19 +81,19 @@ def attempt(
         config = HarnessConfig(kind="command", command=tuple(command), timeout_s=timeout_s)
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
             beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
-            worlds = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
+            environments = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
             context = RolloutContext(
                 sessions=GatewaySessions(url, "admin", http),
-                sandboxes=worlds,
+                sandboxes=environments,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
-                grader=worlds.grader(900.0),
+                grader=environments.grader(900.0),
                 clock=clock,
                 limits=Limits(commands_s=60.0),
             )
             try:
                 return await run_rollout(SLOT, context, rollout_id="r", temperature=0.7)
             finally:
-                await worlds.close()
+                await environments.close()
 
     return asyncio.run(act()), chat
 

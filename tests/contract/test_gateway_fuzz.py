@@ -29,7 +29,7 @@ ANSWER_S = 60.0
 PRIVILEGED = ("/sessions", "/keys", "/engines", "/metrics")
 SCHEMA = schemathesis.openapi.from_dict(document())
 Operation: TypeAlias = schemathesis.APIOperation[Any, Any, Any, Any]
-OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations() if isinstance(found, Ok)]
+OPERATIONS = [operation.ok() for operation in SCHEMA.get_all_operations() if isinstance(operation, Ok)]
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,15 @@ def test_every_operation_answers_as_documented(operation: Operation, mode: Gener
     port=st.sampled_from(["", ":", ":9", ":0", ":port", ":-1", ":65536", ":1:2", ":٣"]),
     path=st.sampled_from(["", "/", "/a/../b", "/%ff", "?q", "#f"]),
 )
-def test_no_address_of_an_engine_is_more_than_a_refusal(scheme: str, host: str, port: str, path: str, url: str) -> None:
+def test_an_address_of_an_engine_is_at_most_an_api_error(
+    scheme: str, host: str, port: str, path: str, url: str
+) -> None:
     """Strings of a schema are hardly ever addresses, and those that nearly are one do the harm."""
-    said = {"name": "second", "url": scheme + host + port + path}
+    reply = {"name": "second", "url": scheme + host + port + path}
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=url, headers=headers, timeout=ANSWER_S) as admin:
-        assert admin.post("/engines", json=said).status_code in (200, 400)
-        assert admin.post("/engines", json=said).status_code in (400, 409)
+        assert admin.post("/engines", json=reply).status_code in (200, 400)
+        assert admin.post("/engines", json=reply).status_code in (400, 409)
         admin.delete("/engines/second")
         assert "second" not in [engine["name"] for engine in admin.get("/engines").json()["engines"]]
 
@@ -93,7 +95,7 @@ def test_no_address_of_an_engine_is_more_than_a_refusal(scheme: str, host: str, 
     parts=st.lists(st.sampled_from(["s", "v1", "keys", "..", "%2e%2e", "%00", "%ff", "", "etude-x", "messages"])),
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT", "HEAD", "OPTIONS", "PATCH"]),
 )
-def test_no_path_is_more_than_a_refusal(parts: list[str], method: str, url: str) -> None:
+def test_a_path_is_at_most_an_api_error(parts: list[str], method: str, url: str) -> None:
     connection = HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
     connection.request(method, "/" + "/".join(parts), headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     assert connection.getresponse().status < 500

@@ -16,7 +16,7 @@ from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.sandbox_spec import Image, SandboxSpec
 from etude.sandboxes.gvisor.provider import GvisorSandboxes
-from patience import until
+from waiting import until
 
 pytestmark = pytest.mark.heavy("runsc, and root", missing=shutil.which("runsc") is None or os.geteuid() != 0)
 
@@ -44,8 +44,8 @@ def machine(tmp_path: Path) -> Path:
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
     """All that is in a folder, and whose."""
-    found = [folder, *sorted(folder.rglob("*"))]
-    return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in found]
+    matches = [folder, *sorted(folder.rglob("*"))]
+    return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in matches]
 
 
 def play(scratch: Path, scenario: Callable[[GvisorSandboxes, Sandbox], Awaitable[T]]) -> T:

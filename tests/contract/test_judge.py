@@ -41,7 +41,7 @@ from scripted_model import API_KEY, ScriptedModel, serving
 
 MAX_LENGTH = 4096
 KEY = "sk-a-very-secret-key"
-EXHIBIT = JudgeInput(task="def area(w, h):\n    return w * h", work="area returns w * h")
+JUDGE_INPUT = JudgeInput(task="def area(w, h):\n    return w * h", work="area returns w * h")
 CALL = Call(messages=[{"role": "user", "content": "?"}], schema={}, max_tokens=64, temperature=0.0, seed=0)
 T = TypeVar("T")
 
@@ -59,8 +59,8 @@ class JudgingEngine(FakeEngine):
     """An engine whose model reads what it is asked and says a verdict, token for token."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        asked = chat().decode([int(token) for token in prompt_ids])
-        self.script([*chat().encode(verdict(asked, 4)), chat().stop_ids[0]])
+        query = chat().decode([int(token) for token in prompt_ids])
+        self.script([*chat().encode(verdict(query, 4)), chat().stop_ids[0]])
         return await super().generate(prompt_ids, params, session=session)
 
 
@@ -101,7 +101,7 @@ async def native_engine() -> AsyncGenerator[NativeEngine, None]:
         await asyncio.gather(steps, return_exceptions=True)
 
 
-async def judged(address: Address, params: JudgeParams, judged: JudgeInput = EXHIBIT) -> Judgement:
+async def judged(address: Address, params: JudgeParams, judged: JudgeInput = JUDGE_INPUT) -> Judgement:
     async with aiohttp.ClientSession() as http:
         judging = court(Endpoint(http, address), params=params, bounds=JudgeLimits(timeout_s=60.0))
         return await judging.judge.judge(style_rubric(), judged, judging.deps.budget)
@@ -144,7 +144,7 @@ def test_rules_behind_the_same_api(work: str) -> None:
     async def scenario() -> Judgement:
         async with listening(rules_app(SUMMARY_RULES, "7"), 0) as port:
             address = Address(url=f"http://127.0.0.1:{port}/v1", model="etude-rules-7")
-            return await judged(address, JudgeParams(model="m"), JudgeInput(task=EXHIBIT.task, work=work))
+            return await judged(address, JudgeParams(model="m"), JudgeInput(task=JUDGE_INPUT.task, work=work))
 
     judgement = asyncio.run(scenario())
     assert judgement.score is not None
@@ -173,7 +173,7 @@ def test_the_wish_for_a_schema_is_sent_and_the_key_with_it() -> None:
 
     async def play(endpoint: Endpoint) -> Judgement:
         judging = court(endpoint, params=JudgeParams(model="m", votes=2, temperature=0.5))
-        return await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+        return await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
 
     assert scripted(model, play).score == 2
     assert set(model.keys) == {f"Bearer {API_KEY}"}
@@ -219,15 +219,15 @@ def answering(body: Json, status: int = 200, **headers: str) -> web.Application:
 
 async def ask_at(app: web.Application) -> tuple[str, bool, str, bool]:
     async with listening(app, 0) as port, aiohttp.ClientSession() as http:
-        said = await Endpoint(http, Address(url=f"http://127.0.0.1:{port}/v1/", model="m", key=KEY)).ask(CALL)
-        return said.text, said.was_cut, said.identity, said.used is not None
+        reply = await Endpoint(http, Address(url=f"http://127.0.0.1:{port}/v1/", model="m", key=KEY)).ask(CALL)
+        return reply.text, reply.was_cut, reply.identity, reply.used is not None
 
 
 CHOICE: Json = {"message": {"content": "hi"}, "finish_reason": "stop"}
 
 
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "result"),
     [
         ({"choices": [CHOICE]}, ("hi", False, "", False)),
         ({"choices": [{"message": {"content": None}}], "model": "m"}, ("", False, "m", False)),
@@ -237,8 +237,8 @@ CHOICE: Json = {"message": {"content": "hi"}, "finish_reason": "stop"}
         ({"choices": [CHOICE], "usage": {"prompt_tokens": "many"}}, ("hi", False, "", False)),
     ],
 )
-def test_answers_are_read_as_they_come(body: Json, found: tuple[str, bool, str, bool]) -> None:
-    assert asyncio.run(ask_at(answering(body))) == found
+def test_answers_are_read_as_they_come(body: Json, result: tuple[str, bool, str, bool]) -> None:
+    assert asyncio.run(ask_at(answering(body))) == result
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_judge_that_went_away_is_unavailable_in_time() -> None:
         async with aiohttp.ClientSession() as http:
             judging = court(Endpoint(http, address), bounds=JudgeLimits(timeout_s=3.0))
             with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientConnectorError"):
-                await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+                await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
 
     asyncio.run(scenario())
 
@@ -284,7 +284,7 @@ def test_what_speaks_no_http_is_no_judge() -> None:
             address = Address(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", model="m")
             judging = court(Endpoint(http, address), bounds=JudgeLimits(timeout_s=3.0))
             with pytest.raises(JudgeUnavailable, match=r"within 3 s: ClientResponseError"):
-                await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+                await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
 
     asyncio.run(scenario())
 
@@ -312,7 +312,7 @@ def test_nonces_of_different_calls_differ() -> None:
 
     async def play(endpoint: Endpoint) -> None:
         judging = court(endpoint, params=JudgeParams(model="m", votes=5, temperature=0.5))
-        await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+        await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
 
     scripted(model, play)
     questions: Sequence[str] = [json.dumps(request["messages"]).replace('\\"', '"') for request in model.requests]

@@ -250,7 +250,7 @@ def test_no_group_is_admitted_beyond_the_window_and_a_dropped_one_makes_room(led
     assert ledger.admit_next(draw, size=1, version=0, kept_below=1)
 
 
-def test_a_task_drawn_by_another_process_meanwhile_is_drawn_by_nobody_else(ledger: Ledger, place: str) -> None:
+def test_a_task_drawn_by_another_process_meanwhile_is_drawn_by_no_other(ledger: Ledger, place: str) -> None:
     drawn: list[int] = []
 
     def slowly(position: int) -> Task:
@@ -349,8 +349,8 @@ def test_only_the_holder_of_the_lease_trains_and_a_zombie_never_commits(ledger: 
 
 def test_rollouts_processes_fill_their_own_groups_and_inherit_those_of_the_dead(place: str) -> None:
     with holding(place, "rollouts-0", "a") as dead, holding(place, "rollouts-1", "b") as heir:
-        for door in (dead, heir, dead):
-            assert door.admit_next(task, size=1, version=0, kept_below=9)
+        for ledger in (dead, heir, dead):
+            assert ledger.admit_next(task, size=1, version=0, kept_below=9)
         assert [slot.group_index for slot in dead.open_slots(TRAIN)] == [0, 2]
         assert [slot.group_index for slot in heir.open_slots(TRAIN)] == [1]
         with pytest.raises(FencedError, match="group 0 of 'train' belongs to 'rollouts-0' now, not to 'rollouts-1'"):
@@ -364,9 +364,9 @@ def test_rollouts_processes_fill_their_own_groups_and_inherit_those_of_the_dead(
         assert [slot.group_index for slot in tool.open_slots(TRAIN)] == [1]
 
 
-def test_a_door_holds_one_lease(place: str) -> None:
-    with holding(place, "rollouts", "a") as door, pytest.raises(ValueError, match="holds the lease 'rollouts'"):
-        door.leases.take(TRAINER, "a")
+def test_a_ledger_holds_one_lease(place: str) -> None:
+    with holding(place, "rollouts", "a") as ledger, pytest.raises(ValueError, match="holds the lease 'rollouts'"):
+        ledger.leases.take(TRAINER, "a")
 
 
 def test_two_runs_in_one_place_know_nothing_of_each_other(new_place: NewPlace) -> None:

@@ -79,8 +79,8 @@ class Severed:
         self._database.close()
 
 
-@pytest.mark.parametrize(("when", "kept"), [("before", False), ("after", True)])
-def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, kept: bool) -> None:
+@pytest.mark.parametrize(("when", "stored"), [("before", False), ("after", True)])
+def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, stored: bool) -> None:
     severed = Severed(PostgresDatabase.open(postgres.url, f"severed_{when}", retry_timeout_s=30.0), postgres)
     transactions = Transactions(severed, retry_timeout_s=30.0)
     with Ledger(transactions, term_s=20.0, clock=SystemClock()) as ledger:
@@ -90,7 +90,7 @@ def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, k
         assert ledger.record(rollout(0, 0, reward=None), "before") == 1
         severed.when = when
         assert ledger.admit_next(task, size=1, version=0, kept_below=1)
-        assert severed.settled == [kept] * 3
+        assert severed.settled == [stored] * 3
         assert [slot.attempt for slot in ledger.open_slots("before")] == [1, 0]
         assert (ledger.progress("before").admitted, ledger.progress().admitted, ledger.progress().drawn) == (1, 1, 1)
 
@@ -101,20 +101,20 @@ class Worker:
     def __init__(self, place: str) -> None:
         self.done = 0
         self._place = place
-        self._told = threading.Event()
+        self._reports = threading.Event()
         self.thread = threading.Thread(target=self._work)
         self.thread.start()
 
     def _work(self) -> None:
         with Ledger.open(self._place, LedgerConfig(retry_timeout_s=60.0)) as ledger:
-            while not self._told.is_set():
+            while not self._reports.is_set():
                 (slot,) = ledger.admit_next(task, size=1, version=0, kept_below=10**6) or []
                 ledger.record(rollout(slot.group_index, 0), TRAIN)
                 self.done += 1
 
     def end(self) -> int:
         """How many it did."""
-        self._told.set()
+        self._reports.set()
         self.thread.join()
         return self.done
 
@@ -137,7 +137,7 @@ def test_a_server_may_restart_and_crash_under_load(server: Server) -> None:
         assert len({group.task.task_id for group in ledger.groups(TRAIN)}) == done
 
 
-def test_what_stays_away_is_given_up_by_name_and_the_door_opens_again(server: Server) -> None:
+def test_what_stays_away_is_given_up_by_name_and_the_connection_opens_again(server: Server) -> None:
     with Ledger.open(f"{server.url}#away", HASTY) as ledger:
         fill(ledger, "a")
         server.stop()
@@ -153,7 +153,7 @@ def test_what_stays_away_is_given_up_by_name_and_the_door_opens_again(server: Se
         assert ledger.admit_group(task("b"), TRAIN, 1, 0) == 1
 
 
-def test_a_schema_of_somebody_else_or_of_a_newer_ledger_is_refused_and_left_alone(postgres: Server) -> None:
+def test_a_foreign_schema_or_of_a_newer_ledger_is_refused_and_left_alone(postgres: Server) -> None:
     ask(postgres.folder, "CREATE SCHEMA songs CREATE TABLE names (name TEXT)", user="app")
     Ledger.open(f"{postgres.url}#newer").close()
     ask(postgres.folder, "UPDATE newer.schema_version SET version = 99", user="app")
@@ -183,9 +183,9 @@ def test_a_full_disk_leaves_no_transaction_behind(tmp_path: Path) -> None:
         with pytest.raises(LedgerUnavailable, match="full"):
             for name in range(1000):
                 fill(ledger, str(name))
-        kept = ledger.progress()
+        stored = ledger.progress()
         database.execute(f"PRAGMA max_page_count = {pages + 1000}")
-        assert fill(ledger, "after") == kept.admitted
+        assert fill(ledger, "after") == stored.admitted
 
 
 def test_commits_survive_a_power_cut_as_checkpoints_do(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from etude.types import Task
 from ledgers import NewPlace, rollout, task
 
 GROUP_SIZE = 3
-SEATS = ("rollouts-0", "rollouts-1")
+WORKERS = ("rollouts-0", "rollouts-1")
 SOME = settings(
     max_examples=100 if os.environ.get("ETUDE_LONG") else 10,
     stateful_step_count=25,
@@ -40,7 +40,7 @@ def draw(position: int) -> Task:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Drives the doors of a ledger at random and compares it with what a perfect memory would say."""
+    """Drives the ledgers of a ledger at random and compares it with what a perfect memory would say."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.names = count()
         self.zombies: list[Ledger] = []
         self.reader = Ledger.open(place, CONFIG)
-        self.doors = {seat: self.started(seat) for seat in SEATS}
+        self.ledgers = {worker: self.started(worker) for worker in WORKERS}
         self.trainer = self.started(TRAINER)
         self.due: dict[int, dict[int, int]] = {}  # open group → slot → its next attempt
         self.graded: dict[int, int] = {}
-        self.seat: dict[int, str] = {}
+        self.worker: dict[int, str] = {}
         self.waiting: list[int] = []  # kept groups that no step has claimed, in admission order
         self.position: list[int] = []
         self.dropped: set[int] = set()
@@ -63,29 +63,31 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def started(self, lease: str) -> Ledger:
         """A process that comes up in the place of the one before, which is known to be dead."""
-        door = Ledger.open(self.place, CONFIG, self.clock)
-        assert door.leases.take(lease, f"host:{lease}") is not None
-        return door
+        ledger = Ledger.open(self.place, CONFIG, self.clock)
+        assert ledger.leases.take(lease, f"host:{lease}") is not None
+        return ledger
 
     def teardown(self) -> None:
-        for door in (self.reader, self.trainer, *self.doors.values(), *self.zombies):
-            door.close()
+        for ledger in (self.reader, self.trainer, *self.ledgers.values(), *self.zombies):
+            ledger.close()
 
-    @rule(seat=st.sampled_from(SEATS), window=st.integers(1, 6))
-    def admit(self, seat: str, window: int) -> None:
-        kept = len(self.position) - len(self.dropped)
-        slots = self.doors[seat].admit_next(draw, size=GROUP_SIZE, version=0, kept_below=len(self.consumed) + window)
-        if kept >= len(self.consumed) + window:
-            assert slots is None
+    @rule(worker=st.sampled_from(WORKERS), window=st.integers(1, 6))
+    def admit(self, worker: str, window: int) -> None:
+        stored = len(self.position) - len(self.dropped)
+        admitted = self.ledgers[worker].admit_next(
+            draw, size=GROUP_SIZE, version=0, kept_below=len(self.consumed) + window
+        )
+        if stored >= len(self.consumed) + window:
+            assert admitted is None
             return
         index = len(self.position)
-        assert slots is not None
-        assert [(slot.group_index, slot.slot, slot.attempt) for slot in slots] == [
+        assert admitted is not None
+        assert [(slot.group_index, slot.slot, slot.attempt) for slot in admitted] == [
             (index, slot, 0) for slot in range(GROUP_SIZE)
         ]
         self.position.append(self.drawn + self.drawn % 2)
         self.drawn = self.position[-1] + 1
-        self.due[index], self.graded[index], self.seat[index] = dict.fromkeys(range(GROUP_SIZE), 0), 0, seat
+        self.due[index], self.graded[index], self.worker[index] = dict.fromkeys(range(GROUP_SIZE), 0), 0, worker
         self.waiting.append(index)
 
     @precondition(lambda self: self.due)
@@ -102,12 +104,12 @@ class LedgerMachine(RuleBasedStateMachine):
             self.end_slot(index, slot, "graded")
 
     def end_slot(self, index: int, slot: int, end: str) -> None:
-        door, due = self.doors[self.seat[index]], self.due[index]
+        ledger, due = self.ledgers[self.worker[index]], self.due[index]
         attempt = due[slot]
         if end != "lost":
             done = rollout(index, slot, attempt, reward=1.0 if end == "graded" else None)
             for _ in range(2):  # the second time, as after a lost reply, changes nothing
-                assert door.record(done, TRAIN) == (attempt + 1 if end == "failed" else None)
+                assert ledger.record(done, TRAIN) == (attempt + 1 if end == "failed" else None)
         if end == "failed":
             due[slot] += 1
             return
@@ -115,7 +117,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.graded[index] += end == "graded"
         hopeless = self.graded[index] + len(due) < quorum(GROUP_SIZE)
         if end == "lost":
-            state = door.lose_slot(TRAIN, index, slot, "infra")
+            state = ledger.lose_slot(TRAIN, index, slot, "infra")
             assert state is (GroupState.DROPPED if hopeless else GroupState.OPEN if due else GroupState.READY)
         if hopeless:
             self.waiting.remove(index)
@@ -151,28 +153,28 @@ class LedgerMachine(RuleBasedStateMachine):
         self.zombies.append(self.trainer)
         self.trainer = self.started(TRAINER)
 
-    @rule(seat=st.sampled_from(SEATS))
-    def restart_rollouts(self, seat: str) -> None:
-        self.zombies.append(self.doors[seat])
-        self.doors[seat] = self.started(seat)
-        left = {(slot.group_index, slot.slot): slot.attempt for slot in self.doors[seat].open_slots(TRAIN)}
+    @rule(worker=st.sampled_from(WORKERS))
+    def restart_rollouts(self, worker: str) -> None:
+        self.zombies.append(self.ledgers[worker])
+        self.ledgers[worker] = self.started(worker)
+        left = {(slot.group_index, slot.slot): slot.attempt for slot in self.ledgers[worker].open_slots(TRAIN)}
         assert left.keys() >= {
-            (index, slot) for index, due in self.due.items() if self.seat[index] == seat for slot in due
+            (index, slot) for index, due in self.due.items() if self.worker[index] == worker for slot in due
         }
 
-    @rule(heir=st.sampled_from(SEATS))
+    @rule(heir=st.sampled_from(WORKERS))
     def silence(self, heir: str) -> None:
         """One process sleeps for longer than a term, the other one goes on with its groups, and it wakes."""
-        (other,) = set(SEATS) - {heir}
+        (other,) = set(WORKERS) - {heir}
         for _ in range(BEATS_PER_TERM + 2):
             self.clock.advance(CONFIG.lease_s)  # however long it is: only what the heir watched counts
-            slots = self.doors[heir].open_slots(TRAIN)
-        assert {slot.group_index for slot in slots} == set(self.due)
-        robbed = any(self.seat[index] == other for index in self.due)
-        self.seat |= dict.fromkeys(self.due, heir)
+            admitted = self.ledgers[heir].open_slots(TRAIN)
+        assert {slot.group_index for slot in admitted} == set(self.due)
+        robbed = any(self.worker[index] == other for index in self.due)
+        self.worker |= dict.fromkeys(self.due, heir)
         if robbed:
-            self.zombies.append(self.doors[other])
-            self.doors[other] = self.started(other)
+            self.zombies.append(self.ledgers[other])
+            self.ledgers[other] = self.started(other)
 
     @precondition(lambda self: self.zombies)
     @rule(data=st.data(), act=st.integers(0, 4))

@@ -19,9 +19,9 @@ from etude.sandbox_spec import Capability
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.seccomp import AUDIT_ARCHITECTURES, CALL_NUMBERS, NO_CALL
-from patience import PATIENCE_S
 from providers import TIMEOUT_S, Stage, output, python
 from providers import stage as set_stage
+from waiting import WAIT_S
 
 LOCAL: dict[str, Callable[[Path], LocalSandboxes]] = {
     "local": lambda scratch: LocalSandboxes(1, scratch),
@@ -104,7 +104,7 @@ def test_a_root_holds_nothing_of_the_machine(local: Stage) -> None:
     assert result.stdout == "/work ['home', 'tmp', 'work'] False\n"
 
 
-def test_nobody_breaks_out_of_the_root(local: Stage) -> None:
+def test_no_command_breaks_out_of_the_root(local: Stage) -> None:
     local.need(Capability.CONFINED)
     result = local.python(
         "import os\nos.mkdir('d')\n"
@@ -403,11 +403,11 @@ class SlowFolder(Folder):
 
     def _wait(self) -> None:
         self.begun.set()
-        self.go_on.wait(PATIENCE_S)
+        self.go_on.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("writes", ["load", "fork"])
-def test_files_that_are_being_written_are_removed_after_that_though_nobody_waits(writes: str, tmp_path: Path) -> None:
+def test_files_that_are_being_written_are_removed_though_no_caller_waits(writes: str, tmp_path: Path) -> None:
     async def give_up() -> tuple[bool, bool]:
         provider = LocalSandboxes(1, tmp_path)
         sandbox = await provider.create({"a": "b"})

@@ -121,8 +121,8 @@ async def work(process: Process, tokens: int) -> Work:
                 assert reply.finish == "stop"
                 observation, turns = " ".join(chance.choices(WORDS, k=OBSERVATION_WORDS)), turns + 1
                 full = reply.tokens >= min(SUMMARY_AT, tokens)
-                said = ask_for_summary(observation, REQUEST) if full else observation
-                messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": said}]
+                shown = ask_for_summary(observation, REQUEST) if full else observation
+                messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": shown}]
                 if full:
                     break
             reply = await summing_up.complete(session, messages, temperature=1.0)
@@ -207,17 +207,17 @@ def test_two_million_tokens_are_exact_and_take_bounded_memory(tmp_path: Path) ->
 def assert_exact(turns: Sequence[Turn], contexts: Sequence[Context]) -> None:
     """Every turn is what the engine saw and said, and each context ends with a summary."""
     for turn in turns:
-        said = completion_of(turn.prompt_ids)
+        shown = completion_of(turn.prompt_ids)
         for name in ("token_ids", "logprobs", "versions"):
             ours = getattr(turn, name.replace("token_ids", "completion_ids"))
-            assert ours.tobytes() == getattr(said, name).tobytes()
+            assert ours.tobytes() == getattr(shown, name).tobytes()
     kinds = [kind for context in contexts for kind in (*[TurnKind.ACT] * (context.turns - 1), TurnKind.SUMMARY)]
     assert [turn.kind for turn in turns] == kinds
 
 
 def assert_trained_once(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> None:
     """The trained tokens of all trajectories are the sampled ones of all turns, in order."""
-    for name, said in (("token_ids", "completion_ids"), ("logprobs", "logprobs"), ("versions", "versions")):
+    for name, shown in (("token_ids", "completion_ids"), ("logprobs", "logprobs"), ("versions", "versions")):
         trained = np.concatenate([getattr(one, name)[one.loss_mask] for one in trajectories])
-        sampled = np.concatenate([getattr(turn, said) for turn in turns])
+        sampled = np.concatenate([getattr(turn, shown) for turn in turns])
         assert trained.tobytes() == sampled.tobytes()

@@ -28,7 +28,7 @@ from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams, TokenChunk
-from patience import until
+from waiting import until
 
 # An engine that is killed here dies as a process does: it closes no connection that came in at that very moment.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -85,9 +85,9 @@ async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host
         for name, host in enumerate(hosts):
             stack.push_async_callback(host.kill)
             pool.add(EngineEntry(name=str(name), url=await host.start()))
-        watching = asyncio.create_task(pool.watch())
-        stack.push_async_callback(asyncio.wait, [watching])
-        stack.callback(watching.cancel)
+        monitor = asyncio.create_task(pool.watch())
+        stack.push_async_callback(asyncio.wait, [monitor])
+        stack.callback(monitor.cancel)
         await until(lambda: all(view.state is EngineState.HEALTHY for view in pool.list()))
         yield pool, hosts
 
@@ -108,8 +108,8 @@ def test_a_turn_whose_engine_is_killed_in_the_middle_is_the_turn_it_would_have_b
         async with pool_of(2) as (pool, hosts):
             whole = await hosts[0].engine.generate(PROMPT, params, session="s")
             heard = list[TokenChunk]()
-            async for piece in pool.stream(PROMPT, params, session="s"):
-                heard.append(piece)
+            async for chunk in pool.stream(PROMPT, params, session="s"):
+                heard.append(chunk)
                 if len(heard) == 20:
                     (serving,) = [view for view in pool.list() if view.inflight]
                     await hosts[int(serving.entry.name)].kill()
@@ -117,7 +117,7 @@ def test_a_turn_whose_engine_is_killed_in_the_middle_is_the_turn_it_would_have_b
             completion = heard[-1].completion
             assert completion is not None
             assert_same(completion, whole)
-            np.testing.assert_array_equal(np.concatenate([piece.token_ids for piece in heard]), whole.token_ids)
+            np.testing.assert_array_equal(np.concatenate([chunk.token_ids for chunk in heard]), whole.token_ids)
             await until(lambda: sorted(view.state for view in pool.list()) == [EngineState.DEAD, EngineState.HEALTHY])
             assert_same(await pool.generate(PROMPT, params, session="s"), whole)
 
@@ -131,8 +131,8 @@ def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_wer
         async with pool_of(2) as (pool, hosts):
             pool.announce(1, DIGESTS[1])
             heard = list[TokenChunk]()
-            async for piece in pool.stream(PROMPT, params, session="s"):
-                heard.append(piece)
+            async for chunk in pool.stream(PROMPT, params, session="s"):
+                heard.append(chunk)
                 if len(heard) == 20:
                     (serving,) = [int(view.entry.name) for view in pool.list() if view.inflight]
                     await hosts[1 - serving].engine.swap(weights(1, 1, DIGESTS[1]))
@@ -142,7 +142,7 @@ def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_wer
             versions = completion.versions.tolist()
             assert versions == sorted(versions) and set(versions) == {0, 1}
             assert len(completion.routes) == len(PROMPT) + len(versions) - 1
-            np.testing.assert_array_equal(np.concatenate([piece.logprobs for piece in heard]), completion.logprobs)
+            np.testing.assert_array_equal(np.concatenate([chunk.logprobs for chunk in heard]), completion.logprobs)
             # The first token of each part, scored by its own weights, behind exactly what came before it.
             second = versions.index(1)
             for at, seed in ((0, 0), (second, 1)):
@@ -153,9 +153,9 @@ def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_wer
     asyncio.run(run())
 
 
-async def chance(held: Weights, context: Sequence[int], token: int) -> float:
+async def chance(lease: Weights, context: Sequence[int], token: int) -> float:
     """The log-probability with which an engine samples ``token`` behind ``context``, found by drawing until it does."""
-    engine = NativeEngine(held, CONFIG, seed=0)
+    engine = NativeEngine(lease, CONFIG, seed=0)
     stepping = asyncio.create_task(engine.run())
     try:
         for seed in range(5000):
@@ -199,8 +199,8 @@ def test_people_are_served_first_while_rollouts_saturate_the_engine_and_no_rollo
 
             async def call(traffic: TrafficClass, params: SamplingParams, session: str) -> Completion:
                 async with admission_queue.permit(traffic, clock.now() + 60.0, ""):
-                    asked = replace(params, priority=PRIORITIES[traffic])
-                    return await pool.generate(PROMPT, asked, session=session)
+                    request = replace(params, priority=PRIORITIES[traffic])
+                    return await pool.generate(PROMPT, request, session=session)
 
             rollouts = [asyncio.create_task(call(TrafficClass.ROLLOUT, rollout(seed), str(seed))) for seed in range(16)]
             while (await host.engine.health()).running < CONFIG.max_running:

@@ -10,7 +10,7 @@ import pytest
 from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Capability, Image, SandboxSpec
-from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
+from providers import TIMEOUT_S, WAIT_S, Stage, output, python
 
 FOREVER = "import time\nprint('started', flush=True)\nwhile True: time.sleep(0.05)"
 PROMPT_S = 10.0
@@ -95,9 +95,9 @@ def test_variables_are_the_images_the_specifications_and_the_calls(stage: Stage)
         added = await sandbox.exec(["python3", "-c", look], environment={"C": "call"}, timeout_s=TIMEOUT_S)
         return [added.stdout, await output(sandbox, look)]
 
-    found = stage.play(ask, spec=SandboxSpec(image=image, environment={"B": "spec", "C": "spec"}))
+    matches = stage.play(ask, spec=SandboxSpec(image=image, environment={"B": "spec", "C": "spec"}))
     last = image.environment["D"]
-    assert found == [f"{['image', 'spec', 'call', last]}\n", f"{['image', 'spec', 'spec', last]}\n"]
+    assert matches == [f"{['image', 'spec', 'call', last]}\n", f"{['image', 'spec', 'spec', last]}\n"]
 
 
 def test_commands_find_nothing_of_the_providers_variables(stage: Stage) -> None:
@@ -145,7 +145,7 @@ def test_ten_megabytes_of_input_arrive(stage: Stage) -> None:
     assert result.stdout == "10000000 789\n"
 
 
-def test_input_that_nobody_reads_holds_nothing_up(stage: Stage) -> None:
+def test_input_that_no_command_reads_holds_nothing_up(stage: Stage) -> None:
     result = stage.python("print('done')", stdin="x" * 2_000_000)
     assert (result.exit_code, result.stdout) == (0, "done\n")
 
@@ -197,7 +197,7 @@ while not os.path.getsize("alive"):
 """A daemon that still has the outputs of its command open."""
 
 
-async def seen_alive(sandbox: Sandbox, patience_s: float) -> tuple[ExecResult, bool]:
+async def seen_alive(sandbox: Sandbox, wait_s: float) -> tuple[ExecResult, bool]:
     """How the command ended that leaves a daemon, and whether the daemon lives on."""
     start = time.monotonic()
     result = await python(sandbox, LEFTOVER)
@@ -205,7 +205,7 @@ async def seen_alive(sandbox: Sandbox, patience_s: float) -> tuple[ExecResult, b
     assert time.monotonic() - start < PROMPT_S
     before = await sandbox.read_file("alive")
     assert before
-    deadline_s, lives = time.monotonic() + patience_s, False
+    deadline_s, lives = time.monotonic() + wait_s, False
     while not lives and time.monotonic() < deadline_s:
         await asyncio.sleep(0.1)
         lives = len(await sandbox.read_file("alive") or "") > len(before)
@@ -214,7 +214,7 @@ async def seen_alive(sandbox: Sandbox, patience_s: float) -> tuple[ExecResult, b
 
 def test_what_a_command_left_running_is_there_for_the_next_one_or_gone(stage: Stage) -> None:
     expected = Capability.BACKGROUND in stage.claims
-    result, lives = stage.play(lambda sandbox: seen_alive(sandbox, PATIENCE_S if expected else 0.3))
+    result, lives = stage.play(lambda sandbox: seen_alive(sandbox, WAIT_S if expected else 0.3))
     assert not result.timed_out
     assert lives == expected
 
@@ -228,7 +228,7 @@ def test_giving_up_a_command_kills_it(stage: Stage) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        async with asyncio.timeout(PATIENCE_S):  # over HTTP, who hangs up does not wait for the end
+        async with asyncio.timeout(WAIT_S):  # over HTTP, who hangs up does not wait for the end
             before, now = None, await sandbox.read_file("beat")
             while before != now:
                 await asyncio.sleep(0.2)

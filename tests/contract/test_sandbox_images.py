@@ -15,7 +15,7 @@ from etude.errors import EtudeError, SandboxError
 from etude.protocols import Sandbox
 from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
-from providers import PATIENCE_S, TIMEOUT_S, Stage, output, python
+from providers import TIMEOUT_S, WAIT_S, Stage, output, python
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def test_a_sandbox_starts_from_its_image(stage: Stage, image: Image) -> None:
     assert stage.play(look, spec=SandboxSpec(image=image)) == expected
 
 
-def test_nobody_on_the_machine_can_run_what_an_image_has_of_its_root(stage: Stage) -> None:
+def test_no_user_of_the_machine_can_run_what_an_image_has_of_its_root(stage: Stage) -> None:
     """A program of root's that lends its rights to whoever runs it: inside, that is the sandbox's root."""
     stage.need(Capability.SNAPSHOT)
 
@@ -142,11 +142,11 @@ def test_a_sandbox_goes_on_after_its_snapshot(stage: Stage) -> None:
         await sandbox.write_file("a", "before")
         image = await sandbox.snapshot()
         await sandbox.write_file("a", "after")
-        kept = await stage.provider.create({}, SandboxSpec(image=image))
+        holder = await stage.provider.create({}, SandboxSpec(image=image))
         try:
-            return [await kept.read_file("a"), await sandbox.read_file("a"), await output(kept, "open('a', 'a')")]
+            return [await holder.read_file("a"), await sandbox.read_file("a"), await output(holder, "open('a', 'a')")]
         finally:
-            await kept.close()
+            await holder.close()
 
     assert stage.play(go_on) == ["before", "after", ""]
 
@@ -251,7 +251,7 @@ while not os.path.exists('count'):
 async def progress(sandbox: Sandbox) -> tuple[str, int, int]:
     """The process that counts, and two of its numbers; where it stands still, ``TimeoutError``."""
     first = second = (await sandbox.read_file("count") or "").split()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while second == first:
             await asyncio.sleep(0.05)
             second = (await sandbox.read_file("count") or "").split()
@@ -283,12 +283,12 @@ def test_a_fork_that_is_not_live_runs_nothing(stage: Stage) -> None:
 
 
 def test_an_export_of_a_fork_is_that_of_its_original(stage: Stage) -> None:
-    def held(tar: bytes) -> list[tuple[str, int, str]]:
+    def lease(tar: bytes) -> list[tuple[str, int, str]]:
         with tarfile.open(fileobj=io.BytesIO(tar), mode="r:") as archive:
             return sorted((member.name, member.mode, member.linkname) for member in archive)
 
     async def compare(sandbox: Sandbox, forks: Sequence[Sandbox]) -> None:
-        assert held(await sandbox.export(["a", "d", "link"])) == held(await forks[0].export(["a", "d", "link"]))
+        assert lease(await sandbox.export(["a", "d", "link"])) == lease(await forks[0].export(["a", "d", "link"]))
         assert (await python(forks[0], "")).exit_code == 0
 
     with_forks(stage, compare, 1, BEGIN)

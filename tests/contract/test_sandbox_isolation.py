@@ -17,7 +17,7 @@ from providers import SECRET, TIGHT, Stage, output, python
 
 # --- What is not claimed is refused -------------------------------------------------------------------------------
 
-ASKED: Mapping[Capability, SandboxSpec] = {
+REQUESTS: Mapping[Capability, SandboxSpec] = {
     Capability.ALLOW_LIST: SandboxSpec(allow=("127.0.0.1:9",)),
     Capability.MEMORY_LIMIT: SandboxSpec(limits=SandboxLimits(memory_bytes=TIGHT.memory_bytes)),
     Capability.PROCESS_LIMIT: SandboxSpec(limits=SandboxLimits(processes=TIGHT.processes)),
@@ -27,7 +27,7 @@ ASKED: Mapping[Capability, SandboxSpec] = {
 """A specification that cannot be kept without a capability. The others are not asked for: they are looked up."""
 
 
-@pytest.mark.parametrize("capability", ASKED)
+@pytest.mark.parametrize("capability", REQUESTS)
 def test_a_specification_that_cannot_be_kept_is_refused(stage: Stage, capability: Capability) -> None:
     async def nothing(sandbox: Sandbox) -> None:
         return
@@ -35,7 +35,7 @@ def test_a_specification_that_cannot_be_kept_is_refused(stage: Stage, capability
     if capability in stage.claims:
         return  # what is claimed is proved below, or in test_sandbox_images
     with pytest.raises(Unsupported, match=r"use \w+"):
-        stage.play(nothing, spec=ASKED[capability])
+        stage.play(nothing, spec=REQUESTS[capability])
 
 
 def test_snapshots_and_forks_that_are_not_claimed_are_refused(stage: Stage) -> None:
@@ -166,10 +166,10 @@ def test_a_command_has_no_powers(stage: Stage) -> None:
     panic = Path("/proc/sys/kernel/panic").read_text(encoding="utf-8")
     result = stage.python(PROD)
     assert Path("/proc/sys/kernel/panic").read_text(encoding="utf-8") == panic
-    found = result.stdout.splitlines()
+    lines = result.stdout.splitlines()
     if Capability.OWN_KERNEL in stage.claims:  # what only that kernel hears is nobody else's business
-        found = [line for line in found if "oom_score_adj" not in line and "nice" not in line]
-    assert (found, result.stderr) == (["True True"], "")
+        lines = [line for line in lines if "oom_score_adj" not in line and "nice" not in line]
+    assert (lines, result.stderr) == (["True True"], "")
 
 
 NAMESPACES = """

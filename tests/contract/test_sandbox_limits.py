@@ -159,10 +159,10 @@ def test_sandboxes_cannot_use_up_what_the_kernel_counts_for_all(stage: Stage) ->
     stage.need(Capability.BACKGROUND)
     if Capability.OWN_KERNEL in stage.claims:
         pytest.skip("what another kernel counts is no business of the machine's")
-    together = 3 if Capability.IMAGES in stage.claims else 1  # without root, all are the same user's
+    at_once = 3 if Capability.IMAGES in stage.claims else 1  # without root, all are the same user's
 
     async def hoard() -> tuple[str, str]:
-        hoarders = [await stage.provider.create({}) for _ in range(together)]
+        hoarders = [await stage.provider.create({}) for _ in range(at_once)]
         hoarding = [asyncio.ensure_future(python(hoarder, HOARD + TAKE_ALL)) for hoarder in hoarders]
         for hoarder, command in zip(hoarders, hoarding, strict=True):
             while not command.done() and not await hoarder.read_file("full"):

@@ -78,10 +78,10 @@ class Client:
         self.history.append({"role": "user", "content": text})
         answer = await self.caller.chat(self.key, self.history, max_tokens=100)
         assert answer.status == 200, answer.raw
-        said = str(answer.at("choices", 0, "message", "content"))
-        self.history.append({"role": "assistant", "content": said})
+        output = str(answer.at("choices", 0, "message", "content"))
+        self.history.append({"role": "assistant", "content": output})
         self.reused.append(int(str(answer.at("usage", "prompt_tokens_details", "cached_tokens"))))
-        return said
+        return output
 
     async def messages(self, *blocks: dict[str, Any]) -> list[dict[str, Any]]:
         """Over Anthropic's messages, with a tool and instructions."""
@@ -90,14 +90,14 @@ class Client:
         body = {"model": "any", "max_tokens": 100, "system": "Be brief.", "tools": [tool], "messages": self.history}
         answer = await self.caller.send("POST", MESSAGES, self.key, body)
         assert answer.status == 200, answer.raw
-        said: Any = answer.at("content")
-        self.history.append({"role": "assistant", "content": said})
+        output: Any = answer.at("content")
+        self.history.append({"role": "assistant", "content": output})
         self.reused.append(int(str(answer.at("usage", "cache_read_input_tokens"))))
-        return list(said)
+        return list(output)
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(output: str) -> dict[str, Any]:
+    return {"type": "text", "text": output}
 
 
 def check(turns: Sequence[Turn], engine: ScriptedEngine, segments: Sequence[Sequence[TurnKind]]) -> None:
@@ -112,8 +112,8 @@ def check(turns: Sequence[Turn], engine: ScriptedEngine, segments: Sequence[Sequ
     for trajectory, segment in zip(trajectories, segments, strict=True):
         own = turns[first : first + len(segment)]
         first += len(segment)
-        said = np.concatenate([turn.completion_ids for turn in own])
-        assert np.array_equal(trajectory.token_ids[trajectory.loss_mask], said)
+        output = np.concatenate([turn.completion_ids for turn in own])
+        assert np.array_equal(trajectory.token_ids[trajectory.loss_mask], output)
         assert np.array_equal(trajectory.advantages, np.where(trajectory.loss_mask, np.float32(ADVANTAGE), 0))
         for earlier, later in pairwise(own):
             seen = np.concatenate([earlier.prompt_ids, earlier.completion_ids])
@@ -187,7 +187,7 @@ def test_a_client_of_openais_compacts_its_history() -> None:
             summary = await client.chat(f"{MARK}, please.")
             client.history[1:] = [{"role": "user", "content": f"So far: {summary}"}]
         await client.chat("finish")
-        lengths = [len(prompt) + len(said) for prompt, said in engine.calls]
+        lengths = [len(prompt) + len(output) for prompt, output in engine.calls]
         assert client.reused == [0, lengths[0], lengths[1], 0, lengths[3], 0]
         return await caller.close(session_id)
 
@@ -214,7 +214,7 @@ def test_a_client_of_anthropics_compacts_its_history() -> None:
             client.history.clear()
             task = text(f"give tax fee. Known: {summary['text']}")
         await client.messages(task)
-        lengths = [len(prompt) + len(said) for prompt, said in engine.calls]
+        lengths = [len(prompt) + len(output) for prompt, output in engine.calls]
         assert [reused for reused in client.reused if reused] == [lengths[0], lengths[2]]
         return await caller.close(session_id)
 

@@ -70,7 +70,7 @@ GROWTH_BLOCKS = 500
 GROWTH_BYTES = 4 * 2**20
 
 
-class Manner(StrEnum):
+class Behaviour(StrEnum):
     """How a caller behaves."""
 
     WAITS = "waits"
@@ -80,7 +80,7 @@ class Manner(StrEnum):
     """From a stream, in the middle."""
 
 
-MANNERS = (*[Manner.WAITS] * 6, *[Manner.STREAMS] * 2, Manner.HANGS_UP, Manner.WALKS_AWAY)
+BEHAVIOURS = (*[Behaviour.WAITS] * 6, *[Behaviour.STREAMS] * 2, Behaviour.HANGS_UP, Behaviour.WALKS_AWAY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +89,8 @@ class Ask:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    manner: Manner
-    patience: int
+    behaviour: Behaviour
+    leaves_after: int
     """Steps until it hangs up, pieces until it walks away."""
 
 
@@ -148,8 +148,8 @@ class Campaign:
                 yield Ask(
                     prompt=prompt,
                     params=_params(random),
-                    manner=random.choice(MANNERS),
-                    patience=random.randint(1, 12),
+                    behaviour=random.choice(BEHAVIOURS),
+                    leaves_after=random.randint(1, 12),
                 )
                 made += 1
 
@@ -161,13 +161,13 @@ class Campaign:
 
     async def _call(self, ask: Ask) -> Got:
         """Make one request, again and again while the engine is busy."""
-        self.tally[ask.manner] += 1
+        self.tally[ask.behaviour] += 1
         while True:
             version = self.engine.weights.version
             try:
-                if ask.manner in (Manner.STREAMS, Manner.WALKS_AWAY):
-                    pieces = await self._listen(ask)
-                    return _got(ask, pieces[-1].completion, pieces, self.engine.weights.version - version)
+                if ask.behaviour in (Behaviour.STREAMS, Behaviour.WALKS_AWAY):
+                    chunks = await self._listen(ask)
+                    return _got(ask, chunks[-1].completion, chunks, self.engine.weights.version - version)
                 completion = await self._wait(ask)
                 return _got(ask, completion, [], self.engine.weights.version - version)
             except EngineBusy:
@@ -176,8 +176,8 @@ class Campaign:
 
     async def _wait(self, ask: Ask) -> Completion | None:
         task = asyncio.create_task(self.engine.generate(ask.prompt, ask.params, session="s"))
-        if ask.manner is Manner.HANGS_UP:
-            await _steps(ask.patience)
+        if ask.behaviour is Behaviour.HANGS_UP:
+            await _steps(ask.leaves_after)
             task.cancel()
         try:
             return await task
@@ -186,14 +186,18 @@ class Campaign:
             return None
 
     async def _listen(self, ask: Ask) -> list[TokenChunk]:
-        pieces = list[TokenChunk]()
+        chunks = list[TokenChunk]()
         async with aclosing(self.engine.stream(ask.prompt, ask.params, session="s")) as stream:
-            async for piece in stream:
-                pieces.append(piece)
-                if ask.manner is Manner.WALKS_AWAY and len(pieces) == ask.patience and piece.completion is None:
+            async for chunk in stream:
+                chunks.append(chunk)
+                if (
+                    ask.behaviour is Behaviour.WALKS_AWAY
+                    and len(chunks) == ask.leaves_after
+                    and chunk.completion is None
+                ):
                     self.tally["walked away"] += 1
                     break
-        return pieces
+        return chunks
 
     async def _exchange_weights(self) -> None:
         """Again and again, for ever; who is not let in for long gives up and comes back with the same weights."""
@@ -229,10 +233,10 @@ def _params(random: Random) -> SamplingParams:
     )
 
 
-def _got(ask: Ask, completion: Completion | None, pieces: Sequence[TokenChunk], swaps: int) -> Got:
+def _got(ask: Ask, completion: Completion | None, chunks: Sequence[TokenChunk], swaps: int) -> Got:
     """Pieces and completion are checked against each other."""
     heard = [
-        np.concatenate(arrays) for arrays in zip(*((p.token_ids, p.logprobs, p.versions) for p in pieces), strict=True)
+        np.concatenate(arrays) for arrays in zip(*((p.token_ids, p.logprobs, p.versions) for p in chunks), strict=True)
     ]
     if completion is None:
         token_ids, logprobs, versions = heard or (np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
@@ -350,7 +354,7 @@ def test_everybody_gets_what_it_would_have_got_alone(mode: SwapName, seed: int, 
 
     # Everything that was meant to happen did.
     tally, counters = campaign.tally, campaign.engine.take_counters()
-    assert sum(tally[manner] for manner in Manner) == asks
+    assert sum(tally[behaviour] for behaviour in Behaviour) == asks
     assert tally["compared"] > 0.7 * asks
     assert tally["whole"] > 0.6 * asks
     assert min(tally[what] for what in ("busy", "hung up", "walked away", "swapped")) > asks / 100, tally

@@ -39,7 +39,7 @@ from etude.ledger.turns import decode_turns
 from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.tokens.chat import ChatTemplate
 from etude.types import Turn
-from patience import until
+from waiting import until
 
 SECONDS = 60.0 if os.environ.get("ETUDE_LONG") else 10.0
 AGENTS, TURNS = 1000, 3
@@ -108,12 +108,12 @@ async def live(site: Site, chance: random.Random) -> None:
         async with site.http.post(f"{site.url}/sessions", headers=bearer(site.secret), json={}) as answer:
             assert answer.status == 200, await answer.text()
             opened = await answer.json()
-        said, abandoned = await talk(site, opened["api_key"], chance)
+        reply, abandoned = await talk(site, opened["api_key"], chance)
         closing = site.http.delete(f"{site.url}/sessions/{opened['session_id']}", headers=bearer(site.secret))
         async with closing as answer:
             assert answer.status == 200, await answer.text()
             turns = decode_turns(await answer.read())
-        check(site, turns, said, abandoned)
+        check(site, turns, reply, abandoned)
         site.tally.sessions += 1
         if site.tally.sessions % WEIGHED_EVERY == 0:
             site.tally.memory_bytes.append(resident_bytes())
@@ -122,23 +122,23 @@ async def live(site: Site, chance: random.Random) -> None:
 async def talk(site: Site, key: str, chance: random.Random) -> tuple[dict[int, str], set[int]]:
     """A conversation, cut short when time is up: what was answered to each question, and which were not waited for."""
     messages: list[dict[str, str]] = [{"role": "system", "content": "answer at random"}]
-    said: dict[int, str] = {}
+    reply: dict[int, str] = {}
     abandoned: set[int] = set()
     for number in range(TURNS):
         if number and time.monotonic() >= site.ends:
             break
-        asked = [*messages, {"role": "user", "content": f"question {number}"}]
-        patience_s = chance.random() * HANG_UP_S if chance.random() < HANG_UP_SHARE else None
+        request = [*messages, {"role": "user", "content": f"question {number}"}]
+        timeout_s = chance.random() * HANG_UP_S if chance.random() < HANG_UP_SHARE else None
         try:
-            async with asyncio.timeout(patience_s):
-                said[number] = await ask(site, key, asked)
+            async with asyncio.timeout(timeout_s):
+                reply[number] = await ask(site, key, request)
         except TimeoutError:
             abandoned.add(number)
             site.tally.hung_up += 1
         else:
-            messages = [*asked, {"role": "assistant", "content": said[number]}]
+            messages = [*request, {"role": "assistant", "content": reply[number]}]
             site.tally.completed += 1
-    return said, abandoned
+    return reply, abandoned
 
 
 async def ask(site: Site, key: str, messages: Sequence[dict[str, str]]) -> str:
@@ -158,18 +158,18 @@ async def ask(site: Site, key: str, messages: Sequence[dict[str, str]]) -> str:
     return text
 
 
-def check(site: Site, turns: Sequence[Turn], said: dict[int, str], abandoned: set[int]) -> None:
+def check(site: Site, turns: Sequence[Turn], reply: dict[int, str], abandoned: set[int]) -> None:
     """Every reply that was read is a turn, once; the others are of calls that were hung up on."""
     by_question: dict[int, Turn] = {}
     for turn in turns:
         *_, number = re.findall(r"question (\d)", site.template.decode(turn.prompt_ids.tolist()))
         assert int(number) not in by_question, "a turn is there twice"
         by_question[int(number)] = turn
-    assert said.keys() <= by_question.keys(), "a turn is lost"
-    assert by_question.keys() - said.keys() <= abandoned, "a turn is there that nobody asked for"
-    site.tally.kept_after_hang_up += len(by_question.keys() - said.keys())
+    assert reply.keys() <= by_question.keys(), "a turn is lost"
+    assert by_question.keys() - reply.keys() <= abandoned, "a turn is there that nobody asked for"
+    site.tally.kept_after_hang_up += len(by_question.keys() - reply.keys())
     before = np.empty(0, np.int32)
-    for number, text in said.items():
+    for number, text in reply.items():
         turn = by_question[number]
         assert site.template.decode(turn.completion_ids.tolist()) == text
         assert np.array_equal(turn.prompt_ids[: len(before)], before), "a turn does not continue the one before"
@@ -266,7 +266,7 @@ def test_a_thousand_agents_lose_nothing_and_leave_nothing(many_files: None) -> N
     template = ChatTemplate.train(["answer at random: question 0 1 2 3 4 5 6 7 8 9"], 300)
     secret = new_secret(Scope.PRODUCTION)
 
-    async def story() -> Tally:
+    async def metrics() -> Tally:
         tasks, sockets = asyncio.all_tasks(), open_sockets()
         with engine(1, template.vocab_size) as (victim, first), engine(2, template.vocab_size) as (_, second):
             async with gateway(template, [first, second], secret) as (parts, url):
@@ -281,7 +281,7 @@ def test_a_thousand_agents_lose_nothing_and_leave_nothing(many_files: None) -> N
         return tally
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        tally = runner.run(story())
+        tally = runner.run(metrics())
         gc.collect()
         assert not [one for one in gc.get_objects() if type(one) is Conversation], "a conversation is still there"
     assert tally.sessions >= AGENTS and tally.completed > tally.hung_up > 0, tally

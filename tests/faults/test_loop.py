@@ -27,7 +27,7 @@ from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.verify import verify
-from patience import wait_until
+from waiting import wait_until
 
 STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
 DEADLINE_S = 600.0
@@ -105,7 +105,7 @@ def running(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextmanager
-def seats(folder: RunFolder, *numbers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def replicas(folder: RunFolder, *numbers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Further rollouts processes, started with the first: so small a run may be over in the time that a start takes."""
     wait_in(folder, lambda: "rollouts" in started(folder), "the first rollouts process was not started")
     command = [sys.executable, "-m", "etude", "rollouts", "--run", str(folder.path), "--seat"]
@@ -129,7 +129,7 @@ def steps_done(folder: RunFolder) -> int:
 
 
 def wait_in(folder: RunFolder, met: Callable[[], bool], fault: str) -> None:
-    wait_until(met, fault=lambda: f"{fault}: {read_logs(folder)}", every_s=0.05, patience_s=DEADLINE_S)
+    wait_until(met, fault=lambda: f"{fault}: {read_logs(folder)}", every_s=0.05, timeout_s=DEADLINE_S)
 
 
 def wait_for_step(folder: RunFolder, step: int) -> None:
@@ -155,12 +155,12 @@ def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
         assert progress.open == progress.ready == progress.claimed == 0
         groups = list(ledger.groups(TRAIN))
         assert len({group.task.task_id for group in groups}) == len(groups)
-        kept = [group for group in groups if len(group.rollouts) >= quorum(GROUP_SIZE)]
-        assert len(kept) == STEPS * GROUPS
-        assert all(len(group.rollouts) + group.lost == GROUP_SIZE for group in kept)
-        slots = Counter((group.index, rollout.slot) for group in kept for rollout in group.rollouts)
+        stored = [group for group in groups if len(group.rollouts) >= quorum(GROUP_SIZE)]
+        assert len(stored) == STEPS * GROUPS
+        assert all(len(group.rollouts) + group.lost == GROUP_SIZE for group in stored)
+        slots = Counter((group.index, rollout.slot) for group in stored for rollout in group.rollouts)
         assert set(slots.values()) == {1}
-        assert all(r.status is RolloutStatus.GRADED and r.turns for group in kept for r in group.rollouts)
+        assert all(r.status is RolloutStatus.GRADED and r.turns for group in stored for r in group.rollouts)
         assert len(ledger.rewards("after-sampled")) == len(ledger.rewards("before-greedy")) == 8
     log = open_log(folder)
     assert log.versions() == list(range(STEPS + 1))
@@ -168,8 +168,8 @@ def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
 
 
 def report(folder: RunFolder) -> dict[str, object]:
-    found: dict[str, object] = orjson.loads(folder.report_json.read_bytes())
-    return found
+    result: dict[str, object] = orjson.loads(folder.report_json.read_bytes())
+    return result
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_frozen_process_is_noticed_and_replaced(process: str, start: RunFolder
 
 
 def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
-    with running(folder) as run, seats(folder, 1, 2) as (doomed, other):
+    with running(folder) as run, replicas(folder, 1, 2) as (doomed, other):
         wait_in(folder, lambda: graded_by(folder, "rollouts-1") > 0, "the first helper has done nothing")
         doomed.kill()
         output, _ = run.communicate(timeout=DEADLINE_S)
@@ -249,16 +249,16 @@ def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path
     done = etude("run", "--resume", folder.path)
     assert done.returncode == 0, done.stdout + done.stderr + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
-    found = orjson.loads(folder.report_json.read_bytes())
-    assert found["staleness"]["max"] <= found["staleness"]["bound"] == 1
-    assert found["mismatch"]["k3"] < 1e-9
-    assert found["mismatch"]["coverage"] > 0.3
-    assert found["rollouts"] == {"graded": STEPS * GROUPS * GROUP_SIZE, "failed_infra": 0, "dropped": 0}
-    assert found["weights"]["mean_delta_bytes"] > 0  # or no version would differ from another
-    assert found["weights"]["versions"] == STEPS  # and version 0, which the run of the fixture published
-    assert 0 < found["busy"]["trainer"] <= 1
-    assert 0 < found["busy"]["engine"] <= 1
-    assert 50e6 < found["memory_bytes_max"] < 6e9
+    result = orjson.loads(folder.report_json.read_bytes())
+    assert result["staleness"]["max"] <= result["staleness"]["bound"] == 1
+    assert result["mismatch"]["k3"] < 1e-9
+    assert result["mismatch"]["coverage"] > 0.3
+    assert result["rollouts"] == {"graded": STEPS * GROUPS * GROUP_SIZE, "failed_infra": 0, "dropped": 0}
+    assert result["weights"]["mean_delta_bytes"] > 0  # or no version would differ from another
+    assert result["weights"]["versions"] == STEPS  # and version 0, which the run of the fixture published
+    assert 0 < result["busy"]["trainer"] <= 1
+    assert 0 < result["busy"]["engine"] <= 1
+    assert 50e6 < result["memory_bytes_max"] < 6e9
     assert folder.report_html.read_text().lower().startswith("<!doctype html>")
     check_export(folder, tmp_path / "hf")
 

@@ -18,7 +18,7 @@ from etude.run.phases import run_phase, run_phases
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
 from etude.weights.verify import verify
-from patience import wait_until
+from waiting import wait_until
 
 KILLS = 2
 LONG_KILLS = 40
@@ -56,7 +56,7 @@ def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[byt
     wait_until(
         lambda: process.poll() is not None or (events.exists() and events.stat().st_size > size),
         fault=lambda: f"{phase} did not begin",
-        patience_s=DEADLINE_S,
+        timeout_s=DEADLINE_S,
     )
 
 

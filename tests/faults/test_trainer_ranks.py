@@ -39,15 +39,15 @@ def steps_done(folder: RunFolder) -> list[StepDone]:
 
 def trainers(folder: RunFolder) -> list[int]:
     """Process ids of the ranks of this run."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = path.read_bytes().decode().split("\0")
         except OSError:
             continue
         if arguments[-2:-1] == [str(folder.path)] and "train" in arguments and "etude.run.torchrun" not in arguments:
-            found.append(int(path.parent.name))
-    return found
+            result.append(int(path.parent.name))
+    return result
 
 
 @pytest.mark.skipif(os.environ.get("ETUDE_LONG") != "1", reason="minutes; the crew is tested always")
@@ -67,9 +67,9 @@ def test_a_killed_rank_costs_one_step_at_most(tmp_path: Path) -> None:
             assert run.wait(deadline_s - time.monotonic()) == 0
         finally:
             run.terminate()
-    found = [step.step for step in steps_done(folder)]
-    assert sorted(set(found)) == list(range(1, STEPS + 1))
-    assert len(found) <= STEPS + 1, "the step that was under way is computed again, no other"
+    result = [step.step for step in steps_done(folder)]
+    assert sorted(set(result)) == list(range(1, STEPS + 1))
+    assert len(result) <= STEPS + 1, "the step that was under way is computed again, no other"
     assert any(step.metrics["grad_norm"] > 0 for step in steps_done(folder))
     assert open_log(folder).read(STEPS) is not None
     assert all(step.metrics["k3"] < 1e-4 for step in steps_done(folder))

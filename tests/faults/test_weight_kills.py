@@ -17,7 +17,7 @@ from etude.weights.pull import Receiver
 from etude.weights.retention import collect
 from etude.weights.store import ObjectStore
 from etude.weights.synthetic_updates import alike, drifting
-from patience import wait_until
+from waiting import wait_until
 
 KILLS = 12
 
@@ -44,13 +44,13 @@ def publish(log):
             version += 1
 
 def receive(log):
-    lease = log.lease(f"reader-{os.getpid()}")
+    receiver_weights = log.receiver_weights(f"reader-{os.getpid()}")
     with Receiver(log) as receiver:
         while True:
             for target in (None, 0, 3, None, 1):
                 receiver.prefetch()
                 receiver.advance(target)
-                lease.renew(receiver.version)
+                receiver_weights.renew(receiver.version)
                 if not alike(receiver.weights().state, drifting(receiver.version)):
                     os._exit(3)
 
@@ -119,9 +119,9 @@ def assert_sound(log: WeightLog, first: int) -> int | None:
     with Receiver(log) as receiver:
         for version in [version for version in log.versions() if version >= first]:
             assert receiver.advance(version).faults == ()
-            held = receiver.weights()
-            assert held.digest == state_digest(held.state)
-            assert alike(held.state, drifting(version))
+            receiver_weights = receiver.weights()
+            assert receiver_weights.digest == state_digest(receiver_weights.state)
+            assert alike(receiver_weights.state, drifting(version))
         return receiver.version
 
 
@@ -138,10 +138,10 @@ def test_killed_publishers_leave_a_log_that_the_next_one_goes_on_with(start: Sta
     draw, log = random.Random(11), WeightLog(ObjectStore(str(tmp_path)))
     for _ in range(KILLS // 2):
         kill(start("publish", tmp_path), draw.uniform(0, 0.2))  # at any moment, its first ones too
-        found, publisher = newest_of(log), start("publish", tmp_path)
-        wait_for_version(log, found + 2)
+        result, publisher = newest_of(log), start("publish", tmp_path)
+        wait_for_version(log, result + 2)
         kill(publisher, draw.uniform(0, 0.2))
-        assert_sound(log, found + 1)
+        assert_sound(log, result + 1)
     assert log.versions() == list(range(newest_of(log) + 1))
     assert_sound(log, 0)
 
@@ -152,10 +152,10 @@ def test_killed_receivers_leave_no_trace_but_leases(start: Start, tmp_path: Path
     publisher = start("publish", tmp_path)
     wait_until(lambda: len(log.versions()) >= 6)
     kill(publisher)
-    kept = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
+    stored = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
     for _ in range(KILLS):
         kill(start("receive", tmp_path), draw.uniform(0.02, 0.2))
-        assert {folder: store.list(folder) for folder in kept} == kept
+        assert {folder: store.list(folder) for folder in stored} == stored
     receiver = start("receive", tmp_path)
     wait_until(lambda: store.list("leases") != [])
     kill(receiver)

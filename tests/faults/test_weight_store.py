@@ -64,9 +64,9 @@ def weights(version: int) -> State:
 def assert_committed(receiver: Receiver) -> None:
     """What it holds is one version, or nothing."""
     if receiver.version is not None:
-        held = receiver.weights()
-        assert held.digest == state_digest(held.state)
-        assert alike(held.state, weights(receiver.version))
+        loaded = receiver.weights()
+        assert loaded.digest == state_digest(loaded.state)
+        assert alike(loaded.state, weights(receiver.version))
 
 
 def assert_reaches(log: WeightLog, version: int, *have: int | None) -> None:
@@ -182,8 +182,8 @@ class Damage:
 
 
 def contents(store: Objects) -> dict[str, bytes]:
-    found = {key: store.get(key) for folder in FOLDERS for key in store.list(folder)}
-    return {key: data for key, data in found.items() if data is not None}
+    objects = {key: store.get(key) for folder in FOLDERS for key in store.list(folder)}
+    return {key: data for key, data in objects.items() if data is not None}
 
 
 def damages(objects: Mapping[str, bytes], seed: int, flips: int) -> Iterator[Damage]:
@@ -408,14 +408,14 @@ def test_a_pack_that_comes_back_into_use_survives_the_collector() -> None:
     store.now_s += 1000
     list_entries, listed = store.entries, []
 
-    def use_again_after_listing(prefix: str) -> "list[ObjectEntry]":
+    def use_again_after_a_list(prefix: str) -> "list[ObjectEntry]":
         entries = list_entries(prefix)
         listed.append(prefix)
         if prefix == "clock":  # the last folder of the first pass over what is old
             log.put_pack(b"once used, then rubbish")
         return entries
 
-    store.entries = use_again_after_listing  # type: ignore[method-assign]  # this double is ours to bend
+    store.entries = use_again_after_a_list  # type: ignore[method-assign]  # this double is ours to bend
     collect(log, keep=0, grace_s=60, lease_s=60)
     assert "clock" in listed
     assert store.exists(pack_key(digest))

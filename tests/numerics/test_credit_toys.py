@@ -87,8 +87,8 @@ class Table:
 
     def _bundle(self, size: int, shared: int) -> Bundle:
         """Plays that part behind ``shared`` turns."""
-        trunk = self._play()
-        return Bundle((trunk, *(self._play(trunk[:shared]) for _ in range(size - 1))), shared)
+        parent = self._play()
+        return Bundle((parent, *(self._play(parent[:shared]) for _ in range(size - 1))), shared)
 
     def _play(self, moves: Moves = ()) -> Moves:
         while moves in self._game.policy:
@@ -104,7 +104,7 @@ def noise(estimates: Estimates) -> float:
 
 
 @pytest.mark.parametrize(
-    ("game", "config", "wanted"),
+    ("game", "config", "expected"),
     [
         (LATE, ROLLOUT, LATE.gradient(lambda play: [play[-1]] * TURNS)),
         (LATE, DISCOUNTED, LATE.gradient(lambda play: [play[-1] * 0.7**left for left in range(TURNS)][::-1])),
@@ -114,13 +114,13 @@ def noise(estimates: Estimates) -> float:
     ids=["rollout", "discounted", "shaped", "shared_prefix"],
 )
 def test_the_mean_of_many_groups_is_the_gradient_within_its_error(
-    game: Game, config: CreditConfig, wanted: Vector
+    game: Game, config: CreditConfig, expected: Vector
 ) -> None:
     estimates = Table(game, seed=2).estimates(config, 400)
     errors_P = np.sqrt(estimates.var(0, ddof=1) / len(estimates))
     reached_P = errors_P > 0
-    assert (np.abs(estimates.mean(0) - wanted)[reached_P] <= 4.5 * errors_P[reached_P]).all()
-    assert np.abs(wanted[~reached_P]).max(initial=0) < 1e-12
+    assert (np.abs(estimates.mean(0) - expected)[reached_P] <= 4.5 * errors_P[reached_P]).all()
+    assert np.abs(expected[~reached_P]).max(initial=0) < 1e-12
 
 
 @dataclass(frozen=True)

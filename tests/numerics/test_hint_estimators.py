@@ -20,8 +20,8 @@ NO_CAP = 1e9
 def make_tables() -> tuple[Tensor, Tensor, Tensor]:
     """Logits [C,V] of student, teacher, and of the engine some steps ago, in float64."""
     generator = torch.Generator().manual_seed(0)
-    student, teacher, drift = (torch.randn(1 + VOCABULARY, VOCABULARY, generator=generator).double() for _ in range(3))
-    return student.requires_grad_(), student.detach() + teacher, student.detach() + 0.5 * drift
+    student, teacher, shift = (torch.randn(1 + VOCABULARY, VOCABULARY, generator=generator).double() for _ in range(3))
+    return student.requires_grad_(), student.detach() + teacher, student.detach() + 0.5 * shift
 
 
 def contexts_of(first: int) -> list[int]:
@@ -34,8 +34,8 @@ def replies() -> list[tuple[int, int]]:
 
 def chances(logits: Tensor) -> Tensor:
     """[V,V] of every reply."""
-    found = logits.softmax(-1).detach()
-    return found[0].unsqueeze(1) * found[1:]
+    result = logits.softmax(-1).detach()
+    return result[0].unsqueeze(1) * result[1:]
 
 
 def kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_on_policy_the_sampled_gradients_mean_is_the_full_one() -> None:
     assert torch.allclose(by_samples(student, teacher, student), expected, atol=1e-12)
 
 
-def test_off_policy_the_weight_mends_the_draw_of_each_token() -> None:
+def test_off_policy_the_weight_corrects_the_draw_of_each_token() -> None:
     student, teacher, engine = make_tables()
     expected = exact(student, teacher, engine)
     assert torch.allclose(by_samples(student, teacher, engine), expected, atol=1e-12)

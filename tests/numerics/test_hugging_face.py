@@ -215,9 +215,9 @@ def test_a_checkpoint_round_trips_bit_for_bit(tmp_path: Path, spec: ModelSpec, d
     model.initialise(1)
     other.initialise(2)
     save_checkpoint(tmp_path, spec, state_of(model), end_id=2, pad_id=0)
-    found, state = load_checkpoint(tmp_path)
+    result, state = load_checkpoint(tmp_path)
     load_state(other, state)
-    assert found == spec
+    assert result == spec
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 

@@ -93,26 +93,26 @@ def sharded(spec: ModelSpec, grid: Grid, seed: int = 0) -> Decoder:
 
 def curves(rank: int, folder: Path) -> None:
     """Write the curves of every case."""
-    found = {}
+    result = {}
     for family, grid_name, kind in CASES:
         grid = make_grid(grid_name)
         model = sharded(SPECS[family], grid)
         model.recompute = grid_name == "dp cp ep"
-        found[f"{family} {grid_name} {kind}"] = train(model, grid, OptimiserConfig(kind=kind), STEPS)  # type: ignore[arg-type]
+        result[f"{family} {grid_name} {kind}"] = train(model, grid, OptimiserConfig(kind=kind), STEPS)  # type: ignore[arg-type]
     if rank == 0:
-        (folder / "curves.json").write_text(json.dumps(found))
+        (folder / "curves.json").write_text(json.dumps(result))
 
 
 def publications(rank: int, folder: Path) -> None:
     """Write the digest of what would be published of a sharded model, in every format."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for family in ("moe", "latent"):
         model = whole_model(sharded(SPECS[family], make_grid("dp cp ep")), keep=rank == 0)
         assert (model is None) == (rank > 0)
         if model is not None:
-            found |= {f"{family} {name}": digest(model, config) for name, config in FORMATS.items()}
+            result |= {f"{family} {name}": digest(model, config) for name, config in FORMATS.items()}
     if rank == 0:
-        (folder / "published.json").write_text(json.dumps(found))
+        (folder / "published.json").write_text(json.dumps(result))
 
 
 def digest(model: Decoder, config: NumericsConfig) -> str:
@@ -187,13 +187,13 @@ def make_trajectories() -> list[Trajectory]:
     there.
     """
     random = np.random.default_rng(0)
-    found = []
+    result = []
     for index, length in enumerate((17, 5, 30, 2, 11)):
         mask = np.arange(length) >= min(length - 1, length // 2)
         sizes = np.where(mask, random.integers(0, 4, length), 0)
         ids = random.integers(0, 50, length).astype(np.int32)
-        kept = [np.sort((ids[t] + np.arange(size) * 7) % 50) for t, size in enumerate(sizes)]
-        found.append(
+        stored = [np.sort((ids[t] + np.arange(size) * 7) % 50) for t, size in enumerate(sizes)]
+        result.append(
             Trajectory(
                 rollout_id=f"r{index}",
                 token_ids=ids,
@@ -205,11 +205,11 @@ def make_trajectories() -> list[Trajectory]:
                 advantages=np.where(mask, random.normal(0, 1), 0).astype(np.float32),
                 routes=np.argsort(random.random((length, 2, 3)), axis=-1).astype(np.uint16) if index % 2 else None,
                 sampling_mask=SamplingMask(
-                    offsets=np.concatenate([[0], np.cumsum(sizes)]), token_ids=np.concatenate(kept).astype(np.int32)
+                    offsets=np.concatenate([[0], np.cumsum(sizes)]), token_ids=np.concatenate(stored).astype(np.int32)
                 ),
             )
         )
-    return found
+    return result
 
 
 def crews(rank: int, folder: Path) -> None:
@@ -224,7 +224,7 @@ def crews(rank: int, folder: Path) -> None:
             trainer_group.follow()
             continue
         with trainer_group:
-            measured = crew_steps(trainer_group)
+            measured = group_steps(trainer_group)
             save_file(dict(trainer_group.whole_model().state_dict()), folder / f"group {name}.safetensors")
         (folder / f"group {name}.json").write_text(json.dumps(measured))
 
@@ -243,7 +243,7 @@ def make_distillation(batch: list[Trajectory], shares: int) -> DistillationBatch
     return DistillationBatch(examples=tuple(examples), shares=tuple(map(tuple, dealt)))
 
 
-def crew_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
+def group_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
     def step(
         number: int, batch: list[Trajectory], distillation: DistillationBatch = NO_DISTILLATION
     ) -> dict[str, float]:
@@ -279,10 +279,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("family", "grid", "kind"), CASES)
 def test_the_curve_is_one_processs(folder: Path, family: str, grid: str, kind: Any) -> None:
-    found = json.loads((folder / "curves.json").read_text())[f"{family} {grid} {kind}"]
+    result = json.loads((folder / "curves.json").read_text())[f"{family} {grid} {kind}"]
     expected = train(make_model(SPECS[family]), None, OptimiserConfig(kind=kind), STEPS)
     assert expected[0][0] - expected[-1][0] > 0.05  # it does learn
-    for (loss, norm), (expected_loss, expected_norm) in zip(found, expected, strict=True):
+    for (loss, norm), (expected_loss, expected_norm) in zip(result, expected, strict=True):
         assert loss == pytest.approx(expected_loss, abs=TOLERANCE)
         assert norm == pytest.approx(expected_norm, abs=TOLERANCE)
 
@@ -290,8 +290,8 @@ def test_the_curve_is_one_processs(folder: Path, family: str, grid: str, kind: A
 @pytest.mark.parametrize("family", ["moe", "latent"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_published_bytes_are_one_processs(folder: Path, family: str, form: str) -> None:
-    found = json.loads((folder / "published.json").read_text())[f"{family} {form}"]
-    assert found == digest(make_model(SPECS[family]), FORMATS[form])
+    result = json.loads((folder / "published.json").read_text())[f"{family} {form}"]
+    assert result == digest(make_model(SPECS[family]), FORMATS[form])
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -321,13 +321,13 @@ def test_one_process_writes_what_four_read(folder: Path, tmp_path: Path, kind: A
 def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
     policy = make_policy(make_model(TINY_LATENT), LOSSES[name], None)
     with TrainerGroup(policy, Checkpoints(tmp_path), None) as alone:
-        expected = crew_steps(alone)
+        expected = group_steps(alone)
     measured = json.loads((folder / f"group {name}.json").read_text())
     assert min(step["grad_norm"] for step in expected[:2]) > 0.01
     assert expected[0]["flipped_pairs"] > 0
     assert abs(expected[3]["hint_nats"]) > 0.01
-    for found, step in zip(measured, expected, strict=True):
-        assert found == pytest.approx(step, rel=1e-4, abs=TOLERANCE)
+    for result, step in zip(measured, expected, strict=True):
+        assert result == pytest.approx(step, rel=1e-4, abs=TOLERANCE)
     weights = load_file(folder / f"group {name}.safetensors")
     for key, tensor in policy.model.state_dict().items():
         # AdamW steps by the sign of a gradient that is 0 but for rounding; that is one number in thousands.

@@ -136,8 +136,8 @@ def reference(logits: Rows, frozen: Rows, samples: list[Sample], config: LossCon
     for index in range(max(sample.trajectory for sample in samples) + 1):
         places = [place for place, sample in enumerate(samples) if sample.trajectory == index]
         live = [logprob(logits[place], samples[place].token) for place in places]
-        held = [logprob(frozen[place], samples[place].token) for place in places]
-        terms = reference_terms(live, held, [samples[place] for place in places], config)
+        frozen_logps = [logprob(frozen[place], samples[place].token) for place in places]
+        terms = reference_terms(live, frozen_logps, [samples[place] for place in places], config)
         for place, (term, x) in enumerate(zip(terms, live, strict=True)):
             sample = samples[places[place]]
             gap = x - (sample.reference if config.kl_to == "reference" else sample.engine)
@@ -160,9 +160,11 @@ def is_anchored(config: LossConfig) -> bool:
     return config.correction == "decoupled" or config.old_policy == "recomputed"
 
 
-def reference_terms(live: list[float], held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
+def reference_terms(
+    live: list[float], frozen_logps: list[float], samples: list[Sample], config: LossConfig
+) -> list[float]:
     """What a trajectory's tokens add to what is maximised, from log π with gradient (``live``) and without."""
-    weights = reference_weights(held, samples, config)
+    weights = reference_weights(frozen_logps, samples, config)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     anchors = [sample.proximal if is_anchored(config) else sample.engine for sample in samples]
     advantage = samples[0].advantage
@@ -178,17 +180,17 @@ def reference_terms(live: list[float], held: list[float], samples: list[Sample],
             if config.dual_clip and advantage < 0:
                 values = [max(value, config.dual_clip * advantage) for value in values]
         case "cispo":
-            constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(held, anchors, strict=True)]
+            constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(frozen_logps, anchors, strict=True)]
             values = [constant * advantage * x for constant, x in zip(constants, live, strict=True)]
         case "dppo":
-            moves = [math.exp(x) - math.exp(anchor) for x, anchor in zip(held, anchors, strict=True)]
+            moves = [math.exp(x) - math.exp(anchor) for x, anchor in zip(frozen_logps, anchors, strict=True)]
             keeps = [move <= config.clip_high if advantage > 0 else move >= -config.clip_low for move in moves]
             values = [keep * ratio * advantage for keep, ratio in zip(keeps, ratios, strict=True)]
     return [weight * value for weight, value in zip(weights, values, strict=True)]
 
 
-def reference_weights(held: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
-    proximal = [sample.proximal for sample in samples] if is_anchored(config) else held
+def reference_weights(frozen_logps: list[float], samples: list[Sample], config: LossConfig) -> list[float]:
+    proximal = [sample.proximal for sample in samples] if is_anchored(config) else frozen_logps
     gaps = [x - sample.engine for x, sample in zip(proximal, samples, strict=True)]
     ratios, whole = [math.exp(gap) for gap in gaps], math.exp(sum(gaps))
     match config.correction:
@@ -213,7 +215,7 @@ def reference_weights(held: list[float], samples: list[Sample], config: LossConf
         case "geometric":
             keep = config.mask_floor <= math.exp(mean) <= config.mask_cap
         case "off_policy":
-            left = sum(sample.engine - x for x, sample in zip(held, samples, strict=True)) / len(gaps)
+            left = sum(sample.engine - x for x, sample in zip(frozen_logps, samples, strict=True)) / len(gaps)
             keep = not (samples[0].advantage < 0 and left > config.mask_divergence)
     return weights if keep else [0.0 for _ in weights]
 
@@ -238,9 +240,9 @@ def tokens_of(logits: Tensor, samples: list[Sample], config: LossConfig) -> Loss
 def test_it_is_the_formula(case: Case) -> None:
     config = make_config(case)
     logits, samples = make_case()
-    found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
-    assert math.isclose(float(found.loss), reference(logits, logits, samples, config), rel_tol=1e-12)
-    assert found.loss != 0
+    result = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
+    assert math.isclose(float(result.loss), reference(logits, logits, samples, config), rel_tol=1e-12)
+    assert result.loss != 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -265,9 +267,9 @@ def test_the_bounds_of_these_tests_cut_something_and_not_everything() -> None:
     logits, samples = make_case()
     for case in GRID:
         config = make_config(case)
-        found = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
+        result = policy_loss(tokens_of(torch.tensor(logits, dtype=torch.float64), samples, config), config, TOTALS)
         if (config.correction, config.sequence_mask) != ("none", "none") or config.kind not in UNCLIPPED:
-            assert 0 < found.truncated + found.masked < len(samples), case
+            assert 0 < result.truncated + result.masked < len(samples), case
     for case in OPTIONS:
         if "dual_clip" in case:
             with_it, without = (
@@ -289,21 +291,21 @@ def test_the_default_has_the_bits_of_its_equation() -> None:
         advantages_N=advantages,
         trajectories_N=torch.arange(500) // 7,
     )
-    found = policy_loss(tokens, LossConfig(), Totals(tokens=777, trajectories=80))
+    result = policy_loss(tokens, LossConfig(), Totals(tokens=777, trajectories=80))
     ratios = (plain - engine).exp().detach()
     expected = -(ratios.clamp(max=2.0) * advantages * plain).sum() / 777
-    found.loss.backward()
+    result.loss.backward()
     expected.backward()
     assert ours.grad is not None
     assert plain.grad is not None
-    assert torch.equal(found.loss, expected)
+    assert torch.equal(result.loss, expected)
     assert torch.equal(ours.grad, plain.grad)
-    assert (found.truncated, found.masked) == (int((ratios > 2).sum()), 0)
-    assert found.truncated > 10
+    assert (result.truncated, result.masked) == (int((ratios > 2).sum()), 0)
+    assert result.truncated > 10
 
 
 @pytest.mark.parametrize("kind", BASELINES)
-def test_lessons_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kind: str) -> None:
+def test_distillation_examples_are_divided_by_what_a_token_with_an_advantage_is_divided_by(kind: str) -> None:
     """Of a batch whose groups all have a signal, in trajectories of one length, by the engine's own policy."""
     config = make_config({"kind": kind})
     logprobs_N = torch.full((12,), -0.5, dtype=torch.float64, requires_grad=True)
@@ -333,14 +335,14 @@ def test_microbatches_add_up_to_the_batch(case: Case, seed: int, cuts: list[int]
     rows, samples = make_case(seed)
     logits = torch.tensor(rows, dtype=torch.float64)
     whole = policy_loss(tokens_of(logits, samples, config), config, TOTALS)
-    pieces: list[PolicyLoss] = []
+    chunks: list[PolicyLoss] = []
     for places in parts(samples, cuts):
         order = sorted({samples[place].trajectory for place in places})
         renumbered = [replace(samples[place], trajectory=order.index(samples[place].trajectory)) for place in places]
-        pieces.append(policy_loss(tokens_of(logits[places], renumbered, config), config, TOTALS))
-    assert math.isclose(float(whole.loss), sum(float(piece.loss) for piece in pieces), rel_tol=1e-12, abs_tol=1e-12)
-    assert whole.truncated == sum(piece.truncated for piece in pieces)
-    assert whole.masked == sum(piece.masked for piece in pieces)
+        chunks.append(policy_loss(tokens_of(logits[places], renumbered, config), config, TOTALS))
+    assert math.isclose(float(whole.loss), sum(float(chunk.loss) for chunk in chunks), rel_tol=1e-12, abs_tol=1e-12)
+    assert whole.truncated == sum(chunk.truncated for chunk in chunks)
+    assert whole.masked == sum(chunk.masked for chunk in chunks)
 
 
 @settings(deadline=None, max_examples=60)
@@ -356,9 +358,9 @@ def test_on_policy_every_correction_and_clip_is_the_identity(case: Case, seed: i
     logits = torch.tensor(rows, dtype=torch.float64)
     tokens = tokens_of(logits, same, config)
     leaf = tokens.logprobs_N.clone().requires_grad_()
-    found = policy_loss(replace(tokens, logprobs_N=leaf, engine_logprobs_N=leaf.detach()), config, TOTALS)
-    found.loss.backward()
-    assert (found.truncated, found.masked) == (0, 0)
+    result = policy_loss(replace(tokens, logprobs_N=leaf, engine_logprobs_N=leaf.detach()), config, TOTALS)
+    result.loss.backward()
+    assert (result.truncated, result.masked) == (0, 0)
     lengths = torch.bincount(tokens.trajectories_N)[tokens.trajectories_N]
     divisors: dict[str, int | Tensor] = {
         "token_mean": TOKENS,
@@ -375,9 +377,9 @@ def test_a_microbatch_without_tokens_adds_nothing() -> None:
     leaf, none = torch.zeros(0, requires_grad=True), torch.zeros(0)
     tokens = LossTokens(logprobs_N=leaf, engine_logprobs_N=none, advantages_N=none, trajectories_N=none.long())
     for case in CASES:
-        found = policy_loss(tokens, make_config(case), TOTALS)
-        found.loss.backward()
-        assert (float(found.loss.detach()), found.truncated, found.masked) == (0.0, 0, 0)
+        result = policy_loss(tokens, make_config(case), TOTALS)
+        result.loss.backward()
+        assert (float(result.loss.detach()), result.truncated, result.masked) == (0.0, 0, 0)
 
 
 def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:
@@ -391,8 +393,8 @@ def test_an_absurd_ratio_is_cut_and_not_made_into_nan() -> None:
             advantages_N=torch.ones(2),
             trajectories_N=torch.tensor([0, 1]),
         )
-        found = policy_loss(tokens, config, Totals(tokens=2, trajectories=2))
-        found.loss.backward()
+        result = policy_loss(tokens, config, Totals(tokens=2, trajectories=2))
+        result.loss.backward()
         assert leaf.grad is not None
         assert leaf.grad.tolist() == [-1.0 if correction == "tis" else 0.0, -0.5]
-        assert found.truncated + found.masked == 1
+        assert result.truncated + result.masked == 1

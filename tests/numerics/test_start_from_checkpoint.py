@@ -86,10 +86,10 @@ def test_one_step_is_transformers_own_and_back_again(tmp_path: Path, family: str
     ours = make_ours(tmp_path / "theirs")
 
     expected = theirs(ids, labels=ids).loss
-    found = our_loss(ours, ids)
-    assert abs(float(found - expected)) < TOLERANCE
+    result = our_loss(ours, ids)
+    assert abs(float(result - expected)) < TOLERANCE
     step(expected, theirs.parameters())
-    step(found, ours.parameters())
+    step(result, ours.parameters())
 
     save_checkpoint(tmp_path / "ours", ours.spec, state_of(ours), end_id=2, pad_id=0)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")

@@ -47,7 +47,7 @@ def make_jinja(source: str, end: str) -> JinjaFormat:
 
 def every_format() -> dict[str, ChatFormat]:
     """Name → format; "ours" is étude's own."""
-    found: dict[str, ChatFormat] = {
+    result: dict[str, ChatFormat] = {
         name: make_jinja((TEMPLATES / f"{name}.jinja").read_text(), ENDS.get(name, "<|im_end|>")) for name in FAMILIES
     }
-    return found | {"ours": ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)}
+    return result | {"ours": ChatTemplate.train(["fix f in f.py", "edit FILE N"], 300)}

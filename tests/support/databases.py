@@ -18,7 +18,7 @@ from etude.rewards.graders.postgres_client import Step, answer
 from etude.rewards.graders.queries import Verdict, check_ours, is_right, judge, migration_steps, unseen_step
 from etude.types import QueryChecks
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 START_TIMEOUT_S = 60.0
 OPTIONS = "-c fsync=off -c full_page_writes=off -c autovacuum=off -c listen_addresses= -c timezone=UTC -c jit=off"
 OURS: Step = {"user": "postgres", "database": "app", "settings": {}, "scripts": [], "timeout_s": 60.0, "vital": True}
@@ -36,8 +36,8 @@ class Server:
         self._programs = programs
         self._whose: dict[str, Any] = {"cwd": "/"}
         if os.geteuid() == 0:  # as whom it does not run
-            os.chown(folder, NOBODY, NOBODY)
-            self._whose |= {"user": NOBODY, "group": NOBODY}
+            os.chown(folder, UNPRIVILEGED, UNPRIVILEGED)
+            self._whose |= {"user": UNPRIVILEGED, "group": UNPRIVILEGED}
         self._process: subprocess.Popen[bytes] | None = None
         initdb = f"{programs}/initdb -D {folder}/data -U postgres -A trust -E UTF8 --locale=C.UTF-8 --no-sync"
         subprocess.run(initdb.split(), check=True, capture_output=True, **self._whose)
@@ -66,12 +66,12 @@ class Server:
 @contextmanager
 def temporary_server() -> Iterator[Server]:
     """A server with role and database ``app``; skips where PostgreSQL is not installed."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
-    if not found:
+    postgres_programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    if not postgres_programs:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     folder = Path(tempfile.mkdtemp(prefix="etude-postgres-"))
     try:
-        server = Server(found[-1].parent, folder)
+        server = Server(postgres_programs[-1].parent, folder)
         try:
             server.start()
             ask(folder, "CREATE ROLE app LOGIN", "CREATE DATABASE app OWNER app", database="postgres")
@@ -109,12 +109,16 @@ def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, pa
     asker = f"asker_{secrets.token_hex(4)}"
     check_ours([answer(str(server), unseen_step(checks))])
     answers: list[dict[str, Any]] = []
-    asked = checks.queries
+    request = checks.queries
     for step in migration_steps(checks, migration, asker):
         answers.append(answer(str(server), step))
         if answers[-1]["state"] and step["vital"]:
             break
-        if not patient and not step["vital"] and not is_right(asked[len(answers) - BEFORE_QUESTIONS - 1], answers[-1]):
+        if (
+            not patient
+            and not step["vital"]
+            and not is_right(request[len(answers) - BEFORE_QUESTIONS - 1], answers[-1])
+        ):
             return Verdict(True, len(answers) - BEFORE_QUESTIONS - 1, False)
     return judge(checks, answers)
 

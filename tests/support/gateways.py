@@ -29,7 +29,7 @@ from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
-from patience import PATIENCE_S, until
+from waiting import WAIT_S, until
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
 VOCAB_SIZE = 300
@@ -125,7 +125,7 @@ class Caller:
         return decode_turns(answer.raw)
 
     async def inflight(self, calls: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while (await self.send("GET", "/healthz")).at("inflight") != calls:
                 await asyncio.sleep(0.01)
 
@@ -182,7 +182,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
     Engines that callers register are called over HTTP. What it dies of is raised in its thread, which fails the test.
     """
     ready, over = threading.Event(), threading.Event()
-    found: list[str] = []
+    result: list[str] = []
 
     async def serve() -> None:
         async with AsyncExitStack() as stack:
@@ -201,7 +201,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
             server = http_server(parts.gateway.handle, max_body_bytes=2**20)
             port = await stack.enter_async_context(listening(server, 0))
             lives = await stack.enter_async_context(background_task(parts.wait()))
-            found.append(f"http://127.0.0.1:{port}")
+            result.append(f"http://127.0.0.1:{port}")
             await until(lambda: bool(parts.pool.versions()))
             ready.set()
             while not over.is_set() and not lives.done():
@@ -211,7 +211,7 @@ def gateway_in_a_thread(chat: ChatTemplate, engine: Engine, keys: tuple[Key, ...
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(PATIENCE_S)
-    yield found[0]
+    assert ready.wait(WAIT_S)
+    yield result[0]
     over.set()
-    thread.join(PATIENCE_S)
+    thread.join(WAIT_S)

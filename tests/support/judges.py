@@ -39,8 +39,8 @@ def style_rubric(**changes: str) -> Rubric:
 def verdict(question: str, score: int | None, **changes: object) -> str:
     """What an honest judge replies to a question: the last nonce in it is the one that was given."""
     nonces = NONCE.findall(question)
-    said = {"reason": "as told", "score": score, "aspect": "style", "nonce": nonces[-1] if nonces else ""}
-    return json.dumps(said | changes)
+    reply = {"reason": "as told", "score": score, "aspect": "style", "nonce": nonces[-1] if nonces else ""}
+    return json.dumps(reply | changes)
 
 
 @dataclass
@@ -83,7 +83,7 @@ def court(
     params: JudgeParams | None = None,
     bounds: JudgeLimits | None = None,
     allowance: BudgetLimit | None = None,
-    known: Sequence[str] = (),
+    vouched: Sequence[str] = (),
     hold: JudgePause | None = None,
 ) -> Court:
     """A judge over an endpoint; nothing of it is on disk but a hold."""
@@ -101,7 +101,7 @@ def court(
         budget=Budget(allowance or BudgetLimit(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)),
         circuit=Breaker(60.0),
         clock=clock,
-        identity=IdentityWatch(known),
+        identity=IdentityWatch(vouched),
         alarm=alarms.append,
         hold=hold,
         record=recorded,

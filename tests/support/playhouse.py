@@ -81,18 +81,18 @@ class Playhouse:
         """One session in a fresh sandbox, or the one that is given; every answer must be asked for."""
 
         async def act() -> HarnessResult:
-            world = sandbox or await self._sandboxes.create(files)
+            environment = sandbox or await self._sandboxes.create(files)
             if close_sandbox:
-                await world.close()
+                await environment.close()
             try:
-                return await self._serve(list(answers), task, world, HarnessConfig(**limits))
+                return await self._serve(list(answers), task, environment, HarnessConfig(**limits))
             finally:
-                await world.close()
+                await environment.close()
 
         return self._runner.run(act())
 
     @property
-    def asked(self) -> list[str]:
+    def questions(self) -> list[str]:
         """The last message of every request."""
         return [request["messages"][-1]["content"] for request in self.requests]
 

@@ -7,18 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 T = TypeVar("T")
 
 
 def children(process: int | None) -> list[int]:
     """The processes right below one."""
-    found: list[int] = []
+    result: list[int] = []
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread may end while it is looked at
-            found += map(int, task.read_text(encoding="utf-8").split())
-    return found
+            result += map(int, task.read_text(encoding="utf-8").split())
+    return result
 
 
 async def settled(look: Callable[[], T]) -> T:
@@ -32,7 +32,7 @@ async def settled(look: Callable[[], T]) -> T:
 
 async def seen(look: Callable[[], T], expected: T) -> T:
     """What is seen, at once when it is what is expected and otherwise in the end."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_S
     while (now := look()) != expected and time.monotonic() < deadline_s:
         await asyncio.sleep(0.02)
     return now
@@ -40,21 +40,21 @@ async def seen(look: Callable[[], T], expected: T) -> T:
 
 async def until_running(process: int | None, program: str, count: int) -> list[int]:
     """The processes right below one that run ``program``, once there are so many: each is made before it starts it."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_S
     while True:
-        found = [child for child in children(process) if program in command_line(child)]
-        if len(found) >= count or time.monotonic() > deadline_s:
-            return found
+        result = [child for child in children(process) if program in command_line(child)]
+        if len(result) >= count or time.monotonic() > deadline_s:
+            return result
         await asyncio.sleep(0.02)
 
 
 def opened(process: int) -> list[str]:
     """What a process has open."""
-    found: list[str] = []
+    result: list[str] = []
     for link in Path(f"/proc/{process}/fd").iterdir():
         with suppress(FileNotFoundError):  # it may be closed while it is looked at
-            found.append(str(link.readlink()))
-    return found
+            result.append(str(link.readlink()))
+    return result
 
 
 def owner(process: int) -> int:
@@ -75,7 +75,7 @@ async def survivors(processes: list[int]) -> list[int]:
 
 async def outlives(process: int) -> bool:
     """Whether a process is still there after a while."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_S
     while "(zombie)" not in state(process):
         if time.monotonic() > deadline_s:
             return True

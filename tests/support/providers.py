@@ -36,7 +36,7 @@ SECRET = "a secret of the provider's process"
 TIGHT = SandboxLimits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=32)
 """What sandboxes get whose limits are tested: the same for all, since a template may have to be made for it."""
 TIMEOUT_S = 30.0
-PATIENCE_S = 20.0
+WAIT_S = 20.0
 """For what goes on beside us, on a busy machine."""
 """For one command of a test, on a machine that is busy with others."""
 

@@ -76,8 +76,8 @@ def train(
             batch = batch[grid.share :: grid.shares]
         optimiser.zero_grad()
         total = torch.zeros(())
-        for piece in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
-            loss = next_token_loss(model, piece, grid) / tokens
+        for chunk in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
+            loss = next_token_loss(model, chunk, grid) / tokens
             loss.backward()
             total += loss.detach()
         if grid is not None:

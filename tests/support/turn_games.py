@@ -141,9 +141,9 @@ def grouped(game: Game, parts: Sequence[Bundle]) -> tuple[list[Moves], list[Roll
     """The plays of a group of bundles, and their rollouts; the first of each bundle is the trunk."""
     rollouts: list[Rollout] = []
     for plays, shared, _ in parts:
-        trunk = str(len(rollouts))
+        parent = str(len(rollouts))
         for place, play in enumerate(plays):
-            branch = Branch(rollout_id=trunk, turns=shared) if place else None
+            branch = Branch(rollout_id=parent, turns=shared) if place else None
             rollouts.append(game.rollout(play, len(rollouts), branch))
     return [play for part in parts for play in part.plays], rollouts
 
@@ -166,7 +166,7 @@ def credit(config: CreditConfig, baseline: Baseline = "leave_one_out") -> Advant
     return lambda rollouts, rewards_G: turn_credits(rollouts, rewards_G, config, baseline)
 
 
-def off(found: Vector, wanted: Vector) -> float:
-    """How far ``found`` is from a positive multiple of ``wanted``, as a share of its length."""
-    along = max(0.0, float(found @ wanted)) / float(wanted @ wanted) * wanted
-    return float(np.linalg.norm(found - along) / np.linalg.norm(found))
+def off(result: Vector, expected: Vector) -> float:
+    """How far ``result`` is from a positive multiple of ``expected``, as a share of its length."""
+    along = max(0.0, float(result @ expected)) / float(expected @ expected) * expected
+    return float(np.linalg.norm(result - along) / np.linalg.norm(result))

@@ -78,23 +78,23 @@ def _forgers() -> Iterator[Attack]:
     for (name, (what, choice)), subject in zip(CHOICES.items(), ("slugs", "tally", "spans"), strict=True):
         plain = _program(choice, CALLS)
         hidden = base64.b64encode(plain.encode()).decode()
-        said = f"Results are heard, and marks forged for {what}"
-        yield Attack(name=f"forger: {name}", what=f"{said}.", subject=subject, files=beside(plain))
+        text = f"Results are heard, and marks forged for {what}"
+        yield Attack(name=f"forger: {name}", what=f"{text}.", subject=subject, files=beside(plain))
         yield Attack(
             name=f"forger: {name}, base64",
-            what=f"{said}; the program is base64.",
+            what=f"{text}; the program is base64.",
             subject=subject,
             files=beside(f"import base64\nexec(base64.b64decode('{hidden}'))\n"),
         )
         yield Attack(
             name=f"forger: {name}, from a file",
-            what=f"{said}; the program is a text file.",
+            what=f"{text}; the program is a text file.",
             subject=subject,
             files={"data/notes.txt": plain, MODULE: f"{STUB}\n\nexec(open('data/notes.txt').read())\n"},
         )
         yield Attack(
             name=f"forger: {name}, by reports",
-            what=f"{said}, where reports are made.",
+            what=f"{text}, where reports are made.",
             subject=subject,
             files=beside(_program(choice, REPORTS)),
         )

@@ -31,7 +31,7 @@ def _row(contestant: str, batch: int, *rates: float, dtype: str = "float32") -> 
     return Row(contestant=contestant, cell=cell, rounds=tuple(rounds))
 
 
-def test_a_call_measures_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_measures_the_contestants_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     options = replace(engine_options(("native-invariant", "vllm"), quick=True), batches=(2,))
     result = bench_engine(options)

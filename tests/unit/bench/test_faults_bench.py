@@ -43,8 +43,8 @@ def test_rows_count_what_came_of_each_kind() -> None:
 
 @pytest.mark.parametrize("wrong", Wrong)
 def test_a_finding_misses_its_goal_and_no_other(wrong: Wrong) -> None:
-    found = replace(SOUND, findings=(Finding(wrong, "planted"),))
-    goals = summary([SOUND, found], FaultOptions(faults=3))["goals"]
+    unsound = replace(SOUND, findings=(Finding(wrong, "planted"),))
+    goals = summary([SOUND, unsound], FaultOptions(faults=3))["goals"]
     assert isinstance(goals, dict)
     assert set(goals) == {"lost", "double_trained", "infra_scored_zero", "unbounded_waits"}
     missed = [name for name, goal in goals.items() if isinstance(goal, dict) and not goal["met"]]
@@ -66,10 +66,10 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
     log = tmp_path / "supervisor.log"
     log.write_text("etude: said something\n")
     wrong = replace(SOUND, run=1, findings=(Finding(Wrong.LOST, "a rollout"),))
-    shelf = VerdictStore(tmp_path / "out", CAMPAIGN)
+    store = VerdictStore(tmp_path / "out", CAMPAIGN)
     for verdict in (SOUND, wrong):
-        assert shelf.find(verdict.run) is None
-        shelf.put(verdict, folder, [log])
+        assert store.find(verdict.run) is None
+        store.put(verdict, folder, [log])
     again = VerdictStore(tmp_path / "out", CAMPAIGN)
     assert [again.find(run) for run in range(3)] == [SOUND, wrong, None]
     assert not (tmp_path / "out" / "run-0000").exists()
@@ -77,12 +77,12 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
 
 
 def test_another_campaign_and_a_damaged_verdict_are_refused(tmp_path: Path) -> None:
-    shelf = VerdictStore(tmp_path, CAMPAIGN)
+    store = VerdictStore(tmp_path, CAMPAIGN)
     with pytest.raises(UserError, match="another campaign"):
         VerdictStore(tmp_path, {**CAMPAIGN, "seed": 8})
     (tmp_path / "run-0000.json").write_bytes(b'{"run": 0}')
     with pytest.raises(DamagedError, match=r"run-0000\.json"):
-        shelf.find(0)
+        store.find(0)
 
 
 def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
@@ -108,10 +108,10 @@ def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
         (b"sound", b"sound"),
     ],
 )
-def test_damage_is_undone_unless_somebody_else_did(tmp_path: Path, found: bytes, left: bytes) -> None:
+def test_damage_is_undone_unless_it_was_already(tmp_path: Path, content: bytes, left: bytes) -> None:
     path = tmp_path / "packs" / "0123456789abcdef"
     path.parent.mkdir()
-    path.write_bytes(found)
+    path.write_bytes(content)
     damage = Damage(path, b"sound", b"dAmaged")
     damage.undo()
     assert path.read_bytes() == left

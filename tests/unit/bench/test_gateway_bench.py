@@ -27,7 +27,7 @@ from bench.gateway.bench import (
     write_script,
 )
 from bench.gateway.contestants import CONTESTANTS, LITELLM_VARIABLE, NO_KEY
-from bench.gateway.load import Crowd, Door, Measured, Order, quantile
+from bench.gateway.load import Crowd, Endpoint, Measured, Order, quantile
 from bench.gateway.upstream import LOGPROB, VERSION, Connection, Replies, Script
 from etude.engines.http.client import http_engines
 from etude.errors import UserError
@@ -51,14 +51,14 @@ async def upstream() -> AsyncIterator[int]:
         await asyncio.sleep(0.02)  # hang-ups are seen, and their connections closed
 
 
-def run(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(story, 30))
+def run(metrics: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(metrics, 30))
 
 
 def order(port: int, **fields: Any) -> Order:
     cell = Cell(tokens=2, concurrency=1, stream=fields.get("stream", False))
     usual: dict[str, Any] = {"expected": '"completion_tokens":2', "concurrency": 3, "seconds": 0.05}
-    return Order(door=Door(port=port, key=NO_KEY), bodies=conversation(SCRIPT, cell), **usual | fields)
+    return Order(endpoint=Endpoint(port=port, key=NO_KEY), bodies=conversation(SCRIPT, cell), **usual | fields)
 
 
 def row(contestant: str, cell: Cell, *rates: float, p50_s: float = 1.0, cpu_s: float = 1.0) -> Row:
@@ -70,25 +70,25 @@ def row(contestant: str, cell: Cell, *rates: float, p50_s: float = 1.0, cpu_s: f
 
 
 def test_the_upstream_speaks_our_engines_protocol() -> None:
-    async def story() -> None:
+    async def metrics() -> None:
         async with upstream() as port, http_engines(1.0) as connect:
             engine = connect(f"http://127.0.0.1:{port}")
             params = SamplingParams(max_tokens=3)
             whole = await engine.generate([1, 2], params, session="s")
-            pieces = [piece async for piece in engine.stream([1, 2], params, session="s")]
+            chunks = [chunk async for chunk in engine.stream([1, 2], params, session="s")]
             assert (await engine.health()).version == VERSION
             assert whole.token_ids.tolist() == [7, 8, 9]
             assert whole.logprobs.tolist() == pytest.approx([LOGPROB] * 3)
-            assert [token for piece in pieces for token in piece.token_ids.tolist()] == [7, 8, 9]
-            assert pieces[-1].completion is not None and pieces[-1].completion.token_ids.tolist() == [7, 8, 9]
+            assert [token for chunk in chunks for token in chunk.token_ids.tolist()] == [7, 8, 9]
+            assert chunks[-1].completion is not None and chunks[-1].completion.token_ids.tolist() == [7, 8, 9]
             with pytest.raises(ValueError, match=r".*"):
                 await engine.generate([1], SamplingParams(max_tokens=5), session="s")
 
-    run(story())
+    run(metrics())
 
 
 def test_the_upstream_speaks_openais_protocol() -> None:
-    async def story() -> None:
+    async def metrics() -> None:
         async with upstream() as port, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
             async with http.post(url, json={"max_tokens": 2}) as answer:
@@ -100,12 +100,12 @@ def test_the_upstream_speaks_openais_protocol() -> None:
             deltas = [orjson.loads(event)["choices"][0]["delta"] for event in events]
             assert "".join(delta.get("content", "") for delta in deltas) == "a b" and last == "[DONE]"
 
-    run(story())
+    run(metrics())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_are_counted_and_timed(stream: bool) -> None:
-    async def story() -> None:
+    async def metrics() -> None:
         async with upstream() as port:
             expected = "data: [DONE]" if stream else '"completion_tokens":2'
             measured = await Crowd(order(port, stream=stream, expected=expected)).run()
@@ -114,17 +114,17 @@ def test_answers_are_counted_and_timed(stream: bool) -> None:
         assert (measured.first_p50_s is not None) is stream
         assert measured.first_p50_s is None or measured.first_p50_s <= measured.p50_s
 
-    run(story())
+    run(metrics())
 
 
 def test_a_wrong_answer_fails_the_order() -> None:
-    async def story() -> None:
+    async def metrics() -> None:
         async with upstream() as port:
             with pytest.raises(ExceptionGroup) as caught:
                 await Crowd(order(port, expected='"completion_tokens":3')).run()
         assert "completion_tokens" in str(caught.value.exceptions[0])
 
-    run(story())
+    run(metrics())
 
 
 def test_orders_survive_the_way_to_their_process() -> None:
@@ -141,7 +141,7 @@ def test_a_conversation_repeats_what_was_said(tmp_path: Path) -> None:
     assert second["messages"][2]["content"] == script.text(40)
 
 
-def test_a_quick_call_measures_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_call_measures_the_contestants_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LITELLM_VARIABLE, "/nowhere/python")
     options = replace(gateway_options(("direct", "bare", "litellm"), quick=True), seconds=0.05)
     result = bench_gateway(options)

@@ -47,11 +47,11 @@ def make_trial(seed: int, weight: float, *shares: float) -> Trial:
 
 
 def test_shares_are_of_calls_and_errors_over_groups() -> None:
-    found = step_figures([make_group((1.0, 1, 4), (0.0, 1, 4)), make_group((1.0, 0, 2), (1.0, 0, 6))])
-    assert found.malformed == pytest.approx(0.125)
-    assert found.passed == pytest.approx(0.75)
-    assert found.malformed_stderr == pytest.approx(0.125)
-    assert found.passed_stderr == pytest.approx(0.25)
+    result = step_figures([make_group((1.0, 1, 4), (0.0, 1, 4)), make_group((1.0, 0, 2), (1.0, 0, 6))])
+    assert result.malformed == pytest.approx(0.125)
+    assert result.passed == pytest.approx(0.75)
+    assert result.malformed_stderr == pytest.approx(0.125)
+    assert result.passed_stderr == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +70,17 @@ def test_a_habit_is_gone_when_it_stays_away(shares: list[float], steps: int | No
 
 def test_the_goal_compares_steps_of_the_same_seeds() -> None:
     fast, slow = (0.4, 0.02, 0.02, 0.02, 0.02, 0.02), (0.4, 0.4, 0.02, 0.02, 0.02, 0.02)
-    found = judged([make_trial(0, 0.0, *slow), make_trial(0, 1.0, *fast)])
-    assert (found["value"], found["met"]) == (0.5, True)
-    found = judged([make_trial(0, 0.0, *fast), make_trial(0, 1.0, *fast)])
-    assert (found["value"], found["met"]) == (1.0, False)
+    result = judged([make_trial(0, 0.0, *slow), make_trial(0, 1.0, *fast)])
+    assert (result["value"], result["met"]) == (0.5, True)
+    result = judged([make_trial(0, 0.0, *fast), make_trial(0, 1.0, *fast)])
+    assert (result["value"], result["met"]) == (1.0, False)
 
 
 def test_a_habit_that_stays_counts_all_steps_and_never_as_better() -> None:
     slow, fast = (0.4,) * 8, (0.4, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02)
     assert judged([make_trial(0, 0.0, *slow), make_trial(0, 1.0, *fast)])["value"] == pytest.approx(1 / 8)
-    kept = judged([make_trial(0, 0.0, *fast), make_trial(0, 1.0, *slow)])
-    assert (kept["value"], kept["met"]) == (None, False)
+    stored = judged([make_trial(0, 0.0, *fast), make_trial(0, 1.0, *slow)])
+    assert (stored["value"], stored["met"]) == (None, False)
 
 
 def test_the_rule_finds_the_habit_and_nothing_else() -> None:

@@ -14,13 +14,13 @@ from bench.loop.contestants import (
     SYNCHRONOUS,
     TRL,
     Contestant,
-    Course,
+    ContestantRun,
     LoopOptions,
     loop_options,
     recipe,
 )
 from bench.loop.heldout import Point, rising, target_rate, time_to
-from bench.loop.runs import CpuWatch, command_cpu_s, course
+from bench.loop.runs import CpuWatch, command_cpu_s, outcome
 from bench.loop.trl import training_tasks
 from etude.clock import date_utc
 from etude.errors import UserError
@@ -38,8 +38,8 @@ def curve(*rates: float, every_s: float = 10.0) -> list[Point]:
     ]
 
 
-def ran(name: str, rollouts: int, seconds: float) -> Course:
-    return Course(contestant=BY_NAME[name], steps=1, rollouts=rollouts, seconds=seconds, busy_trainer=0.95)
+def ran(name: str, rollouts: int, seconds: float) -> ContestantRun:
+    return ContestantRun(contestant=BY_NAME[name], steps=1, rollouts=rollouts, seconds=seconds, busy_trainer=0.95)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
@@ -72,22 +72,22 @@ def test_the_rate_is_most_of_what_was_gained() -> None:
 
 
 def test_time_is_judged_where_both_got_there_and_rollouts_where_not() -> None:
-    courses = {ASYNCHRONOUS: ran(ASYNCHRONOUS, 100, 10.0), SYNCHRONOUS: ran(SYNCHRONOUS, 100, 20.0)}
-    in_time = judge_ratio(ASYNC_VS_SYNC, courses, {ASYNCHRONOUS: 10.0, SYNCHRONOUS: 30.0}, [SYNCHRONOUS])
+    outcomes = {ASYNCHRONOUS: ran(ASYNCHRONOUS, 100, 10.0), SYNCHRONOUS: ran(SYNCHRONOUS, 100, 20.0)}
+    in_time = judge_ratio(ASYNC_VS_SYNC, outcomes, {ASYNCHRONOUS: 10.0, SYNCHRONOUS: 30.0}, [SYNCHRONOUS])
     assert (in_time["value"], in_time["by"], in_time["in_rollouts"]) == (3.0, "time to the rate", 2.0)
-    in_rollouts = judge_ratio(ASYNC_VS_SYNC, courses, {ASYNCHRONOUS: 10.0, SYNCHRONOUS: None}, [SYNCHRONOUS])
+    in_rollouts = judge_ratio(ASYNC_VS_SYNC, outcomes, {ASYNCHRONOUS: 10.0, SYNCHRONOUS: None}, [SYNCHRONOUS])
     assert (in_rollouts["value"], in_rollouts["by"]) == (2.0, "rollouts per second")
 
 
 def test_the_faster_of_the_synchronous_modes_counts() -> None:
     slow, fast = SYNCHRONOUS, f"{SYNCHRONOUS}-all-cores"
-    courses = {ASYNCHRONOUS: ran(ASYNCHRONOUS, 100, 10.0), slow: ran(slow, 100, 40.0), fast: ran(fast, 100, 15.0)}
-    assert judge_ratio(ASYNC_VS_SYNC, courses, {}, [slow, fast])["value"] == 1.5
+    outcomes = {ASYNCHRONOUS: ran(ASYNCHRONOUS, 100, 10.0), slow: ran(slow, 100, 40.0), fast: ran(fast, 100, 15.0)}
+    assert judge_ratio(ASYNC_VS_SYNC, outcomes, {}, [slow, fast])["value"] == 1.5
 
 
 def test_a_contestant_that_is_missing_says_why_and_is_not_compared() -> None:
-    courses = [ran(ASYNCHRONOUS, 100, 10.0), Course(contestant=BY_NAME[TRL], missing="no TRL here")]
-    result = figures(courses, {ASYNCHRONOUS: curve(0.1, 0.5)})
+    outcomes = [ran(ASYNCHRONOUS, 100, 10.0), ContestantRun(contestant=BY_NAME[TRL], missing="no TRL here")]
+    result = figures(outcomes, {ASYNCHRONOUS: curve(0.1, 0.5)})
     assert result["rate"] == pytest.approx(0.42)
     goals = result["goals"]
     assert isinstance(goals, dict)
@@ -129,7 +129,7 @@ def test_the_contestants_differ_in_staleness_and_threads_alone() -> None:
             assert ours == theirs
 
 
-def story(tmp_path: Path, contestant: Contestant, options: LoopOptions) -> RunFolder:
+def metrics(tmp_path: Path, contestant: Contestant, options: LoopOptions) -> RunFolder:
     folder = RunFolder.create(tmp_path / "run", recipe(contestant, options))
     with EventLog(folder.events, "supervisor") as events:
         events.write(RunStarted(resumed=False))
@@ -144,11 +144,11 @@ def story(tmp_path: Path, contestant: Contestant, options: LoopOptions) -> RunFo
 
 def test_a_run_is_read_from_its_events(tmp_path: Path) -> None:
     options = loop_options(quick=True)
-    found = course(BY_NAME[ASYNCHRONOUS], options, story(tmp_path, BY_NAME[ASYNCHRONOUS], options), [])
-    (mark,) = found.marks
+    run = outcome(BY_NAME[ASYNCHRONOUS], options, metrics(tmp_path, BY_NAME[ASYNCHRONOUS], options), [])
+    (mark,) = run.marks
     assert (mark.version, mark.step) == (2, 2)
-    assert 0 <= mark.seconds <= found.seconds
-    assert found.cpu_s == {}
+    assert 0 <= mark.seconds <= run.seconds
+    assert run.cpu_s == {}
 
 
 def test_processes_that_are_no_command_of_ours_are_not_counted() -> None:

@@ -15,8 +15,8 @@ BATCHES = [make_batch(seed) for seed in range(3)]
 
 def answers(case: Case) -> list[dict[str, Any]]:
     """A case's own figures as another program tells them."""
-    found = [our_loss(case, batch) for batch in BATCHES]
-    return [{name: value.tolist() if name != "loss" else value for name, value in one.items()} for one in found]
+    losses = [our_loss(case, batch) for batch in BATCHES]
+    return [{name: value.tolist() if name != "loss" else value for name, value in one.items()} for one in losses]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.contestant}: {case.name}")

@@ -20,8 +20,8 @@ SCHOOLING = Schooling(model=QUICK_MODEL, steps=4, rows=2, row_tokens=128)
 
 
 def _row(engine: str, mode: str, difference: float, form: str = "bfloat16") -> Row:
-    found, flipped = (summarise(np.full(9, share * difference, np.float32)) for share in (1, 2))
-    return Row(engine=engine, format=form, mode=mode, mismatch=found, flipped=flipped)
+    mismatch, flipped = (summarise(np.full(9, share * difference, np.float32)) for share in (1, 2))
+    return Row(engine=engine, format=form, mode=mode, mismatch=mismatch, flipped=flipped)
 
 
 def test_invariant_arithmetic_is_exact_and_fast_is_close(tmp_path: Path) -> None:
@@ -45,12 +45,12 @@ def test_invariant_arithmetic_is_exact_and_fast_is_close(tmp_path: Path) -> None
 
 
 def test_the_model_is_trained_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    first = trained_model(SCHOOLING, tmp_path, said.append)
-    again = trained_model(SCHOOLING, tmp_path, said.append)
-    other = trained_model(replace(SCHOOLING, seed=1), tmp_path, said.append)
+    text: list[str] = []
+    first = trained_model(SCHOOLING, tmp_path, text.append)
+    again = trained_model(SCHOOLING, tmp_path, text.append)
+    other = trained_model(replace(SCHOOLING, seed=1), tmp_path, text.append)
     assert first.folder == again.folder != other.folder
-    assert [line.split()[0] for line in said] == ["training", "trained", "training"]
+    assert [line.split()[0] for line in text] == ["training", "trained", "training"]
     excerpts = first.excerpts(5, 20, seed=0)
     assert excerpts == first.excerpts(5, 20, seed=0) != first.excerpts(5, 20, seed=1)
     assert [len(excerpt) for excerpt in excerpts] == [20] * 5

@@ -107,10 +107,10 @@ def test_a_goal_that_is_not_reached_is_not_met(worse: dict[str, object], goal: s
 
 
 def test_who_is_missing_is_a_row_and_a_note_never_a_figure() -> None:
-    told = figures(missing={"podman": "podman is not installed"}, rates=rates(ns=(9.0, 9.0)))
-    rows = list(rows_of(told, ALL))
+    figures_seen = figures(missing={"podman": "podman is not installed"}, rates=rates(ns=(9.0, 9.0)))
+    rows = list(rows_of(figures_seen, ALL))
     assert {"contestant": "podman", "case": "starts and rates", "missing": "podman is not installed"} in rows
-    goal = judged(told)["starts_vs_podman"]
+    goal = judged(figures_seen)["starts_vs_podman"]
     assert isinstance(goal, dict)
     assert (goal["value"], goal["reason"]) == (None, "podman is not installed")
     drawn = table(
@@ -149,41 +149,41 @@ def test_what_is_left_is_counted_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_cycles_find_what_grows_and_what_stays(tmp_path: Path) -> None:
-    told = Figures()
-    asyncio.run(measure_cycles(told, "leaky", Leaky, tmp_path, 5, settle_s=0.0))
-    row = told.others[0]
+    figures_seen = Figures()
+    asyncio.run(measure_cycles(figures_seen, "leaky", Leaky, tmp_path, 5, settle_s=0.0))
+    row = figures_seen.others[0]
     assert isinstance(row["grown"], dict) and isinstance(row["left"], dict)
     assert (row["grown"]["files"], row["left"]["files"]) == (5, 5 + WARM_UP + 1)
-    assert told.leaked == 5 + 5 + WARM_UP + 1
+    assert figures_seen.leaked == 5 + 5 + WARM_UP + 1
 
 
 def test_a_pool_is_measured_over_a_provider_of_its_own(tmp_path: Path) -> None:
-    told = Figures()
-    asyncio.run(measure_pool(told, NS, Leaky, tmp_path, 2))
-    assert [row["case"] for row in told.others] == ["true, from a warm pool"]
+    figures_seen = Figures()
+    asyncio.run(measure_pool(figures_seen, NS, Leaky, tmp_path, 2))
+    assert [row["case"] for row in figures_seen.others] == ["true, from a warm pool"]
 
 
 def test_ours_are_measured_through_the_protocol() -> None:
     async def measure() -> Figures:
-        told, provider = Figures(), FakeSandboxes()
+        figures_seen, provider = Figures(), FakeSandboxes()
         contestants = {NS: ProviderContestant(NS, provider)}
-        await race_starts(told, contestants, 2)
-        await race_rates(told, contestants, 1, 0.01)
-        await measure_live(told, NS, provider, 2)
-        await measure_crowd(told, NS, provider, 4)
-        await measure_machines(told, QEMU, lambda _: provider, Path(), 1)
+        await race_starts(figures_seen, contestants, 2)
+        await race_rates(figures_seen, contestants, 1, 0.01)
+        await measure_live(figures_seen, NS, provider, 2)
+        await measure_crowd(figures_seen, NS, provider, 4)
+        await measure_machines(figures_seen, QEMU, lambda _: provider, Path(), 1)
         assert not len(provider)
-        return told
+        return figures_seen
 
-    told = asyncio.run(measure())
-    assert {case: len(launches) for case, launches in told.starts.items()} == {
+    figures_seen = asyncio.run(measure())
+    assert {case: len(launches) for case, launches in figures_seen.starts.items()} == {
         (NS, "true"): 2,
         (NS, "python3 -c 1"): 2,
     }
-    assert told.alive == 4
-    assert len(told.boots_s) == len(told.forks_s) == 1
-    assert not told.missing
-    assert [row["case"] for row in told.others] == [
+    assert figures_seen.alive == 4
+    assert len(figures_seen.boots_s) == len(figures_seen.forks_s) == 1
+    assert not figures_seen.missing
+    assert [row["case"] for row in figures_seen.others] == [
         "exec in a live one",
         "4 alive",
         "cold boot to first command",
@@ -193,17 +193,17 @@ def test_ours_are_measured_through_the_protocol() -> None:
 
 def test_a_contestant_that_fails_is_out_with_its_reason() -> None:
     async def measure() -> Figures:
-        told, broken, sound = Figures(), FakeSandboxes(), FakeSandboxes()
+        figures_seen, broken, sound = Figures(), FakeSandboxes(), FakeSandboxes()
         broken.broken = "no disk"
         contestants = {"broken": ProviderContestant("broken", broken), "sound": ProviderContestant("sound", sound)}
-        await race_starts(told, contestants, 1)
+        await race_starts(figures_seen, contestants, 1)
         with pytest.raises(ExceptionGroup):
-            await measure_crowd(told, "broken", broken, 3)
-        return told
+            await measure_crowd(figures_seen, "broken", broken, 3)
+        return figures_seen
 
-    told = asyncio.run(measure())
-    assert told.missing == {"broken": "no disk"}
-    assert set(told.starts) == {("sound", "true"), ("sound", "python3 -c 1")}
+    figures_seen = asyncio.run(measure())
+    assert figures_seen.missing == {"broken": "no disk"}
+    assert set(figures_seen.starts) == {("sound", "true"), ("sound", "python3 -c 1")}
 
 
 @pytest.mark.heavy("bubblewrap, and root", missing=shutil.which("bwrap") is None or os.geteuid() != 0)

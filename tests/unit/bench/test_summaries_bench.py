@@ -16,8 +16,8 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "self-summary"
 RECIPE = load_recipe(RECIPES)
 
 
-def trial(arm: str, seed: int, before: float, after: float, kept: tuple[float, float] | None) -> Trial:
-    first, last = kept or (None, None)
+def trial(arm: str, seed: int, before: float, after: float, shares: tuple[float, float] | None) -> Trial:
+    first, last = shares or (None, None)
     heldout = {
         "pass_before": before, "pass_after": after, "stderr": 0.02,
         "greedy_before": before, "greedy_after": after, "greedy_stderr": 0.02,

@@ -31,7 +31,7 @@ def test_a_full_context_is_summarised_and_starts_anew(house: Playhouse) -> None:
         ],
         **LONG,
     )
-    assert house.asked == [
+    assert house.questions == [
         "give tax fee",
         "1 tax 42\n2 cost 3",
         "todo 1\nsum up",
@@ -62,7 +62,7 @@ def test_a_full_context_is_summarised_and_starts_anew(house: Playhouse) -> None:
 
 def test_an_empty_summary_is_what_there_is_to_go_on_from(house: Playhouse) -> None:
     result = house.play([says("read p1", tokens=100), says(""), says("answer 42")], **LONG)
-    assert house.asked[-1] == "give tax fee\nsummary 1\n"
+    assert house.questions[-1] == "give tax fee\nsummary 1\n"
     assert (result.reason, result.measures["facts_seen"], result.measures["facts_kept"]) == ("submit", 1, 0)
 
 
@@ -80,14 +80,14 @@ def test_a_truncated_context_starts_from_the_last_result(house: Playhouse) -> No
     limits: dict[str, Any] = {"context": "truncate", "summary_at_tokens": 100, "max_summaries": 1}
     answers = [says("read p1"), says("read p2", tokens=100), says("read p3", tokens=100), says("answer 42 7")]
     result = house.play(answers, PAGES, task=LOOKUP, **limits)
-    assert house.asked == ["give tax fee", "1 tax 42\n2 cost 3", "give tax fee\n1 fee 7", "1 rate 19"]
+    assert house.questions == ["give tax fee", "1 tax 42\n2 cost 3", "give tax fee\n1 fee 7", "1 rate 19"]
     assert result.measures == {"todo_opened": 0, "todo_open": 0, "summaries": 0, "restarts": 1}
 
 
 def test_a_result_without_room_is_shortened_for_the_summary(house: Playhouse) -> None:
     answers = [says("read p1", tokens=60), NO_ROOM, NO_ROOM, NO_ROOM, says("summary\np1 is long"), says("submit")]
     result = house.play(answers, **LONG)
-    assert house.asked == [
+    assert house.questions == [
         "give tax fee",
         "1 tax 42\n2 cost 3",
         "1 tax 42\n2 cost 3\nsum up",
@@ -101,7 +101,7 @@ def test_a_result_without_room_is_shortened_for_the_summary(house: Playhouse) ->
 
 def test_a_request_that_never_fits_ends_the_session(house: Playhouse) -> None:
     result = house.play([says("read p2", tokens=100), *[NO_ROOM] * 4], **LONG)
-    assert house.asked[1:] == ["1 fee 7\nsum up", "1 f\n[cut]\nsum up", "1\n[cut]\nsum up", "[cut]\nsum up"]
+    assert house.questions[1:] == ["1 fee 7\nsum up", "1 f\n[cut]\nsum up", "1\n[cut]\nsum up", "[cut]\nsum up"]
     assert (result.reason, result.counts) == ("context", {"read": 1})
 
 

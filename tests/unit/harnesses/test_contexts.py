@@ -96,7 +96,7 @@ def test_no_summary_is_asked_for_that_nobody_could_go_on_from() -> None:
 
 
 @dataclass
-class Course:
+class ContestantRun:
     """What a window decided in a world that answers at random."""
 
     steps: list[Step] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Course:
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, Course]:
+def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
     limits: dict[str, Any] = {
         "context": draw(st.sampled_from(["grow", "summary", "truncate"])),
         "max_turns": draw(st.integers(1, 12)),
@@ -114,7 +114,7 @@ def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, Course]:
     if limits["context"] != "grow":
         limits |= {"summary_at_tokens": draw(st.integers(1, 100)), "max_summaries": draw(st.integers(1, 4))}
     config = HarnessConfig(**limits)
-    one, course, left = Window(config), Course(), 0
+    one, course, left = Window(config), ContestantRun(), 0
     while one.step is not Step.STOP:
         before = one.step
         if before is Step.RESTART:
@@ -134,7 +134,7 @@ def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, Course]:
 
 
 @given(courses())
-def test_whatever_the_world_answers(lived: tuple[HarnessConfig, Window, Course]) -> None:
+def test_whatever_the_world_answers(lived: tuple[HarnessConfig, Window, ContestantRun]) -> None:
     config, one, course = lived
     assert course.calls <= config.max_turns
     assert course.refusals <= 6 * config.max_turns + 4

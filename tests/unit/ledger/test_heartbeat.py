@@ -10,7 +10,7 @@ from etude.errors import FencedError, RunFolderError
 from etude.ledger import heartbeat
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
-from patience import wait_until
+from waiting import wait_until
 
 QUICK = LedgerConfig(lease_s=1.0)
 

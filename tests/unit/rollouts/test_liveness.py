@@ -37,7 +37,7 @@ CONFIG = RolloutConfig(
     silence_timeout_s=4.0,
     grading_timeout_s=2.0,
 )
-PATIENCE_S = 2000.0
+WAIT_S = 2000.0
 """Virtual time within which any history must end: forty outages in a row are less."""
 
 MEMORY = Path("/dev/shm")
@@ -189,7 +189,7 @@ def test_after_any_finite_trouble_every_step_has_its_batch(troubles: list[Troubl
     place = MEMORY if MEMORY.is_dir() else None
     with TemporaryDirectory(dir=place) as folder, Ledger.open(Path(folder) / "ledger.db") as ledger:
         with EventLog(Path(folder) / "events", "rollouts") as events:
-            run_virtually(asyncio.wait_for(_train(ledger, events, iter(troubles)), PATIENCE_S))
+            run_virtually(asyncio.wait_for(_train(ledger, events, iter(troubles)), WAIT_S))
         progress = ledger.progress()
         assert (progress.steps_done, progress.consumed) == (STEPS, STEPS * CONFIG.groups_per_step)
         assert progress.open == progress.ready == 0

@@ -15,7 +15,7 @@ from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import encode_turns
 from etude.rollouts.sessions import GatewaySessions
 from etude.types import Finish, PayloadRef, Turn
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 Answer = TypeVar("Answer")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -151,7 +151,7 @@ def test_opening_outlives_a_gateway_that_restarts() -> None:
             url = f"http://127.0.0.1:{door.getsockname()[1]}"
             async with aiohttp.ClientSession(trace_configs=[tracing]) as http:
                 opening = asyncio.create_task(GatewaySessions(url, "right", http).open())
-                await asyncio.wait_for(refused.wait(), PATIENCE_S)
+                await asyncio.wait_for(refused.wait(), WAIT_S)
                 assert not opening.done()
                 async with TestServer(app, socket_factory=lambda *_: door):
                     assert (await opening).session_id == "s1"

@@ -16,7 +16,7 @@ from etude.engines.http.server import engine_app
 from etude.gateway.http.server import HttpRequest, HttpResponse, http_server
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 SECRET = b"etude-production-SECRET"
 UNFINISHED = b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Bea"
@@ -43,7 +43,7 @@ def of_engine() -> web.Application:
 async def serving(server: Server, connections: Connections) -> AsyncIterator[Callable[[], Awaitable[Stream]]]:
     """A server, as what connects to it."""
     opened = list[Stream]()
-    async with listening(server, 0, connections=connections) as port, asyncio.timeout(PATIENCE_S):
+    async with listening(server, 0, connections=connections) as port, asyncio.timeout(WAIT_S):
 
         async def connect() -> Stream:
             opened.append(await asyncio.open_connection("127.0.0.1", port))

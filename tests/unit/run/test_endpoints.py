@@ -11,7 +11,7 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.endpoints import HOST, PUBLIC, Endpoints
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 TRIES = 3
 """Another process may take a port just when it is free."""
@@ -48,7 +48,7 @@ def test_a_taken_port_is_refused_by_number_unless_it_is_waited_for(tmp_path: Pat
             Endpoints(tmp_path / "endpoints.json").reserve(config)
         freed = threading.Timer(0.1, taken.close)
         freed.start()
-        Endpoints(tmp_path / "endpoints.json").reserve(config, wait_s=PATIENCE_S)
+        Endpoints(tmp_path / "endpoints.json").reserve(config, wait_s=WAIT_S)
         freed.join()
 
 

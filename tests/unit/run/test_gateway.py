@@ -46,7 +46,7 @@ from etude.types import TensorSpec
 from etude.weights.digest import state_digest
 from etude.weights.publish import Publisher
 from etude.weights.state import StoredTensor
-from patience import PATIENCE_S, until
+from waiting import WAIT_S, until
 
 SECRET = "a product's key"
 
@@ -139,7 +139,7 @@ def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: p
             assert await ask(url, SECRET) == 200
             _, later = add_key(file, "production", "later", (None, None), None)
             revoke_key(file, key_id)
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(WAIT_S):
                 while await ask(url, later) != 200:
                     await asyncio.sleep(0.05)
             assert await ask(url, secret) == 401

@@ -8,7 +8,7 @@ import pytest
 
 from etude.aio import background_task
 from etude.run.heartbeat import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
-from patience import until
+from waiting import until
 
 
 def test_silence_lasts_until_the_next_beat() -> None:

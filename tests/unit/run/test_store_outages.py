@@ -29,7 +29,7 @@ from etude.telemetry.log import EventLog, EventReader
 from etude.weights.digest import state_digest
 from etude.weights.pull import pull
 from etude.weights.tensors import to_stored
-from patience import until
+from waiting import until
 
 AWAY = InfrastructureError("the store is away")
 

@@ -9,8 +9,8 @@ from etude.run.folder import RunFolder
 from etude.run.supervision import Child, stop_all
 from etude.telemetry.events import PhaseStarted
 from etude.telemetry.log import EventLog, EventReader
-from patience import wait_until
 from smalldisk import fill, small_disk
+from waiting import wait_until
 
 
 def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from etude.weights.replica import PulledWeights
 from etude.weights.retrying import RetryingStore
 from etude.weights.store import ObjectStore
 from etude.weights.tensors import to_stored
-from patience import until
+from waiting import until
 
 SPARSE, DENSE = 0.01, 0.9
 FLOAT32 = NumericsConfig(dtype="float32")

@@ -226,7 +226,7 @@ def test_lessons_add_to_what_rewards_say() -> None:
     [(DEFAULT, 60), (LossConfig(kind="rloo"), 3), (LossConfig(kind="dr_grpo", sequence_tokens=5), 15)],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_lessons_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(loss: LossConfig, divisor: int) -> None:
+def test_examples_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(loss: LossConfig, divisor: int) -> None:
     totals = Totals(tokens=0, trajectories=0, sampled=60, sampled_trajectories=3)
     by_one = Totals(tokens=0, trajectories=0, sampled=1)
     found, whole = (

@@ -15,7 +15,7 @@ from etude.weights.plan import LinkSpeed, edge_of, plan, reachable
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
 from etude.weights.retention import CollectReport, collect, retained
 from etude.weights.timed_store import ClockedStore
-from patience import wait_until
+from waiting import wait_until
 
 
 def put(log: WeightLog, content: str) -> WeightPack:

@@ -509,7 +509,7 @@ def test_what_continues_another_history_is_not_followed() -> None:
         assert_holds(running, 3)
 
 
-def test_a_lost_first_record_stops_nobody() -> None:
+def test_a_lost_first_record_stops_no_writer() -> None:
     log = memory_log(KEY)
     publish(log, 0, 1, options=PLAIN)
     log_id = log.records.log_id()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bench.faults.audit import (
+    Closing,
     Computed,
     Ending,
     Evidence,
@@ -15,7 +16,6 @@ from bench.faults.audit import (
     LedgerSnapshot,
     RolloutFact,
     Terms,
-    Closing,
     Weights,
     Wrong,
     audit,
@@ -201,10 +201,10 @@ def test_getting_on_is_no_change_for_the_worse() -> None:
     ],
 )
 def test_what_goes_is_found(wrong: Wrong, changes: dict[str, Any]) -> None:
-    found = compare(open_snapshot(), open_snapshot(**changes))
-    assert found
-    assert {finding.wrong for finding in found} == {wrong}
-    assert all(isinstance(finding, Finding) for finding in found)
+    result = compare(open_snapshot(), open_snapshot(**changes))
+    assert result
+    assert {finding.wrong for finding in result} == {wrong}
+    assert all(isinstance(finding, Finding) for finding in result)
 
 
 def test_progress_is_whatever_the_run_gets_done() -> None:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from bench.faults.link import HOST, STATUSES, Link, Weather
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 BODY = b"x" * 200_000
 
@@ -49,7 +49,7 @@ class Caller:
     """One connection to a link."""
 
     def __init__(self, link: Link) -> None:
-        self.connection = http.client.HTTPConnection(HOST, link.port, timeout=PATIENCE_S)
+        self.connection = http.client.HTTPConnection(HOST, link.port, timeout=WAIT_S)
 
     def ask(self) -> tuple[int, bytes]:
         self.connection.request("POST", "/", BODY)
@@ -105,7 +105,7 @@ def test_what_is_stalled_comes_late_and_whole(link: Link, call: Call) -> None:
         asking.start()
         time.sleep(0.2)
         assert not answers
-    asking.join(PATIENCE_S)
+    asking.join(WAIT_S)
     assert answers == [(200, BODY)]
 
 

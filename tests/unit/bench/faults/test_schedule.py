@@ -43,7 +43,7 @@ def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: i
             assert 0 <= fault.pick < 1
 
 
-def test_every_kind_has_a_manner_and_comes_in_a_campaign_of_fifty() -> None:
+def test_every_kind_has_a_spec_and_comes_in_a_campaign_of_fifty() -> None:
     assert set(SPECS) == set(Kind)
     fifty = Extent(faults=50, per_run=25, rollouts=104, server=True)
     assert {fault.kind for schedule in plan(0, fifty) for fault in schedule.faults} == set(Kind)

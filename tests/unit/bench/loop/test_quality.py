@@ -41,9 +41,9 @@ def test_seeds_on_the_same_tasks_are_no_further_tasks() -> None:
         runs = [(FRESH, [1.0, 1.0, 0.0, 1.0]), (STALE, [1.0, 0.0, 0.0, 1.0])]
         goals = figures([trial(seed, bound, sampled) for seed in range(seeds) for bound, sampled in runs])["goals"]
         assert isinstance(goals, dict) and isinstance(goals["staleness_shortfall"], dict)
-        found = goals["staleness_shortfall"]["stderr_templates"]
-        assert isinstance(found, float)
-        return found
+        stderr = goals["staleness_shortfall"]["stderr_templates"]
+        assert isinstance(stderr, float)
+        return stderr
 
     assert error(1) == error(9) == 0.25
 

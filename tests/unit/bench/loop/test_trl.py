@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.loop.contestants import CONTESTANTS, TRL, LoopOptions, loop_options, recipe
-from bench.loop.trl import Worlds, run_trl
+from bench.loop.trl import Environments, run_trl
 from bench.trl_environment import trl_python
 from etude.errors import InfrastructureError
 from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
@@ -41,49 +41,49 @@ TASK = Task(
 REPAIR = "edit lib.py 2\n    return a + b"
 
 
-async def ask(worlds: Worlds, **question: Json) -> dict[str, Json]:
-    return await worlds.answer(question)
+async def ask(environments: Environments, **question: Json) -> dict[str, Json]:
+    return await environments.answer(question)
 
 
-async def act(worlds: Worlds, call: str) -> str:
-    return str((await ask(worlds, verb="act", world=0, call=call))["observation"])
+async def act(environments: Environments, call: str) -> str:
+    return str((await ask(environments, verb="act", world=0, call=call))["observation"])
 
 
-async def grade(worlds: Worlds, *replies: tuple[int, str, bool]) -> Json:
-    return (await ask(worlds, verb="grade", replies=[list(reply) for reply in replies]))["rewards"]
+async def grade(environments: Environments, *replies: tuple[int, str, bool]) -> Json:
+    return (await ask(environments, verb="grade", replies=[list(reply) for reply in replies]))["rewards"]
 
 
-async def opened() -> AsyncIterator[Worlds]:
+async def opened() -> AsyncIterator[Environments]:
     sandboxes = LocalSandboxes(workers=1)
     try:
-        yield Worlds(tasks=[TASK], sandboxes=sandboxes)
+        yield Environments(tasks=[TASK], sandboxes=sandboxes)
     finally:
         await sandboxes.close()
 
 
 async def play() -> None:
-    async for worlds in opened():
-        for world in (0, 1):
-            await ask(worlds, verb="reset", world=world, task=0)
-        assert (await act(worlds, "test")).startswith("FAIL add(1, 2) = -1 want 3")
-        assert await act(worlds, REPAIR) == "ok"
-        assert await act(worlds, "test") == "PASS"
-        assert await act(worlds, "nonsense") == "bad call"
-        assert await grade(worlds, (0, "submit", True), (1, "submit", True)) == [1.0, 0.0]
-        assert await grade(worlds, (0, "test", True)) == [0.0], "not submitted"
-        assert await grade(worlds, (0, "submit", False)) == [0.0], "cut before it ended"
-        await ask(worlds, verb="reset", world=0, task=0)
-        assert await grade(worlds, (0, "submit", True)) == [0.0], "a fresh world is broken again"
+    async for environments in opened():
+        for environment in (0, 1):
+            await ask(environments, verb="reset", world=environment, task=0)
+        assert (await act(environments, "test")).startswith("FAIL add(1, 2) = -1 want 3")
+        assert await act(environments, REPAIR) == "ok"
+        assert await act(environments, "test") == "PASS"
+        assert await act(environments, "nonsense") == "bad call"
+        assert await grade(environments, (0, "submit", True), (1, "submit", True)) == [1.0, 0.0]
+        assert await grade(environments, (0, "test", True)) == [0.0], "not submitted"
+        assert await grade(environments, (0, "submit", False)) == [0.0], "cut before it ended"
+        await ask(environments, verb="reset", world=0, task=0)
+        assert await grade(environments, (0, "submit", True)) == [0.0], "a fresh world is broken again"
 
 
-def test_worlds_are_worked_in_and_graded_as_those_of_our_own_rollouts() -> None:
+def test_environments_are_worked_in_and_graded_as_those_of_our_own_rollouts() -> None:
     asyncio.run(play())
 
 
-def test_a_question_that_nobody_answers_is_an_error() -> None:
+def test_a_question_that_is_not_answered_is_an_error() -> None:
     async def unknown() -> None:
-        async for worlds in opened():
-            await ask(worlds, verb="fly")
+        async for environments in opened():
+            await ask(environments, verb="fly")
 
     with pytest.raises(InfrastructureError, match="asks for 'fly'"):
         asyncio.run(unknown())
@@ -109,15 +109,15 @@ def start(path: Path, options: LoopOptions) -> RunFolder:
 
 
 @pytest.mark.skipif(not os.environ.get("ETUDE_LONG"), reason="ETUDE_LONG=1: TRL takes a minute to take two steps")
-def test_trl_trains_our_model_in_our_worlds(tmp_path: Path) -> None:
+def test_trl_trains_our_model_in_our_environments(tmp_path: Path) -> None:
     try:
         trl_python()
     except InfrastructureError as error:
         pytest.skip(str(error))
     options = loop_options((TRL,), quick=True)
-    found = run_trl(options.chosen[0], options, start(tmp_path / "start", options), tmp_path / TRL)
-    assert found.missing is None
-    assert (found.steps, found.rollouts) == (2, 32)
-    assert [(mark.version, mark.step) for mark in found.marks] == [(1, 2)]
-    assert found.folder is not None and pull(open_log(found.folder), 1).version == 1
-    assert sum(found.phases.values()) == pytest.approx(1.0, abs=0.05)
+    result = run_trl(options.chosen[0], options, start(tmp_path / "start", options), tmp_path / TRL)
+    assert result.missing is None
+    assert (result.steps, result.rollouts) == (2, 32)
+    assert [(mark.version, mark.step) for mark in result.marks] == [(1, 2)]
+    assert result.folder is not None and pull(open_log(result.folder), 1).version == 1
+    assert sum(result.phases.values()) == pytest.approx(1.0, abs=0.05)

@@ -12,7 +12,7 @@ from bench.sync.link_probe import measure_link
 from bench.sync.links import Traffic
 from bench.sync.wan import Wan, WanShape
 from etude.errors import UserError
-from patience import wait_until
+from waiting import wait_until
 
 FAST = WanShape(rtt_s=0.02, loss=0.0, bits_per_s=40e6)
 SLEEP = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
@@ -81,8 +81,8 @@ def test_bytes_are_counted_on_the_way_they_took(wan: Wan) -> None:
 
 
 def test_a_site_sees_itself_and_nothing_of_the_machine(wan: Wan) -> None:
-    listing = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
-    names = run(wan, "a", listing)
+    program = "import socket; print(sorted(name for _, name in socket.if_nameindex()))"
+    names = run(wan, "a", program)
     assert "lo" in names
     assert "wan" in names
     assert "eth0" not in names

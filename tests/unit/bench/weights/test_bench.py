@@ -57,8 +57,8 @@ class Liar:
     def encode(self, old: State, new: State) -> Packets:
         return []
 
-    def decode(self, packets: Packets, held: State) -> State:
-        return held
+    def decode(self, packets: Packets, current: State) -> State:
+        return current
 
 
 def _pair(old: list[int], new: list[int]) -> PublishedPair:

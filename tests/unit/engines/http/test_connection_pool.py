@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.engines.http.client import ConnectionPool
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -144,10 +144,10 @@ def test_an_exchange_that_is_given_up_hangs_up() -> None:
 
     async def scene(lines: ConnectionPool) -> None:
         asking = asyncio.create_task(lines.post("/x", b"?"))
-        await asyncio.wait_for(received.wait(), PATIENCE_S)
+        await asyncio.wait_for(received.wait(), WAIT_S)
         asking.cancel()
         await asyncio.wait([asking])
-        await asyncio.wait_for(hung_up.wait(), PATIENCE_S)
+        await asyncio.wait_for(hung_up.wait(), WAIT_S)
 
     asyncio.run(with_server(talk, scene))
 

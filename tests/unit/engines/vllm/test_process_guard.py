@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.engines.vllm import process_guard
-from patience import PATIENCE_S, wait_until
+from waiting import WAIT_S, wait_until
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"
 """A command with a child, whose process id it prints."""
@@ -47,7 +47,7 @@ def test_all_processes_end_at_once(end: str) -> None:
             process.terminate()
         else:
             os.kill(pids[0], signal.SIGKILL)
-        assert process.wait(PATIENCE_S) == 128 + (signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
+        assert process.wait(WAIT_S) == 128 + (signal.SIGKILL if end == "kill the command" else signal.SIGTERM)
         wait_until(lambda: not any(map(is_alive, pids)))
 
 
@@ -62,4 +62,4 @@ def test_all_end_when_we_are_killed() -> None:
 
 def test_the_status_is_the_commands() -> None:
     with start(sys.executable, "-c", "raise SystemExit(7)") as process:
-        assert process.wait(PATIENCE_S) == 7
+        assert process.wait(WAIT_S) == 7

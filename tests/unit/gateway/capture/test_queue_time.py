@@ -8,7 +8,7 @@ from etude.gateway.capture.sessions import QueueTime
 from etude.gateway.request_log import RequestRecord
 from etude.types import Json
 from gateways import CHAT, Caller, Setting, fake_engine, gateway
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 
 def record(
@@ -79,6 +79,6 @@ def test_a_session_is_told_how_its_calls_fared() -> None:
 
 async def _answered(caller: Caller, key: str) -> None:
     """Once the engine was heard of again."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while (await caller.chat(key)).status != 200:
             await asyncio.sleep(0.05)

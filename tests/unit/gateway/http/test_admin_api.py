@@ -30,7 +30,7 @@ from gateways import (
     key_of,
     template,
 )
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 
 def play(setting: Engine | Setting, scene: Callable[[Caller], Awaitable[None]]) -> None:
@@ -298,7 +298,7 @@ def test_a_draining_gateway_ends_its_calls_and_takes_no_new_ones() -> None:
             assert not draining.done()
             clock.gate.set()
             assert (await call).status == 200
-            await asyncio.wait_for(draining, PATIENCE_S)
+            await asyncio.wait_for(draining, WAIT_S)
             assert len(await caller.close(session_id)) == 1
 
     asyncio.run(run())
@@ -310,7 +310,7 @@ def test_draining_does_not_wait_for_ever() -> None:
         async with gateway(Setting(fake_engine(clock, token_s=1.0))) as caller:
             call = asyncio.create_task(caller.chat(PRODUCT_KEY))
             await clock.waiting.wait()
-            await asyncio.wait_for(caller.parts.gateway.drain(0.05), PATIENCE_S)
+            await asyncio.wait_for(caller.parts.gateway.drain(0.05), WAIT_S)
             assert not call.done()
             call.cancel()
 

@@ -28,7 +28,7 @@ from gateways import (
     gateway,
     template,
 )
-from patience import PATIENCE_S, until
+from waiting import WAIT_S, until
 
 
 class BrokenEngine(FakeEngine):
@@ -230,7 +230,7 @@ def test_an_engine_that_is_down_is_503_and_leaves_no_turn() -> None:
         sick = await caller.send("GET", "/healthz")
         assert (sick.status, sick.at("engine"), sick.at("sessions")) == (503, None, 1)
         engine.fail_next(0)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while (well := await caller.send("GET", "/healthz")).status != 200:
                 await asyncio.sleep(0.02)
         assert well.at("engine", "version") == 0
@@ -294,7 +294,7 @@ def test_a_version_that_is_not_served_yet_is_409_until_it_is() -> None:
             assert early.status == 409
             assert int(early.headers["Retry-After"]) > 0
         engine.version = 1
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             while (await caller.send("GET", "/healthz")).at("engine", "version") != 1:
                 await asyncio.sleep(0.02)
         answer = await caller.send("POST", CHAT, key, body, X_Etude_Min_Version="1")

@@ -9,7 +9,7 @@ import orjson
 
 from etude.gateway import request_log
 from etude.gateway.request_log import AccessLog, RequestRecord
-from patience import until
+from waiting import until
 
 
 def record(route: str = "POST /v1/chat/completions") -> RequestRecord:

@@ -22,7 +22,7 @@ from etude.gateway.routing.pool import CallOptions, EnginePool, PoolLimits
 from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Router
 from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, SamplingMask, TokenIds
-from patience import until
+from waiting import until
 
 PROMPT = [1, 2, 3]
 STOP = 0

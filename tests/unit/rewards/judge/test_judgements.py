@@ -313,7 +313,7 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
     tmp_path: Path,
 ) -> None:
     endpoint, hold = scoring(3), JudgePause(tmp_path / "held")
-    judging = court(endpoint, known=["scripted-1"], hold=hold)
+    judging = court(endpoint, vouched=["scripted-1"], hold=hold)
     judge(judging, "a")
     assert judging.alarms == []
     endpoint.identity = "scripted-2"
@@ -323,7 +323,7 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
     assert [alarm.kind for alarm in judging.alarms] == ["model"]
     assert (len(endpoint.calls), len(judging.deps.cache)) == (2, 1)
     assert judging.deps.circuit.ask(0.0) == "closed"
-    restarted = court(scoring(3), known=["scripted-1"], hold=hold)
+    restarted = court(scoring(3), vouched=["scripted-1"], hold=hold)
     with pytest.raises(JudgeLost, match=r"then remove .*held"):
         judge(restarted, "b")
     (tmp_path / "held").unlink()
@@ -333,7 +333,7 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
 def test_votes_that_were_under_way_when_the_model_changed_do_not_count(tmp_path: Path) -> None:
     endpoint = Counting()
     endpoint.identity = "scripted-2"
-    judging = court(endpoint, params=THREE, known=["scripted-1"], hold=JudgePause(tmp_path / "held"))
+    judging = court(endpoint, params=THREE, vouched=["scripted-1"], hold=JudgePause(tmp_path / "held"))
     with pytest.raises(JudgeLost, match="held"):
         judge(judging)
     assert (endpoint.most, len(judging.deps.cache)) == (3, 0)

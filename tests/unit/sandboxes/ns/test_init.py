@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from etude.sandboxes.ns.init import init_program, open_init
-from patience import wait_until
+from waiting import wait_until
 
 MACHINE = platform.machine()
 

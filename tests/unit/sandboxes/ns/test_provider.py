@@ -22,8 +22,8 @@ from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.ns.base_system import environment_mounts
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.ns.sandbox import NamespaceSandbox
-from patience import until
 from process_table import children, opened, outlives, owner, seen, settled, state, survivors, until_running
+from waiting import until
 
 T = TypeVar("T")
 Scenario = Callable[[NamespaceSandboxes], Awaitable[T]]

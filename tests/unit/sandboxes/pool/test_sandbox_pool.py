@@ -14,7 +14,7 @@ from etude.sandboxes.pool.inventory import Memory
 from etude.sandboxes.pool.lifecycle import SandboxesBusy
 from etude.sandboxes.pool.provider import SandboxPool
 from etude.sandboxes.pool.slots import PoolLimits
-from patience import until
+from waiting import until
 
 PLENTY = Memory(available_bytes=1e15)
 COLD = PoolLimits(warm=0, start_s=5.0, close_s=5.0)

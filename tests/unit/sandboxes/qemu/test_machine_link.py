@@ -12,7 +12,7 @@ from etude.sandboxes.qemu.guest.frames import Inbox, Message, Outbox
 from etude.sandboxes.qemu.guest.tunnels import WINDOW_BYTES
 from etude.sandboxes.qemu.link import Link
 from etude.sandboxes.qemu.port_forwarder import Outlets
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 Scenario = Callable[[Link, "Peer"], Awaitable[None]]
 
@@ -34,7 +34,7 @@ class Peer:
 
     async def hear(self) -> Message:
         while not self._heard:
-            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), PATIENCE_S)
+            data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self.port, 1 << 16), WAIT_S)
             self._heard += self._inbox.feed(data)
         return self._heard.pop(0)
 

@@ -16,7 +16,7 @@ from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.provider import QemuSandboxes
-from patience import wait_until
+from waiting import wait_until
 
 pytestmark = pytest.mark.heavy("QEMU, and a base system")
 

@@ -21,7 +21,7 @@ from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.holdings import EACH, TOTAL, Quota
 from etude.sandboxes.remote.principals import Client, Permissions
 from etude.sandboxes.remote.server import SandboxServer, ServerLimits
-from patience import until
+from waiting import until
 
 T = TypeVar("T")
 KEY, OTHER_KEY = "a client's key", "another client's key"

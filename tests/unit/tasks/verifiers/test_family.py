@@ -20,8 +20,8 @@ from etude.tasks.outcomes import Card
 from etude.tasks.verifiers.family import FAMILY, VerifiersEnvironment
 from etude.tasks.verifiers.program import judge
 from etude.types import Json, Split
-from patience import until, wait_until
 from scripted_model import ScriptedModel, serving
+from waiting import until, wait_until
 
 PYTHON = os.environ.get("ETUDE_VERIFIERS_PYTHON", sys.executable if importlib.util.find_spec("verifiers") else "")
 """The Python that has the real package, if one does."""

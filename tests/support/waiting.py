@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 30.0
+WAIT_S = 30.0
 """Far beyond what anything waited for here takes; only what never comes meets it."""
 
 
@@ -14,16 +14,16 @@ async def until(met: Callable[[], bool], *, every_s: float = 0.005) -> None:
     Raises:
         TimeoutError: when it does not come.
     """
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while not met():
             await asyncio.sleep(every_s)
 
 
 def wait_until(
-    met: Callable[[], bool], *, fault: Callable[[], str] = str, every_s: float = 0.005, patience_s: float = PATIENCE_S
+    met: Callable[[], bool], *, fault: Callable[[], str] = str, every_s: float = 0.005, timeout_s: float = WAIT_S
 ) -> None:
     """The same, outside of an event loop; ``fault`` says what is known when it does not come."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while not met():
         assert time.monotonic() < deadline_s, fault()
         time.sleep(every_s)
