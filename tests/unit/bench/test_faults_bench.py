@@ -100,7 +100,7 @@ def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "left"),
+    ("content", "left"),
     [
         (b"dAmaged", b"sound"),
         (b"dAmaged and then", b"sound and then"),
