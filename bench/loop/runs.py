@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, TypeAlias, final
 
 from bench import usage
-from bench.loop.contestants import Contestant, Course, LoopOptions, Mark, recipe
+from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark, recipe
 from bench.programs import environment
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import figure
@@ -56,7 +56,7 @@ def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
     return RunFolder.open(path)
 
 
-def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> Course:
+def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
     """Run all steps of a contestant from ``start``."""
     config = recipe(contestant, options)
     folder = RunFolder.create(out, config)
@@ -66,21 +66,21 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     return outcome(contestant, options, folder, watch.taken)
 
 
-def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> Course:
+def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, taken: Taken) -> ContestantRun:
     """How a run went, by its events and by the CPU seconds that were read now and then."""
-    story_metrics, config = RunMetrics(), recipe(contestant, options)
+    metrics, config = RunMetrics(), recipe(contestant, options)
     for logged in EventReader(folder.events).new():
-        story_metrics.add(logged)
-    report = build_report(story_metrics, config, machine={}, date="", commit="")
-    seconds = story_metrics.phase_s("rl") or 0.0
-    cpu_s = _of_phase(story_metrics, taken)
+        metrics.add(logged)
+    report = build_report(metrics, config, machine={}, date="", commit="")
+    seconds = metrics.phase_s("rl") or 0.0
+    cpu_s = _of_phase(metrics, taken)
     train, engine = figure(report, "busy.trainer") or 0.0, figure(report, "busy.engine") or 0.0
-    wait = sum(timed.event.metrics["wait_s"] for timed in story_metrics.steps) / seconds if seconds else 0.0
-    return Course(
+    wait = sum(timed.event.metrics["wait_s"] for timed in metrics.steps) / seconds if seconds else 0.0
+    return ContestantRun(
         contestant=contestant,
         folder=folder,
-        steps=len(story_metrics.steps),
-        rollouts=len(story_metrics.steps) * config.rollouts.rollouts_per_step,
+        steps=len(metrics.steps),
+        rollouts=len(metrics.steps) * config.rollouts.rollouts_per_step,
         seconds=seconds,
         signal_tokens=int(figure(report, "tokens.trained") or 0),
         busy_trainer=train,
@@ -92,23 +92,23 @@ def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, tak
             "wait": wait,
             "sync": max(0.0, 1.0 - train - wait),
         },
-        cpu_s={name: spent / max(1, len(story_metrics.steps)) for name, spent in cpu_s.items()},
+        cpu_s={name: spent / max(1, len(metrics.steps)) for name, spent in cpu_s.items()},
         staleness_max=figure(report, "staleness.max"),
-        marks=_marks(story_metrics, options),
+        marks=_marks(metrics, options),
     )
 
 
-def _marks(story_metrics: RunMetrics, options: LoopOptions) -> tuple[Mark, ...]:
-    published = {timed.event.version: timed.at_s for timed in story_metrics.published}
+def _marks(metrics: RunMetrics, options: LoopOptions) -> tuple[Mark, ...]:
+    published = {timed.event.version: timed.at_s for timed in metrics.published}
     return tuple(
-        Mark(version=step, step=step, seconds=story_metrics.phase_s("rl", until_s=published[step]) or 0.0)
+        Mark(version=step, step=step, seconds=metrics.phase_s("rl", until_s=published[step]) or 0.0)
         for step in options.marked
     )
 
 
-def _of_phase(story_metrics: RunMetrics, taken: Taken) -> dict[str, float]:
+def _of_phase(metrics: RunMetrics, taken: Taken) -> dict[str, float]:
     """CPU seconds of each process while the run was in its RL phase."""
-    during = [spent for at_s, spent in taken if story_metrics.in_phase(at_s, "rl")]
+    during = [spent for at_s, spent in taken if metrics.in_phase(at_s, "rl")]
     if not during:
         return {}
     first, last = during[0], during[-1]
