@@ -4,9 +4,9 @@
                          └─▶ vLLM's tests of parsers ──▶ (what a model writes, its calls) ──▶ as many as agree
 
 A template counts as rendering calls if it writes one, as read back if the grammar that was chosen reads a call with a
-text out of it, and as wholly so if every probe comes back (:mod:`etude.tokens.probes`). The archives come from a folder
-or by pip; what cannot be had is named. vLLM's cannot be had by pip alone, which would want torch to ask for its
-metadata.
+text out of it, and as wholly so if every probe comes back (:mod:`etude.tokens.grammar_detection`). The archives come
+from a folder or by pip; what cannot be had is named. vLLM's cannot be had by pip alone, which would want torch to ask
+for its metadata.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from bench.templates.harvest import Case, harvest
 from etude.errors import DamagedError, UserError
 from etude.taskgen.failures import SourceError
 from etude.taskgen.sources import ARCHIVES, fetch, remove
+from etude.tokens.grammar_detection import CallSupport
 from etude.tokens.grammars import GRAMMARS
 from etude.tokens.jinja import Checkpoint, JinjaFormat
 from etude.tokens.messages import Tool
-from etude.tokens.probes import CallSupport
 from etude.tokens.reader import read_text
 from etude.tokens.toolcalls import Grammar, ReplyMarks
 from etude.types import Json

@@ -43,7 +43,7 @@ def read_turns(
     turns: Sequence[Turn], decode: Callable[[Ids], str], content: Callable[[str], str] = str
 ) -> tuple[SpokenTurn, ...]:
     """Every turn of a rollout, in order. ``decode`` gives the text of token ids, ``content`` what is left of one that
-    follows a reply without role names and the like (:mod:`etude.tokens.frames`).
+    follows a reply without role names and the like (:mod:`etude.tokens.message_frames`).
 
     Each token is decoded once per context that it is new in, so a conversation that only grows takes time in proportion
     to its last context.

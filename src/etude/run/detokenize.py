@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from etude.rewards.transcript import SpokenTurn, read_turns
-from etude.tokens.frames import Frames
+from etude.tokens.message_frames import Frames
 from etude.tokens.messages import ChatFormat
 from etude.types import Ids, Turn
 

@@ -15,7 +15,7 @@ from etude.run.rollouts import harness_mounts
 from etude.run.task_families import open_family
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, TemplateKwargs
-from etude.tokens.rerendering import rendered_differently
+from etude.tokens.render_differences import rendered_differently
 
 
 def check_ready(config: RunConfig) -> list[str]:

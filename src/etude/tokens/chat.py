@@ -25,7 +25,7 @@ from etude.tokens.messages import NO_KWARGS, ChatMessage, TemplateKwargs, Tool, 
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.toolcalls import ReplyMarks
 from etude.tokens.vocabulary import Spelling
-from etude.tokens.words import WordCache, word_splitter
+from etude.tokens.word_cache import WordCache, word_splitter
 from etude.types import Json, TokenIds
 
 PAD, DOCUMENT, END = "<|pad|>", "<|doc|>", "<|end|>"

@@ -2,12 +2,12 @@
 
 Each line of a docstring shows what a model writes and names the families that do. Where two grammars could read the
 same text, the stricter one comes first in ``GRAMMARS``. Owns the table; what its columns mean is said by
-:class:`~etude.tokens.toolcalls.Grammar` and :mod:`etude.tokens.call_forms`.
+:class:`~etude.tokens.toolcalls.Grammar` and :mod:`etude.tokens.call_syntax`.
 """
 
 from string import ascii_letters
 
-from etude.tokens.call_forms import EitherCall, GemmaCall, HeadedCall, JsonCall, NestedCall, PythonCall, TaggedCall
+from etude.tokens.call_syntax import EitherCall, GemmaCall, HeadedCall, JsonCall, NestedCall, PythonCall, TaggedCall
 from etude.tokens.toolcalls import Grammar, Thinking
 
 IDENTIFIER = tuple(ascii_letters + "_")

@@ -34,9 +34,9 @@ from etude.tokens.chat import (
     described,
     read_tokenizer,
 )
+from etude.tokens.grammar_detection import SIMPLE, CallSupport, find_grammar
 from etude.tokens.grammars import HERMES
 from etude.tokens.messages import NO_KWARGS, ChatFormat, ChatMessage, TemplateKwargs, Tool, ToolCall, UnreadKwargs
-from etude.tokens.probes import SIMPLE, CallSupport, find_grammar
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.templates import SPECIAL_ROLES, JinjaTemplate, Now
 from etude.tokens.toolcalls import THINKING, ReplyMarks, Thinking, thinking_of

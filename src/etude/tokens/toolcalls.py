@@ -3,9 +3,9 @@
     text <tool_call>{"name": …}</tool_call> <tool_call>{…}</tool_call>
          opening    form       closing     again
 
-Owns the nouns, and the end of a call. Does not own how one call is written (:mod:`etude.tokens.call_forms`), the table
-of grammars (:mod:`etude.tokens.grammars`), which of them a checkpoint has (:mod:`etude.tokens.probes`), how a reply is
-read while it comes (:mod:`etude.tokens.reader`) or how calls look in a prompt (the chat template).
+Owns the nouns, and the end of a call. Does not own how one call is written (:mod:`etude.tokens.call_syntax`), the table
+of grammars (:mod:`etude.tokens.grammars`), which of them a checkpoint has (:mod:`etude.tokens.grammar_detection`), how
+a reply is read while it comes (:mod:`etude.tokens.reader`) or how calls look in a prompt (the chat template).
 
 A text that its grammar does not take is no call, and its caller sees it as the text it is.
 """

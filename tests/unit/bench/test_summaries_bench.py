@@ -9,7 +9,7 @@ from etude.clock import date_utc
 from etude.config.loading import load_recipe
 from etude.errors import UserError
 from etude.tasks.lookup import LookupFamily
-from etude.tokens.words import FIND_WORDS
+from etude.tokens.word_cache import FIND_WORDS
 from etude.types import Split
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "self-summary"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from chat_formats import make_jinja
 from etude.tokens.chat import ChatTemplate
+from etude.tokens.grammar_detection import NAME, SIMPLE, TOOL, find_grammar
 from etude.tokens.grammars import GRAMMARS, HERMES, MISTRAL, PYTHONIC, QWEN_CODER
 from etude.tokens.messages import ChatMessage, Tool
-from etude.tokens.probes import NAME, SIMPLE, TOOL, find_grammar
 from etude.tokens.reader import IncrementalReader
 from etude.tokens.templates import JinjaTemplate
 from etude.tokens.toolcalls import ReplyMarks

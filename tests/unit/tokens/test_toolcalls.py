@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.tokens.argument_values import read_object
 from etude.tokens.grammars import DEEPSEEK, GRAMMARS, HERMES, KIMI, LLAMA, MISTRAL, QWEN_CODER, mentioned
-from etude.tokens.json_text import read_object
 from etude.tokens.messages import Tool
 from etude.tokens.toolcalls import THINKING, Grammar, thinking_of
 from etude.types import Json

@@ -21,7 +21,7 @@ of one that is wanted: that one is gone for good. What reinforcement learning la
 
 A document is one context, and it ends where the real harness would have ended it: what is sampled in a rollout stands
 behind the very words that it stood behind here. Tokens are counted as words of the built-in tokenizer, which is exact
-for a vocabulary that has all of them (:mod:`etude.tokens.words`).
+for a vocabulary that has all of them (:mod:`etude.tokens.word_cache`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ from etude.harnesses import tools
 from etude.harnesses.summaries import HEADING, KeptState, ask_for_summary, open_again, open_truncated
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.lookup import FIND, PAGE_NAMES, Fact, Inquiry, LookupFamily
-from etude.tokens.words import FIND_WORDS
+from etude.tokens.word_cache import FIND_WORDS
 from etude.types import Split
 
 UNKNOWN = "?"

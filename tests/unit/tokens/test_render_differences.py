@@ -4,7 +4,7 @@ import pytest
 
 from chat_formats import TEMPLATES, every_format, make_jinja
 from etude.tokens.messages import ChatFormat
-from etude.tokens.rerendering import rendered_differently
+from etude.tokens.render_differences import rendered_differently
 
 THOUGHTS = "earlier thoughts are left out at the next user's message"
 TOOLS_MOVE = "what stands before the first message changes at the next user's message"

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias, final
 
-from etude.tokens.json_text import DECODER, read_object
-from etude.tokens.literals import GEMMA, NAME, NESTING_PYTHON, PYTHON, spelt
+from etude.tokens.argument_values import DECODER, GEMMA, NAME, NESTING_PYTHON, PYTHON, read_object, spelt
 from etude.tokens.messages import Tool
 from etude.tokens.toolcalls import JSON_SCOPE, PYTHON_SCOPE, CallScope, ParsedCall
 from etude.types import Json

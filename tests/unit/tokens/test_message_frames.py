@@ -3,7 +3,7 @@
 import pytest
 
 from chat_formats import FAMILIES, every_format
-from etude.tokens.frames import Frames
+from etude.tokens.message_frames import Frames
 from etude.tokens.messages import ChatFormat, ChatMessage, ToolCall
 
 CALL = ToolCall(call_id="abcdefghi", name="edit", arguments='{"line": 3}')

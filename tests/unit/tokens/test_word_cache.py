@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from etude.tokens.words import FIND_WORDS, LONGEST_CHARACTERS, WORDS, WordCache, word_splitter
+from etude.tokens.word_cache import FIND_WORDS, LONGEST_CHARACTERS, WORDS, WordCache, word_splitter
 
 CODE = "def f(xs, n):\n    return [x for x in xs if x >= n][::-1]\n\nprint(f([1, 22, 333], 22), 'naïve 日本')\n"
 ASCII = "".join(map(chr, range(128)))

@@ -1,10 +1,10 @@
-"""Values that are nearly JSON, as models write them in calls: Python's literals, and Gemma's.
+"""Arguments of calls as text: members of JSON objects in their own spelling, and values that are nearly JSON.
 
     {'a': [1, "b"], 'c': True}          Python: either quote, True and None, tuples
     {a:[1,<|"|>b<|"|>],c:true}          Gemma: a quote of its own, names bare
 
 Owns the reading of one such value into JSON text; each character is read once. A number keeps its spelling. Does not
-own calls (:mod:`etude.tokens.call_forms`).
+own calls (:mod:`etude.tokens.call_syntax`).
 """
 
 import json
@@ -12,9 +12,13 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from etude.types import Json
+
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 """Constants of either language → JSON."""
 SPACE = re.compile(r"\s*")
+JSON_SPACE = re.compile(r"[ \t\r\n]*")
+"""White space that JSON allows between its parts."""
 NAME = re.compile(r"[^\W\d][\w.\-$]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.])")
 ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U(00(?:0\d|10|0[a-fA-F])[0-9a-fA-F]{4})|(.))", re.DOTALL)
@@ -25,6 +29,14 @@ ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n
 PLAIN = "\\'\"/"
 DEEPEST = 100
 """Nested values; no tool takes more."""
+
+
+def _refuse_constant(name: str) -> Json:
+    raise ValueError(f"{name} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+"""Reads JSON as the standard has it: ``NaN`` and kin are none."""
 
 
 class Read(NamedTuple):
@@ -128,8 +140,35 @@ def spelt(members: dict[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
 
 
-def _skip(text: str, at: int) -> int:
-    match = SPACE.match(text, at)
+def read_object(text: str) -> dict[str, tuple[Json, str]] | None:
+    """The members of a JSON object: name → (value, its spelling). ``None`` if ``text`` is anything else."""
+    members: dict[str, tuple[Json, str]] = {}
+    try:
+        at = _behind(text, 0, "{")
+        if text[at : at + 1] != "}":
+            while True:
+                name, at = DECODER.raw_decode(text, at)
+                start = _behind(text, at, ":")
+                value, end = DECODER.raw_decode(text, start)
+                if not isinstance(name, str):
+                    return None
+                members[name] = (value, text[start:end])
+                at = _skip(text, end, JSON_SPACE)
+                if text[at : at + 1] == "}":
+                    break
+                at = _behind(text, at, ",")
+        return members if _skip(text, at + 1, JSON_SPACE) == len(text) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _behind(text: str, at: int, mark: str) -> int:
+    """Index behind a mark of JSON and the white space around it."""
+    return _skip(text, _expect(text, _skip(text, at, JSON_SPACE), mark), JSON_SPACE)
+
+
+def _skip(text: str, at: int, space: re.Pattern[str] = SPACE) -> int:
+    match = space.match(text, at)
     return match.end() if match else at
 
 
