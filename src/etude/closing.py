@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with`` block."""
+"""Base class of resources whose context ends with ``close()``, as ``contextlib.closing`` does for a single block."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType

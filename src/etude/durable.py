@@ -1,4 +1,4 @@
-"""What has to be there after a power cut."""
+"""Writes that survive a power cut."""
 
 import os
 from pathlib import Path

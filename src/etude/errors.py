@@ -80,7 +80,7 @@ class OutOfTime(EtudeError):
     """An agent's commands have taken all the time they may; its work is graded as it stands. Nobody's trouble."""
 
     REASON: ClassVar[str] = "time"
-    """Why the agent stopped, beside the reasons of harnesses."""
+    """Reason for which the agent stopped, beside those of harnesses."""
 
 
 class AgentFault(EtudeError):

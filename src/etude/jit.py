@@ -19,11 +19,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 KERNEL_FOLDERS = ("weights", "models/kernels")
-"""Where kernels are written, below this file's folder."""
+"""Folders with kernels, below this file's folder."""
 
 
 def _cache_folder() -> str:
-    """Where compiled kernels are kept: one folder per state of the source.
+    """Folder of compiled kernels: one folder per state of the source.
 
     Left to itself numba looks at the file of a kernel only and would go on using it after an edit of another file that
     it inlined.

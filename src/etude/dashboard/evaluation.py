@@ -1,4 +1,4 @@
-"""What an evaluation came to: tries of held-out tasks, and the figures made of them.
+"""Results of an evaluation: tries of held-out tasks, and the figures made of them.
 
     tries ──▶ one value per task ──▶ figures of one version          two of them ──▶ figures of the difference
 
@@ -39,9 +39,9 @@ class Try:
     graded: float
     """The grader's word, whatever else its reward is made of; 0 for a cheat. It decides whether the try passes."""
     parts: Mapping[str, float]
-    """What was recorded with its reward: each part's value before weight and range."""
+    """Values recorded with its reward: each part's value before weight and range."""
     prompt_tokens: int
-    """Of all its turns; what they share is counted each time."""
+    """Sum over its turns; what they share is counted each time."""
     new_tokens: int
     """Those of them that no turn before had."""
     sampled_tokens: int
@@ -52,7 +52,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a million tokens cost, in whatever currency."""
+    """Prices of a million tokens, in any one currency."""
 
     new: float
     """Prompt tokens that are read for the first time."""
@@ -61,7 +61,7 @@ class Prices:
     sampled: float
 
     def of(self, attempt: Try) -> float:
-        """What an attempt costs."""
+        """Cost of an attempt."""
         cached = attempt.prompt_tokens - attempt.new_tokens
         spent = self.new * attempt.new_tokens + self.cached * cached + self.sampled * attempt.sampled_tokens
         return PER_MILLION * spent
@@ -77,24 +77,24 @@ class Evaluation:
     tries: Mapping[Way, tuple[tuple[Try | None, ...], ...]]
     """Way → pass → task; ``None``: infrastructure kept it from being tried."""
     engine_s: float
-    """How long its engine was busy for it."""
+    """Time that its engine was busy for it."""
     parts: tuple[str, ...] = ()
     """Those of :attr:`Try.parts` that figures are made of."""
 
     @property
     def tasks(self) -> int:
-        """How many were to be tried."""
+        """Tasks that were to be tried."""
         return max((len(tries) for passes in self.tries.values() for tries in passes), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """How figures are made of tries."""
+    """Rules by which figures are made of tries."""
 
     pass_at: float = 1.0
     """A try that was graded this or better passes."""
     ks: tuple[int, ...] = (1,)
-    """Of which pass@k is told."""
+    """The k of each pass@k."""
     prices: Prices | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Measure:
             raise ConfigError(f"k = {list(self.ks)}: expected some numbers from 1 on")
 
     def passed(self, attempt: Try) -> bool:
-        """Whether an attempt counts as a pass."""
+        """True if an attempt counts as a pass."""
         return is_pass(attempt.graded, self.pass_at)
 
 
@@ -114,7 +114,7 @@ EFFORTS: Mapping[str, Callable[[Try], float]] = {
     "summaries": lambda attempt: attempt.summaries,
     "seconds": lambda attempt: attempt.seconds,
 }
-"""What a try takes; figures are per try."""
+"""Effort of a try; figures are per try."""
 
 
 def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
@@ -287,7 +287,7 @@ def _reward(attempt: Try) -> float:
 WAYS = ("sampled", "greedy")
 """In the order in which they are shown."""
 Notation = Callable[[float | None], str]
-"""How a figure is written."""
+"""Function that writes a figure."""
 
 
 def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
@@ -341,7 +341,7 @@ def _ways(figures: Mapping[str, Json]) -> list[str]:
 
 
 def _tries(figures: Mapping[str, Json], way: str) -> Text:
-    """How often tasks were tried, as the name of the first column."""
+    """Tries of a task, as the name of the first column."""
     passes, missing = figure(figures, f"{way}.passes"), figure(figures, f"{way}.missing")
     text = Text(way if way == "greedy" else f"sampled ×{count(passes)}", ACCENT)
     return text.append(f", {count(missing)} tries missing", WARN) if missing else text

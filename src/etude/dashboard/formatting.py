@@ -1,4 +1,4 @@
-"""How quantities are written for people: one notation for the terminal and the page.
+"""Notation of quantities for people: one notation for the terminal and the page.
 
 A missing quantity (``None``) is written as a dash, never as zero.
 """

@@ -1,4 +1,4 @@
-"""What a run came to, as one JSON object: ``report.json`` and the source of every figure on the page.
+"""Results of a run as one JSON object: ``report.json`` and the source of every figure on the page.
 
 Owns the arithmetic from facts to figures. What is not known (a run that stopped early) is ``None``, never 0.
 Everything that is averaged over tokens is weighted by tokens.
@@ -66,7 +66,7 @@ def _heldout(run: RunMetrics) -> Figures:
 
 
 def _recall(result: EvalDone | None) -> float | None:
-    """Of the facts that a task takes and that had been seen by then, the share that stood in summaries."""
+    """Share of the facts that a task takes and that had been seen by then that stood in summaries."""
     parts = result.sampled_parts if result else {}
     return _ratio(_divide(parts.get("facts_kept", 0.0), parts.get("facts_seen", 0.0)))
 

@@ -26,9 +26,9 @@ class ReadPart:
 
     name: str
     value: float
-    """As its source gave it."""
+    """Value as its source gave it."""
     worth: float | None
-    """What it adds to the reward; ``None``: it was only recorded, or the grader alone knows."""
+    """Amount that it adds to the reward; ``None``: it was only recorded, or the grader alone knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ReadToken:
 
     token_id: int
     text: str
-    """What it spells; a special one by its name, U+FFFD for a part of a character."""
+    """Text that it spells; a special one by its name, U+FFFD for a part of a character."""
     logprob: float
     """The engine's."""
     version: int
@@ -52,23 +52,23 @@ class ReadToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSummary:
-    """What a self-summary made of its context."""
+    """A self-summary and the context that it stands for."""
 
     scratch: str
-    """What was thought before, and is forgotten."""
+    """Reasoning before it, which is forgotten."""
     text: str
-    """What the next context goes on from."""
+    """Text from which the next context goes on."""
     tokens_before: int
-    """Of the context that was summarised."""
+    """Tokens of the context that was summarised."""
     tokens_after: int | None
-    """Of the one that begins after it; ``None`` where none does."""
+    """Tokens of the one that begins after it; ``None`` where none does."""
     facts: Mapping[str, bool | None]
-    """What the answer takes → whether the summary has it; ``None`` where it had not been seen by then."""
+    """Fact that the answer takes → whether the summary has it; ``None`` where it had not been seen by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadHint:
-    """What somebody would have told the model before a turn."""
+    """A hint for a turn: advice that the model did not have."""
 
     text: str
     source: str
@@ -84,21 +84,21 @@ class ReadTurn:
     continues: int | None
     """The turn whose reply its context goes on from; ``None``: the context began anew."""
     heard: str
-    """What is new in its context."""
+    """Text that is new in its context."""
     said: str
     finish: str
     temperature: float
     prompt_tokens: int
     new_tokens: int
-    """Of the prompt: those that are new in it."""
+    """Tokens that are new in the prompt."""
     sampled_tokens: int
     versions: Mapping[int, int]
     """Weight version → tokens that it sampled."""
     reward: float | None
-    """What it earned by itself, beside the rollout's."""
+    """Reward that it earned by itself, beside the rollout's."""
     hint: ReadHint | None
     advantage: float | None
-    """Of its loss tokens; 0 where there is no signal, ``None`` where it cannot be said."""
+    """Advantage of its loss tokens; 0 where there is no signal, ``None`` where it cannot be said."""
     loss_tokens: int | None
     """Sampled tokens that carry loss; ``None`` where that cannot be said."""
     summary: ReadSummary | None
@@ -108,12 +108,12 @@ class ReadTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadComparison:
-    """What a rollout is worth beside the others of its group."""
+    """Comparison of a rollout with the others of its group."""
 
     penalty: float
     """Taken off for effort."""
     compared: float
-    """What is left of the reward."""
+    """Reward after penalties."""
     rollouts: int
     """Those that are compared: graded and not quarantined."""
     quarantined: int
@@ -122,14 +122,14 @@ class ReadComparison:
     weight: float
     """Factor of the group's advantages for these two."""
     has_signal: bool
-    """Whether any turn of the group has an advantage; else nothing is trained on."""
+    """True if any turn of the group has an advantage; else nothing is trained on."""
     step_tokens: int | None
     """Loss tokens of the whole batch of its optimiser step; ``None`` before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadVerdict:
-    """What was made of a rollout by whoever looked for cheating in it."""
+    """Verdict of the cheat monitor on a rollout."""
 
     disposition: str
     reason: str
@@ -150,7 +150,7 @@ class ReadRollout:
     step: int | None
     """The optimiser step that claimed its group."""
     group_state: str
-    """Where its group is on its way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
+    """State of its group on the way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
     task_id: str
     template: str
     prompt: str
@@ -159,22 +159,22 @@ class ReadRollout:
     reward: float | None
     parts: tuple[ReadPart, ...]
     counts: Mapping[str, int]
-    """What the agent did: tool name → calls."""
+    """Actions of the agent: tool name → calls."""
     seconds: float
     verdict: ReadVerdict | None
     branch_of: str | None
     """The rollout that sampled its first turns."""
     branch_turns: int
-    """How many those are."""
+    """Number of those."""
     comparison: ReadComparison | None
     """``None`` where nothing is trained on; of an open group what it would be if the group ended now."""
     turns: tuple[ReadTurn, ...]
     notes: tuple[str, ...]
-    """What could not be said, and why."""
+    """Figures that could not be made, and why."""
 
     @property
     def sampled_tokens(self) -> int:
-        """Of all turns."""
+        """Sum over all turns."""
         return sum(turn.sampled_tokens for turn in self.turns)
 
     @property
@@ -194,15 +194,15 @@ def to_json(rollout: Shown) -> dict[str, Json]:
 
 
 ID_CHARACTERS = 8
-"""Of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
+"""Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
 REASON_CHARACTERS = 40
-"""Of a reason in a list; that of a failure may be a whole message."""
+"""Characters of a reason in a list; that of a failure may be a whole message."""
 Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
-"""How rollouts ended, why, how many."""
+"""Status and reason of rollouts → their number."""
 
 
 def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) -> RenderableType:
-    """What a run holds, and what its rollouts can be filtered by."""
+    """Overview of a run's rollouts, and the values they can be filtered by."""
     table = light_table("purpose", ">groups", ">graded", ">reward", ">versions", "beside")
     for found in census:
         table.add_row(
@@ -225,7 +225,7 @@ def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) 
 
 
 def rollout_list(found: Sequence[Found], total: int) -> RenderableType:
-    """What a search found, a line each."""
+    """Results of a search, a line each."""
     if not found:
         return Text("no rollout is like that", WARN)
     table = light_table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
@@ -304,7 +304,7 @@ def _spelt(letter: str) -> str:
 
 
 def _beside(census: Census) -> Text:
-    """What else can be filtered by, as far as there is some."""
+    """Other filters, as far as they have matches."""
     troubles = [(census.outcomes[outcome], str(outcome)) for outcome in Outcome if outcome is not Outcome.GRADED]
     known = [(census.summaries, "with summaries"), (census.hints, "with hints")]
     words = [Text(f"{count(number)} {name}", WARN) for number, name in troubles if number]
@@ -319,7 +319,7 @@ def _reason_lines(reasons: Reasons) -> Iterator[RenderableType]:
 
 
 def _ended(rollout: Found) -> Text:
-    """Why it ended, and what is remarkable about it."""
+    """Reason for its end, and remarks."""
     said = visible(rollout.reason).replace("\n", " ")
     said = said if len(said) <= REASON_CHARACTERS else said[: REASON_CHARACTERS - 1] + "…"
     words = [Text(said or str(rollout.status), "default" if rollout.status is RolloutStatus.GRADED else WARN)]
@@ -356,7 +356,7 @@ def _advantages(turns: Sequence[ReadTurn]) -> str:
 
 
 def _weighing(compared: ReadComparison) -> str:
-    """How many are compared, and what the group weighs for those that are missing."""
+    """Number of rollouts compared, and the group's weight for those that are missing."""
     missing = (("quarantined", compared.quarantined), ("lost", compared.lost))
     words = f"{compared.rollouts} compared" + "".join(f", {number} {name}" for name, number in missing if number)
     if compared.weight != 1:
@@ -410,7 +410,7 @@ def _summed(rollout: ReadRollout) -> Text:
 
 
 def _compared(rollout: ReadRollout, compared: ReadComparison) -> Text:
-    """What it was worth beside the others, and its share of what the step was trained on."""
+    """Advantage beside the others, and its share of the step's loss tokens."""
     text = Text(decimal(compared.compared, 3))
     if compared.penalty:
         text.append(f" = {decimal(rollout.reward, 3)} − {decimal(compared.penalty, 3)} for effort", DIM)
@@ -423,7 +423,7 @@ def _compared(rollout: ReadRollout, compared: ReadComparison) -> Text:
 
 
 def _recorded(parts: Sequence[ReadPart]) -> Text:
-    """What was measured beside; what is 0 is not named."""
+    """Other measurements; those that are 0 are left out."""
     known = [part for part in parts if part.value]
     words = [Text.assemble((f"{visible(part.name)} ", DIM), f"{part.value:.4g}".replace("-", "−")) for part in known]
     rest = [Text("all else 0" if known else "all 0", DIM)] if len(known) < len(parts) else []

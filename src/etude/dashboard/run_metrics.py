@@ -1,4 +1,4 @@
-"""What has happened in a run so far, folded from its events.
+"""Facts and metrics of a run so far, folded from its events.
 
 Owns the facts that people ask about: which phase, how long, how well, how stale. Does not read files (that is
 :class:`~etude.telemetry.log.EventReader`) and does not draw (:mod:`~etude.dashboard.terminal`,
@@ -62,7 +62,7 @@ class Timed(Generic[E]):
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the rollouts of one purpose."""
+    """Counts of the rollouts of one purpose, by how they ended."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     """Status → rollouts."""
@@ -186,11 +186,11 @@ class RunMetrics:
         return self._phases[-1].event if self._phases else None
 
     def entered(self, phase: str) -> bool:
-        """Whether the run ever was in ``phase``."""
+        """True if the run ever was in ``phase``."""
         return any(mark.event == phase for mark in self._phases)
 
     def in_phase(self, at_s: float, phase: str) -> bool:
-        """Whether the run was in ``phase`` at ``at_s``."""
+        """True if the run was in ``phase`` at ``at_s``."""
         index = bisect_right(self._phases, at_s, key=lambda mark: mark.at_s) - 1
         return index >= 0 and self._phases[index].event == phase
 
@@ -210,7 +210,7 @@ class RunMetrics:
         return self._phase_s(phase, until_s) if self.entered(phase) else None
 
     def engine_in(self, phase: str) -> list[EngineStats]:
-        """What engines reported during ``phase``."""
+        """Reports of engines during ``phase``."""
         return [stats.event for stats in self.engine if self.in_phase(stats.at_s, phase)]
 
     def _phase_s(self, phase: str, until_s: float | None) -> float:

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 LEVEL = 0.95
-"""Of every interval."""
+"""Confidence level of every interval."""
 NORMAL = 1.96
 """Half width of a normal interval of ``LEVEL`` in standard errors."""
 NO_SPREAD = 1e-12
 """A smaller standard error is one of rounding."""
 HALVINGS = 60
-"""Of a bisection: beyond the precision of a float64."""
+"""Steps of a bisection: beyond the precision of a float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,14 @@ class Estimate:
     stderr: float
     """The standard error of ``value``. Where no spread is seen: that of a normal interval as wide as this one."""
     method: str
-    """How the interval was found."""
+    """Method by which the interval was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignTest:
-    """How many tasks one of two does better and how many the other; and how likely that were if both were alike."""
+    """Sign test: tasks that one of two does better, tasks that the other does better, and how likely that were if both
+    were alike.
+    """
 
     wins: int
     losses: int
@@ -106,7 +108,9 @@ def mean_over_seeds(values: Sequence[float]) -> Estimate:
 
 
 def sign_test(before: Sequence[float], after: Sequence[float]) -> SignTest:
-    """How many tasks ``after`` does better than ``before``, and how many worse; tasks alike in both say nothing."""
+    """Count the tasks that ``after`` does better than ``before``, and those it does worse; tasks alike in both say
+    nothing.
+    """
     differences_N = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     wins, losses = int((differences_N > 0).sum()), int((differences_N < 0).sum())
     unlike = wins + losses

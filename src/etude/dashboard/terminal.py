@@ -87,7 +87,7 @@ def light_table(*names: str, broken: Sequence[str] = ()) -> Table:
 
 
 def final_table(report: Mapping[str, Json]) -> RenderableType:
-    """What a finished run came to: the held-out gain, then how it was come by."""
+    """Results of a finished run: the held-out gain, then how it was come by."""
     gains = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
     gains.add_column(f"{formatting.count(figure(report, 'heldout.n'))} held-out tasks")
     for name in ("before", "after", "points gained" if comparison(report, "sampled").is_rate else "reward gained"):
@@ -191,7 +191,7 @@ def _left_s(run: RunMetrics, config: RunConfig, now_s: float) -> float | None:
 
 
 def _phase_rows(run: RunMetrics, config: RunConfig) -> list[Row]:
-    """What the run goes through, in order."""
+    """Phases of the run, in order."""
     rl = [_step_row(run, config), _reward_row(run), _signal_row(run)]
     if config.eval.enabled:
         rl = [_heldout_row(run, config, "before"), *rl, _heldout_row(run, config, "after")]

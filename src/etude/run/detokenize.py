@@ -21,6 +21,6 @@ def decoder(chat: ChatFormat) -> Callable[[Ids], str]:
 
 
 def turn_reader(chat: ChatFormat) -> TurnReader:
-    """How the turns of a model with this chat format read."""
+    """Reader of the turns of a model with this chat format."""
     decode, frames = decoder(chat), Frames(chat)
     return lambda turns: read_turns(turns, decode, frames.content)

@@ -17,11 +17,15 @@ from etude.trainer.checkpoint import KEEP
 from etude.weights.publish import PublishOptions
 
 STATE_BYTES = {"adamw": 12, "muon": 8}
-"""Of a parameter in a training checkpoint: it and its moments in float32 (Muon's matrices have one, all else two)."""
+"""Bytes of a parameter in a training checkpoint: it and its moments in float32 (Muon's matrices have one, all else
+two).
+"""
 MODEL_BYTES = 4
-"""Of a parameter in a phase's model."""
+"""Bytes of a parameter in a phase's model."""
 ANCHOR_SHARE, DELTA_SHARE = 1 / 1.5, 1 / 135
-"""Of a state's bytes, what a whole version and a small step take in the weight store (docs/weights.md, *Measured*)."""
+"""Shares of a state's bytes that a whole version and a small step take in the weight store (docs/weights.md,
+*Measured*).
+"""
 AMPLE = 2
 """Times the need: less free room than this is worth a warning."""
 
@@ -40,7 +44,7 @@ class DiskNeed:
 
     @classmethod
     def of(cls, config: RunConfig, parameters: int) -> "DiskNeed":
-        """What a recipe takes with a model of so many parameters. Pure."""
+        """Disk that a recipe takes with a model of so many parameters. Pure."""
         state, model = parameters * STATE_BYTES[config.optimiser.kind], parameters * MODEL_BYTES
         trained = int(config.midtrain.tokens > 0) + int(bool(config.sft.file))
         models = len(phases_of(config)) + 1 + int(not config.model.checkpoint)  # the run's own; a random start
@@ -78,7 +82,7 @@ class DiskNeed:
 
 
 def check_disk_space(config: RunConfig, place: Path) -> list[str]:
-    """What whoever starts a run at ``place`` should know of its disk. Raises as :meth:`DiskNeed.compare`."""
+    """Warnings about the disk of a new run at ``place``. Raises as :meth:`DiskNeed.compare`."""
     checkpoint = config.model.checkpoint
     spec = load_spec(Path(checkpoint)) if checkpoint else spec_from_config(config.model, config.model.vocab_size)
     return DiskNeed.of(config, count_parameters(spec)).compare(free_bytes(place), place)

@@ -1,4 +1,4 @@
-"""Which process of a run listens on which port.
+"""Ports on which the processes of a run listen.
 
 Ports are decided once per start of a run, so that a process that is restarted comes back where it was.
 """
@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 PUBLIC = "gateway-public"
 """The gateway's door for others, where there is one."""
 POLL_S = 0.1
-"""How often a taken port is tried again."""
+"""Interval at which a taken port is tried again."""
 
 
 @dataclass(frozen=True, slots=True)

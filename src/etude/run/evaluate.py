@@ -32,11 +32,11 @@ from etude.telemetry.log import EventReader
 from etude.types import Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
-"""How often engine and gateway are looked after."""
+"""Interval at which engine and gateway are checked."""
 AT_ONCE = 2
 """Passes that are under way at a time: a run tries its two ways together, too."""
 EVALUATIONS = "evaluations"
-"""Where ledgers of tries are, in the run folder."""
+"""Folder with the ledgers of tries, in the run folder."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
 
@@ -48,7 +48,7 @@ TryAll = Callable[[str, Sequence[Task]], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be tried."""
+    """Request for an evaluation."""
 
     version: int | None = None
     """``None``: the newest."""
@@ -57,7 +57,7 @@ class Wanted:
     passes: int = 1
     """Sampled tries of each task."""
     greedy: bool = True
-    """Whether each task is tried greedily, too: once, as that gives nearly the same every time."""
+    """True if each task is tried greedily, too: once, as that gives nearly the same every time."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -112,7 +112,7 @@ def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
 
 
 def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
-    """Whether every task of every pass has been tried with success."""
+    """True if every task of every pass has been tried with success."""
     if not ledger.exists():
         return False
     Ledger.open(ledger).close()  # brings forward an older étude's
@@ -217,7 +217,7 @@ class _Watch:
 
 
 def missing(archive: Archive, label: str, tasks: int) -> list[int]:
-    """Which tasks no round of a pass has tried."""
+    """Tasks that no round of a pass has tried."""
     return [index for index, attempt in enumerate(tries(archive, label, tasks)) if attempt is None]
 
 

@@ -130,7 +130,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """What the processes printed."""
+        """Output of the processes."""
         return self.path / "logs"
 
     @property
@@ -149,7 +149,7 @@ class RunFolder:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Who listens where."""
+        """Ports of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
 
 
@@ -167,7 +167,7 @@ def start_from(start: RunFolder, folder: RunFolder) -> None:
 
 
 POLL_S = 0.1
-"""How often a held lock is tried again."""
+"""Interval at which a lock in use is tried again."""
 
 
 @contextlib.contextmanager

@@ -34,11 +34,11 @@ from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
 
 POLL_S = 0.1
-"""How often the processes are looked after."""
+"""Interval at which the processes are checked."""
 LEDGER_S = 5.0
-"""How long a ledger may take to answer at the start, when somebody waits."""
+"""Longest wait for a ledger at the start, when a person waits."""
 MEMORY_S = 2.0
-"""How often their memory is added up."""
+"""Interval at which their memory is added up."""
 LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
 """The processes of the asynchronous phase, by their command."""
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: every report and bench says so."""
+"""Machine and versions that a figure was measured with: every report and bench says so."""
 
 import os
 import platform

@@ -1,4 +1,5 @@
-"""What the ``[numerics]`` section means: the arithmetic of a device, the form of weights on both sides of the store.
+"""Models and weights as the ``[numerics]`` section says: the arithmetic of a device, the form of weights on both sides
+of the store.
 
 trainer: float32 parameters ──rounded, quantised──▶ published state ──decoded──▶ engine: parameters
 forward rounds each weight where it is used          =          forward takes them as they are
@@ -49,7 +50,7 @@ def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
 
 
 def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
-    """What routes the trainer replays; ``None`` where it replays none, or the model has none."""
+    """Form of the routes that the trainer replays; ``None`` where it replays none, or the model has none."""
     if spec.experts is None or config.replay == "off":
         return None
     layers, slots = spec.routes_shape
@@ -122,7 +123,9 @@ def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mappin
 
 
 def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dict[str, Json]:
-    """What the ``config.json`` of a published state says beyond its model's shape: how experts are quantised, if so."""
+    """Keys that the ``config.json`` of a published state has beyond its model's shape: how experts are quantised, if
+    so.
+    """
     form = expert_format(config)
     return {} if form is None else {"quantization_config": quantization_config(state, form)}
 

@@ -1,4 +1,4 @@
-"""What a model descends from: the phases before reinforcement learning, each done once and for all.
+"""Folders of the phases that a model descends from: those before reinforcement learning, each done once and for all.
 
     phases/start/model/   random weights and a tokenizer learnt for them; not there where a recipe names a checkpoint
     phases/midtrain/      checkpoints/, and when it is done model/ with lineage.json in it
@@ -29,7 +29,7 @@ RECORD_FILE = "lineage.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRecord:
-    """What a phase did."""
+    """Record of a phase."""
 
     phase: str
     steps: int
@@ -37,9 +37,9 @@ class PhaseRecord:
     loss: float | None
     """Held-out, nats per token, weighted as it was learnt; ``None`` where it was not measured."""
     digest: str
-    """Of the float32 weights it ended with (:func:`etude.weights.digest.state_digest`)."""
+    """Digest of the float32 weights it ended with (:func:`etude.weights.digest.state_digest`)."""
     parent: str
-    """Of those it began with."""
+    """Digest of those it began with."""
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
@@ -54,7 +54,7 @@ class PhaseFolders:
         self._path = folder.path / "phases"
 
     def checkpoints(self, phase: Phase) -> Path:
-        """Where a phase saves its training state."""
+        """Folder in which a phase saves its training state."""
         return self._path / phase / "checkpoints"
 
     def model(self, phase: Phase | Literal["start"]) -> Path:
@@ -62,7 +62,7 @@ class PhaseFolders:
         return self._path / phase / "model"
 
     def record(self, phase: Phase) -> PhaseRecord | None:
-        """What a phase did, once it is done. Raises :class:`~etude.errors.DamagedError` if that cannot be read."""
+        """Record of a phase, once it is done. Raises :class:`~etude.errors.DamagedError` if that cannot be read."""
         file = self.model(phase) / RECORD_FILE
         if not self.model(phase).exists():
             return None

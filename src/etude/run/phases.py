@@ -59,7 +59,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json", "additional_chat_templates"),
 )
-"""What a model folder hands down to the next, where it is there."""
+"""Files that a model folder hands down to the next, where they are there."""
 
 
 def run_phases(folder: RunFolder) -> None:
@@ -143,12 +143,12 @@ class PhaseProcess:
         self._end(cursor, loss)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Whether something that is done every so many steps, and after the last one, is to be done; 0: only then."""
+        """True if something that is done every so many steps, and after the last one, is to be done; 0: only then."""
         return step == self._steps or bool(every and step % every == 0)
 
     @property
     def _identity(self) -> str:
-        """What decides the batches, so that no cursor is read for other data."""
+        """Digest of all that decides the batches, so that no cursor is read for other data."""
         return f"{self._reading.stream.identity}; {self._ends}"
 
     def _recover(self) -> tuple[int, Cursor]:
@@ -328,7 +328,7 @@ def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
 
 
 def digest_of(model: Decoder) -> str:
-    """Of a model's float32 weights."""
+    """Digest of a model's float32 weights."""
     return state_digest(to_stored(state_of(model)))
 
 
@@ -355,7 +355,7 @@ def _or_zero(value: float) -> float:
 
 
 HELDOUT_SEED = 0
-"""What is measured on does not depend on a run's seed, so that runs can be compared."""
+"""Seed of the held-out documents, the same for every run, so that runs can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +368,7 @@ class Reading:
 
     @property
     def tokens(self) -> int:
-        """Of the whole phase."""
+        """Tokens of the whole phase."""
         return self.stream.mixture.tokens
 
 
@@ -415,5 +415,5 @@ def _open(
 
 
 def _tokens(sources: Mapping[str, Source]) -> int:
-    """Of all conversations."""
+    """Sum over all conversations."""
     return sum(source.tokens for source in sources.values() if isinstance(source, Conversations))

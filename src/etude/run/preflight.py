@@ -1,4 +1,4 @@
-"""Whether this machine has what a recipe names: found before there is a run, not by one of its processes.
+"""Checks that this machine has what a recipe names: made before there is a run, not by one of its processes.
 
 Owns the looking; what is looked for is explained by the sections of the recipe. A recipe alone says nothing of it, so
 ``--dry-run`` does not ask.

@@ -1,4 +1,4 @@
-"""Which command runs which process of a run."""
+"""Table from command to process of a run."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from etude.run.resolve import Role, check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
-"""How long the last process of a kind may take to clean up, after its supervisor was killed, before we give up: above
+"""Longest time that the last process of a kind may take to clean up after its supervisor was killed: above
 :data:`etude.run.serving.STOP_S`, which ends it.
 """
 NICENESS = {"serve": 10, "train": 5}

@@ -16,9 +16,9 @@ from etude.dashboard.text import render_line
 from etude.telemetry.log import EventReader
 
 PANEL_S = 0.5
-"""How often the panel is drawn anew."""
+"""Interval at which the panel is drawn anew."""
 LINE_S = 10.0
-"""How often a line is printed where there is no terminal."""
+"""Interval at which a line is printed where there is no terminal."""
 
 
 class Progress:

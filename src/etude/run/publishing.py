@@ -22,7 +22,7 @@ from etude.weights.state import state_bytes
 from etude.weights.tensors import to_stored
 
 MEANWHILE_S = 1.0
-"""How often who waits for a version does what else has to be done."""
+"""Interval at which a wait for a version does other work."""
 
 
 @final
@@ -63,7 +63,7 @@ class WeightPublishing:
 
     @property
     def landed(self) -> bool:
-        """Whether :meth:`land` would return at once."""
+        """True if :meth:`land` would return at once."""
         return self._publication is None or self._publication.done
 
     def land(self, meanwhile: Callable[[], None] = lambda: None) -> int | None:

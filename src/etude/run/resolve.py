@@ -81,12 +81,12 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def is_invariant(config: NumericsConfig, device: str) -> bool:
-    """Whether the arithmetic is the invariant one."""
+    """True if the arithmetic is the invariant one."""
     return config.arithmetic == "invariant" or (config.arithmetic == "auto" and device == "cpu")
 
 
 def resolve_replay(config: NumericsConfig, device: str) -> Literal["off", "completion", "full"]:
-    """Which routes the trainer replays. Raises :class:`~etude.errors.ConfigError` where that could have no effect."""
+    """Routes that the trainer replays. Raises :class:`~etude.errors.ConfigError` where that could have no effect."""
     invariant = is_invariant(config, device)
     if config.replay == "auto":
         return "off" if invariant else "completion"

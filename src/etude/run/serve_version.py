@@ -23,9 +23,9 @@ from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 
 READY_S = 120.0
-"""How long engine and gateway may take to start: compiled kernels may have to be made first."""
+"""Longest time that engine and gateway may take to start: compiled kernels may have to be made first."""
 POLL_S = 0.2
-"""How often they are asked."""
+"""Interval at which they are asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

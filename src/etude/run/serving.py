@@ -1,4 +1,4 @@
-"""What every long-running process of a run does alike: die with its parent, stop on a signal, listen on a port."""
+"""Common duties of the long-running processes of a run: die with its parent, stop on a signal, listen on a port."""
 
 import asyncio
 import contextlib
@@ -25,11 +25,13 @@ PR_SET_PDEATHSIG = 1
 SUPERVISOR_VARIABLE = "ETUDE_SUPERVISOR"
 """Environment variable that holds the process id of whoever started a process of the run."""
 BIND_S = 5.0
-"""How long a taken port is tried: after a crash the last owner's connections may still be closing."""
+"""Time for which a taken port is tried: after a crash the last owner's connections may still be closing."""
 SHUTDOWN_S = 2.0
-"""How long open requests may take once a process was told to stop, and as long again to end when they are cancelled."""
+"""Longest time that open requests may take once a process was told to stop, and as long again to end when they are
+cancelled.
+"""
 STOP_S = 10.0
-"""How long a process of a run may take to clean up before it is killed."""
+"""Longest time that a process of a run may take to clean up before it is killed."""
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

@@ -37,7 +37,7 @@ MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
 MAX_SILENCES, SILENCES_WINDOW = 3, 10.0
 """More silences of one process than this, within this many times what it may be silent, come again with each start."""
 THREADING = {"GOMP_SPINCOUNT": "1000"}
-"""How long an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
+"""Time that an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
 are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
 """
 
@@ -75,11 +75,13 @@ class Child:
 
     @property
     def log(self) -> Path:
-        """Where the process prints."""
+        """File that the process prints to."""
         return self._folder.logs / f"{self.name}.log"
 
     def check(self) -> bool:
-        """Whether the process has done its work; restarts it if it died. Raises when a restart would not help."""
+        """Return True if the process has done its work; restarts it if it died. Raises when a restart would not
+        help.
+        """
         status, now_s = self._process.poll(), time.monotonic()
         if status is None:
             self._check_alive()
@@ -193,7 +195,7 @@ class Child:
         return process
 
     def _last_line(self) -> str:
-        """What it said last: its own last word, if there is one, and not that of a program that ran it."""
+        """Its last line: its own, if there is one, and not that of a program that ran it."""
         lines = self._lines()
         own = [line.removeprefix("etude: ") for line in lines if line.startswith("etude: ")]
         return (own or lines)[-1]

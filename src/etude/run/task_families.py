@@ -66,7 +66,7 @@ def _family(config: RunConfig) -> TaskFamily:
 
 
 def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:
-    """What mid-training shows of a recipe's family, or, of the held-out side, is measured on.
+    """Demonstrations of a recipe's family for mid-training, or, of the held-out side, for measuring it.
 
     Raises :class:`~etude.errors.ConfigError` for one that a model from random weights has nothing to learn from in.
     """

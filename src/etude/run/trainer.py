@@ -61,11 +61,11 @@ from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 POLL_S = 0.02
-"""How often the ledger is asked for a batch: a fraction of the shortest step."""
+"""Interval at which the ledger is asked for a batch: a fraction of the shortest step."""
 SWEEP_S = 3600.0
-"""How often payloads are looked for that nothing refers to."""
+"""Interval at which payloads are removed that nothing refers to."""
 LONGEST_ROLLOUT_S = 24 * 3600.0
-"""How old those have to be: the ledger refers to what a rollout left when it ends."""
+"""Least age of those: the ledger refers to what a rollout left when it ends."""
 MAX_STOP_REASONS = 16
 """Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
 MAX_EMPTY_STEPS = 3
@@ -239,7 +239,7 @@ class TrainerProcess:
         return pack(lengths, max_tokens=max_tokens, ranks=self.trainer_group.shares, cost=self._cost)
 
     def _distillation(self, groups: Sequence[Group]) -> DistillationBatch:
-        """What is learnt from the hints in a batch's rollouts."""
+        """Distillation examples from the hints in a batch's rollouts."""
         if self._distillation_batcher is None:
             return NO_DISTILLATION
         return self._distillation_batcher.distillation(groups, shares=self.trainer_group.shares)
@@ -285,7 +285,7 @@ def batch_of(step: int, groups: Sequence[Group], penalties: Mapping[str, float],
 
 
 def totals_of(batch: Batch) -> Totals:
-    """What the losses of a batch's pieces are divided by."""
+    """Totals that the losses of a batch's micro-batches are divided by."""
     return Totals(
         tokens=batch.num_loss_tokens,
         trajectories=len(batch.trajectories),

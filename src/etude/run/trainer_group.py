@@ -43,15 +43,15 @@ from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 IDLE_S = 60.0
-"""How often rank 0 tells the others that there is nothing to do: well within their patience."""
+"""Interval at which rank 0 tells the others that there is nothing to do: well within their timeout."""
 
 
 NOTHING = Totals(tokens=0, trajectories=0)
-"""Of the acts that have no batch."""
+"""Totals of commands that have no batch."""
 
 
 class Act(StrEnum):
-    """What ranks do together."""
+    """Kinds of work that all ranks do together."""
 
     RESTORE = "restore"
     STEP = "step"
@@ -250,7 +250,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
 
 
 def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
-    """What takes the optimiser steps of reinforcement learning."""
+    """Optimisation of reinforcement learning: optimiser, schedule and clipping."""
     trainer = config.trainer
     optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
     schedule = RateSchedule(

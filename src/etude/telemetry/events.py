@@ -1,4 +1,4 @@
-"""What happens in a run, typed: this file is the log schema.
+"""Events of a run, typed: this file is the log schema.
 
 Each event is one JSON line in ``events/<process>.jsonl``, written by :mod:`etude.telemetry.log`. Events are facts for
 people and reports; no process ever acts on one (state that matters lives in the ledger). ``_s`` is seconds, ``_ms``
@@ -81,9 +81,9 @@ class PhaseEnded:
     loss: float
     """Held-out loss at its end; 0 where nothing was measured."""
     digest: str
-    """Of the weights it ended with."""
+    """Digest of the weights it ended with."""
     parent: str
-    """Of the weights it began with."""
+    """Digest of the weights it began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class WeightsPublished:
     seconds: float
     """From the end of the step to the commit record."""
     blocked_s: float
-    """How much of that the trainer stood still."""
+    """Part of that in which the trainer stood still."""
     digest: str = ""
     """Digest of the whole state: two versions of one digest have the same weights."""
 
@@ -162,7 +162,7 @@ class WeightsSwapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine did since its previous event."""
+    """Work of an engine since its previous event."""
 
     busy_s: float
     window_s: float
@@ -188,17 +188,17 @@ class RolloutClosed:
     sampled_tokens: int
     seconds: float
     template: str = ""
-    """Of its task."""
+    """Template of its task."""
     version: int = -1
     """The newest weight version that sampled in it; -1 for none."""
     disposition: str = "keep"
     """``keep``, ``quarantine`` or ``zero``."""
     flags: list[str] = field(default_factory=list)
-    """What was noticed in it that may be cheating."""
+    """Names of the detectors that found a sign of cheating in it."""
     hacked: bool = False
     cheat_reason: str = ""
     impossible: bool = False
-    """Whether nobody could honestly pass its task."""
+    """True if its task cannot be passed honestly."""
     passed: bool = False
     """True if its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
 
@@ -219,7 +219,7 @@ class EvalDone:
     greedy_pass: float
     greedy_stderr: float
     sampled_parts: dict[str, float] = field(default_factory=dict)
-    """As in :class:`StepDone`."""
+    """Means of parts, as in :class:`StepDone`."""
     greedy_parts: dict[str, float] = field(default_factory=dict)
     clusters: list[str] = field(default_factory=list)
     """The template of each held-out task, in order, or else its id: tasks of one cluster are alike."""

@@ -1,4 +1,4 @@
-"""How often rollouts cheat, by detector, by task template and by step: a pure fold.
+"""Rates of rollouts that cheat, by detector, by task template and by step: a pure fold.
 
 A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
 own: whoever passes one has cheated, whether a detector saw it or not, so their rate also tells what detectors miss.
@@ -19,12 +19,12 @@ OTHERS = "others"
 SHOWN = 20
 """Templates in the figures, those with the most hacks first."""
 Z95 = 1.959964
-"""Of a normal distribution, 95 % lie within so many standard deviations."""
+"""Quantile of a normal distribution: 95 % lie within so many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What is known of one rollout."""
+    """Verdict on one rollout, as far as rates need it."""
 
     template: str
     step: int
@@ -35,15 +35,15 @@ class Judged:
     disposition: str
     """``keep``, ``zero`` or ``quarantine``."""
     reason: str = ""
-    """Why it was not kept."""
+    """Reason for which it was not kept."""
     impossible: bool = False
     passed: bool = False
-    """Whether the grader rewarded it."""
+    """True if the grader rewarded it."""
 
 
 @dataclass(slots=True)
 class Share:
-    """How many of how many."""
+    """Hits among trials."""
 
     hits: int = 0
     of: int = 0

@@ -42,7 +42,7 @@ class Chart:
     title: str
     section: Literal["Learning", "Health"]
     wide: bool = False
-    """As wide as the page, over the other charts of its section; its line is drawn smoothed over dots."""
+    """True for one as wide as the page, over the other charts of its section; its line is drawn smoothed over dots."""
     log: bool = False
     bound: str = ""
     """Path of the figure in the report that is drawn as a bound."""

@@ -67,13 +67,13 @@ class Box:
         return torch.Size(self.shape).numel()
 
     def overlap(self, other: "Box") -> "Box":
-        """What lies in both; of shape 0 somewhere if nothing does."""
+        """Region that lies in both; of shape 0 somewhere if nothing does."""
         starts = tuple(map(max, self.start, other.start))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True))
         return Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def inside(self, outer: "Box") -> tuple[slice, ...]:
-        """How to index a tensor that holds ``outer`` to get this region of it."""
+        """Index of a tensor that holds ``outer`` to get this region of it."""
         offsets = (start - first for start, first in zip(self.start, outer.start, strict=True))
         return tuple(slice(offset, offset + size) for offset, size in zip(offsets, self.shape, strict=True))
 
@@ -145,7 +145,9 @@ class Checkpoints:
         return self._folder / f"step-{step:08d}"
 
     def _own(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has to write: its parts of sharded tensors, and on rank 0 what all ranks hold alike."""
+        """Tensors that this rank has to write: its parts of sharded tensors, and on rank 0 what all ranks hold
+        alike.
+        """
         for name, tensor in tensors.items():
             if not isinstance(tensor, DTensor):
                 if self._rank == 0:

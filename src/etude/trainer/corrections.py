@@ -1,4 +1,4 @@
-"""What is done about tokens that another policy sampled: weights and masks, constants of the gradient.
+"""Corrections for tokens that another policy sampled: weights and masks, constants of the gradient.
 
 The ratio ρ_t = π_prox(y_t) / μ(y_t) says how much likelier the trainer finds a token than the engine that sampled it
 did, be it because weights have changed since or because the two compute differently. π_prox is the trainer's policy,
@@ -23,7 +23,7 @@ from etude.config.training import LossConfig
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How much each token counts."""
+    """Weight of each token."""
 
     weights_N: Tensor
     """Never below 0, without gradient."""

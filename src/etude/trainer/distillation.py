@@ -76,7 +76,7 @@ class DistillationExample:
 
     @property
     def tokens(self) -> int:
-        """Of the reply."""
+        """Length of the reply."""
         return int(self.student.loss_mask.sum())
 
 
@@ -95,7 +95,7 @@ NO_DISTILLATION = DistillationBatch()
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """What a piece adds to the step."""
+    """Part of a micro-batch of examples in the step."""
 
     loss: Tensor
     """Scalar with gradient: its share of the term behind the plus."""
@@ -110,7 +110,7 @@ class Compared:
     """Student and teacher of a piece's examples, token by token."""
 
     terms_N: Tensor
-    """What is summed up; its gradient is the one that is meant."""
+    """Terms to be summed up; their gradient is the one that is meant."""
     nats_N: Tensor
     """Divergences, or estimates of them."""
     gaps_N: Tensor
@@ -121,7 +121,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """How examples become a loss."""
+    """Distillation loss of examples."""
 
     config: HintsConfig
     replay: ReplayMode

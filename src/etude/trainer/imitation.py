@@ -121,7 +121,7 @@ def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tens
 
 
 def _weight(document: Document) -> float:
-    """Of all that is predicted in it."""
+    """Sum of the weights of all that is predicted in it."""
     return float(document.weights[1:].sum(dtype=np.float64))
 
 

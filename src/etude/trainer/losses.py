@@ -58,7 +58,7 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the whole batch, over all micro-batches and ranks."""
+    """Totals of the whole batch, over all micro-batches and ranks."""
 
     tokens: int
     """Loss tokens."""
@@ -163,7 +163,7 @@ def divergence_terms(tokens: LossTokens, config: LossConfig) -> Tensor:
 
 
 def distillation_normaliser(config: LossConfig, totals: Totals) -> float:
-    """What examples (:mod:`etude.trainer.distillation`) are divided by: what a sum over tokens would be divided by in
+    """Divisor of distillation terms (:mod:`etude.trainer.distillation`): what a sum over tokens would be divided by in
     the loss of ``config``, had every group of the batch a signal.
 
     In an average over trajectories of |o| tokens a token counts 1/(S·|o|), which is 1/T on average.

@@ -1,4 +1,4 @@
-"""How far the trainer's numbers are from the engine's: same token, same weights, two computations.
+"""Mismatch between the trainer's numbers and the engine's: same token, same weights, two computations.
 
 In an asynchronous run the trainer has moved on when a token arrives, so comparing with its *current* weights would
 measure learning. Instead the last few published states are kept, and a sample of each batch is scored again under the
@@ -31,7 +31,7 @@ from etude.types import Floats, Ids, Mask, Trajectory
 _Row: TypeAlias = tuple[Trajectory, Mask]
 """A trajectory and which of its tokens are compared, [L]."""
 POSITIONS = (0, 1, 8, 32, 128, 512)
-"""Where the ranges of positions in a completion begin: mismatch that grows along it comes from the cache, mismatch at
+"""First positions of the ranges of a completion: mismatch that grows along it comes from the cache, mismatch at
 its start from the prefill.
 """
 
@@ -56,7 +56,7 @@ class Mismatch:
     pairs: int = 0
     """Pairs of token and expert, over all sparse layers, that the engine recorded."""
     flips: int = 0
-    """Of those, the pairs that the trainer's own router would not have chosen."""
+    """Pairs of those that the trainer's own router would not have chosen."""
 
 
 NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
@@ -75,7 +75,7 @@ class MismatchReport:
 
 
 class MismatchLevel(StrEnum):
-    """What a mismatch calls for."""
+    """Level of a mismatch: carry on, warn or stop."""
 
     CLEAR = "clear"
     WARN = "warn"
@@ -83,7 +83,7 @@ class MismatchLevel(StrEnum):
 
 
 def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchLevel) -> MismatchLevel:
-    """Where a mismatch stands on the ladder; too few tokens leave it where it was ``before``. NaN stops, too."""
+    """Level of a mismatch; too few tokens leave it at that of ``before``. NaN stops, too."""
     if mismatch.tokens < config.decide_tokens:
         return before
     if not mismatch.k3 <= config.stop_k3:

@@ -36,7 +36,7 @@ ADAMW_RMS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the last two axes of a parameter part into matrices; no sizes: they are one."""
+    """Division of the last two axes of a parameter into matrices; no sizes: they are one."""
 
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, all of one that is not sharded; shares its memory."""
+    """Part of a tensor that this rank has, all of one that is not sharded; shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

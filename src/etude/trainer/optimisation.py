@@ -23,14 +23,14 @@ from etude.trainer.muon import Muon, matrices_of
 from etude.trainer.parallel import clip_gradients
 
 MODEL, OPTIMISER = "model", "optimiser"
-"""What names begin with: ``model/<parameter>`` and ``optimiser/<parameter>/<key>``."""
+"""Prefixes of names: ``model/<parameter>`` and ``optimiser/<parameter>/<key>``."""
 
 
 FINAL_RATE_SHARE = 0.05
 """A phase ends at this share of its peak rate: below it the last steps would teach nothing."""
 
 RateShape: TypeAlias = Literal["wsd", "cosine", "constant"]
-"""What follows the warm-up: a plateau and a linear decay, half a cosine, or nothing."""
+"""Shape after the warm-up: a plateau and a linear decay, half a cosine, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RateSchedule:
     warmup_steps: int
     """Linear warm-up."""
     decay_share: float = 0.0
-    """Of ``wsd`` alone."""
+    """Share of the decay, for ``wsd`` alone."""
     shape: RateShape = "wsd"
 
     def share(self, step: int) -> float:
@@ -77,11 +77,11 @@ class BatchSchedule:
     """
 
     tokens: int
-    """Of the whole phase."""
+    """Tokens of the whole phase."""
     first: int
-    """Of the first step."""
+    """Tokens of the first step."""
     last: int
-    """Of every step behind the ramp."""
+    """Tokens of every step behind the ramp."""
     ramp_share: float = 0.0
     """Share of the phase's tokens that the ramp takes."""
 

@@ -36,7 +36,7 @@ from etude.models.experts import Experts, RoutedExperts
 from etude.trainer.parallel_context import ContextParallel
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""How long ranks wait for each other before all of them fail: longer than the slowest publication."""
+"""Longest time that ranks wait for each other before all of them fail: longer than the slowest publication."""
 MATRIX_ROWS = 1
 """The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
 
@@ -63,7 +63,7 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """Which process it is, 0 … world − 1; rank 0 speaks to the world outside."""
+        """Index of the process, 0 … world − 1; rank 0 alone speaks to other processes."""
         return self.everyone.get_local_rank()
 
     @property
@@ -78,17 +78,17 @@ class Grid:
 
     @property
     def share(self) -> int:
-        """Which of them this process trains on, 0 … shares − 1."""
+        """Index of the one that this process trains on, 0 … shares − 1."""
         return self.sequences.get_local_rank("dp")
 
     @property
     def context(self) -> ContextParallel | None:
-        """How sequences are split; ``None`` where they are not."""
+        """Context parallelism: the split of sequences; ``None`` where they are not."""
         mesh = self.sequences["cp"]
         return ContextParallel(mesh) if mesh.size() > 1 else None
 
     def broadcast(self, payload: bytes) -> bytes:
-        """What rank 0 passes, on every rank; what the others pass does not matter."""
+        """Send the bytes that rank 0 passes to every rank; what the others pass does not matter."""
         device = self.everyone.device_type
         size = torch.tensor([len(payload)], device=device)
         dist.broadcast(size, 0)

@@ -37,7 +37,7 @@ class Chunk:
     """Some neighbouring tokens of one sequence; all three count tokens of the whole pack."""
 
     sequence: int
-    """Where its sequence begins: the first token that it sees."""
+    """Start of its sequence: the first token that it sees."""
     start: int
     end: int
 
@@ -71,7 +71,7 @@ class ContextParallel:
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """Index of this process among them."""
         return self._mesh.get_local_rank()
 
     def owners(self, lengths: Sequence[int]) -> Tensor:

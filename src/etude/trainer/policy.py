@@ -84,7 +84,7 @@ class PolicyTrainer:
 
     @property
     def model(self) -> Decoder:
-        """What is trained."""
+        """Model that is trained."""
         return self.optimisation.model
 
     def step(
@@ -167,7 +167,7 @@ class PolicyTrainer:
     def _distillation_loss(
         self, examples: Sequence[DistillationExample], totals: Totals
     ) -> tuple[Tensor, _MicroBatchStats]:
-        """What a piece of the examples adds to the step's loss."""
+        """Part of a micro-batch of examples in the step's loss."""
         found = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
         return found.loss, _MicroBatchStats(hinted=found.tokens, hint_nats=found.nats)
 

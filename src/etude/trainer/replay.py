@@ -42,7 +42,7 @@ def producers(sampled_L: Mask) -> Mask:
 def routing_of(
     trajectories: Sequence[Trajectory], mode: ReplayMode, floor: float, device: torch.device
 ) -> Routing | None:
-    """How a forward pass of ``trajectories`` is routed; ``None``: by the live router. Raises as :func:`replay` does."""
+    """Routing of a forward pass of ``trajectories``; ``None``: by the live router. Raises as :func:`replay` does."""
     if mode == "off":
         return None
     routes = replay([(trajectory, replayed_rows(trajectory, mode)) for trajectory in trajectories], device)

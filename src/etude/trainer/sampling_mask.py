@@ -1,4 +1,5 @@
-"""What tokens were really drawn from: temperatures and mask sets, brought to the trainer's side of the loss.
+"""Distributions that tokens were really drawn from: temperatures and sampling masks, brought to the trainer's side of
+the loss.
 
 A policy is not the softmax of its logits but what its engine samples from: softmax(logits / temperature), cut to the
 set that top-k and top-p mask, renormalised. Ratio, gradient and entropy have to be those of that distribution. The set

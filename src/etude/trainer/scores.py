@@ -58,7 +58,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a model says of tokens that were sampled, under the distribution that they were sampled from."""
+    """Scores of sampled tokens by a model, under the distribution that they were sampled from."""
 
     logprobs_N: Tensor
     """With gradient."""

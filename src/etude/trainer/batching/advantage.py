@@ -1,4 +1,4 @@
-"""How good a rollout was, compared with the others of its group.
+"""Advantages: rewards of rollouts compared with the others of their group.
 
     reward, penalty ──▶ less what the group has of each, the reward's part over its deviation where asked ──▶ advantage
 

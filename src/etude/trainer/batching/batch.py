@@ -23,7 +23,7 @@ from etude.types import Batch, Group, Ids, Rollout, Trajectory
 
 NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
 ALIKE_IN_ALL_TURNS = CreditConfig()
-"""What a recipe has that says nothing of credit."""
+"""Credit of a recipe that says nothing of it."""
 
 
 def build_batch(

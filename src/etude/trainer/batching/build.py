@@ -42,7 +42,7 @@ class _Weighed:
 
     @property
     def sampled(self) -> slice:
-        """Where in its branch it sampled."""
+        """Span of its branch that it sampled."""
         return slice(len(self.turn.prompt_ids), self.length)
 
 
@@ -61,7 +61,7 @@ def build_trajectories(
 
 
 def count_trajectories(rollout: Rollout, trained: Mask | None = None) -> int:
-    """How many :func:`build_trajectories` makes, without making them."""
+    """Number of trajectories that :func:`build_trajectories` makes, without making them."""
     return len(_trained_branches(rollout, 0.0, trained))
 
 

@@ -1,4 +1,4 @@
-"""What each turn of a group's rollouts is credited with.
+"""Credit of each turn of a group's rollouts.
 
     rewards, turn rewards, branches ──▶ what came after a turn ──▶ less what came after others' ──▶ Credit of a rollout
 
@@ -31,16 +31,16 @@ TurnKey: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """What the turns of one rollout are trained with."""
+    """Advantages of the turns of one rollout."""
 
     advantages_T: Floats
     """0 where a turn is not trained on."""
     trained_T: Mask
-    """Which turns are trained on in this rollout; the others are context."""
+    """Turns that are trained on in this rollout; the others are context."""
 
     @property
     def has_signal(self) -> bool:
-        """Whether anything can be learnt from it."""
+        """True if anything can be learnt from it."""
         return bool(self.advantages_T.any())
 
 

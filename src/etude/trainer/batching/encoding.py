@@ -37,7 +37,7 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def decode(payload: bytes) -> tuple[Trajectory, ...]:
-    """What :func:`encode` was given."""
+    """Decode the bytes of :func:`encode`."""
     arrays = load(payload)
     rows = json.loads(arrays[HEADER].tobytes())
     return tuple(_trajectory(arrays, index, row) for index, row in enumerate(rows))

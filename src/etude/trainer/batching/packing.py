@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 MicroBatch: TypeAlias = tuple[int, ...]
-"""Which sequences go through the model together, by their index, longest first; empty: a pass without any."""
+"""Sequences that go through the model together, by their index, longest first; empty: a pass without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a sequence of L tokens costs: ``per_token`` · L + ``per_pair`` · L(L + 1)/2, in any one unit.
+    """Cost of a sequence of L tokens: ``per_token`` · L + ``per_pair`` · L(L + 1)/2, in any one unit.
 
     The second term is causal attention, in which token i looks at i + 1 others, itself included. FLOPs of a model:
     :mod:`etude.models.flops`.
@@ -35,7 +35,7 @@ class Cost:
             raise ValueError(f"per_token={self.per_token} must be above 0 and per_pair={self.per_pair} not below")
 
     def of(self, length: int) -> float:
-        """Of one sequence."""
+        """Cost of one sequence."""
         return self.per_token * length + self.per_pair * (length * (length + 1) / 2)
 
 
@@ -107,5 +107,5 @@ def _fewest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
 
 
 def _fits(held: int, length: int, max_tokens: int) -> bool:
-    """Whether a sequence may join so many tokens; an empty bin takes one of any length."""
+    """True if a sequence may join so many tokens; an empty bin takes one of any length."""
     return held == 0 or held + length <= max_tokens

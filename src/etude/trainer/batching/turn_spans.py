@@ -1,4 +1,4 @@
-"""Where the turns of a rollout are in its trajectories: for whoever asks what became of one.
+"""Spans of a rollout's turns in its trajectories.
 
 Building goes one way, many turns to a few sequences; the way back is a look at tokens. Pure.
 """
