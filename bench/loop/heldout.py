@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bench.loop.contestants import ContestantRun
 from etude.dashboard.evaluation import Measure, figures
 from etude.dashboard.formatting import figure
-from etude.run.evaluate import Wanted, evaluate
+from etude.run.evaluate import EvalRequest, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json
 
@@ -91,7 +91,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def _measured(folder: RunFolder, version: int, tasks: int, *, step: int, seconds: float) -> Point:
-    evaluation = evaluate(folder, Wanted(version=version, tasks=tasks))
+    evaluation = evaluate(folder, EvalRequest(version=version, tasks=tasks))
     result = figures(evaluation, Measure(pass_at=folder.config().eval.pass_at))
     return Point(
         step=step,

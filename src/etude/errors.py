@@ -107,9 +107,9 @@ class EngineBusy(EngineUnavailable):
 class VersionPending(InfrastructureError):
     """No engine serves the wanted weight version yet; ask again later."""
 
-    def __init__(self, wanted: int, newest: int) -> None:
-        super().__init__(f"weight version {wanted} is not served yet, the newest is {newest}: try again later")
-        self.wanted = wanted
+    def __init__(self, required: int, newest: int) -> None:
+        super().__init__(f"weight version {required} is not served yet, the newest is {newest}: try again later")
+        self.required = required
         """The oldest version that would do."""
         self.newest = newest
         """The newest that is served."""

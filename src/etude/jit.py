@@ -42,8 +42,8 @@ if not _SETTINGS.CACHE_DIR:
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """Compile with numba: no GIL, no bounds checks, kept on disk between processes."""
-    compiled = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
-    return cast("Callable[P, R]", compiled)
+    jitted = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
+    return cast("Callable[P, R]", jitted)
 
 
 def borrowing(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,14 +53,14 @@ def borrowing(function: Callable[P, R]) -> Callable[P, R]:
     coder more than half of its time.
     """
     # The stubs of numba do not know its private options.
-    compiled: Any = partial(njit, nogil=True, cache=True, boundscheck=False, error_model="numpy")
-    return cast("Callable[P, R]", compiled(_nrt=False)(function))
+    jitted: Any = partial(njit, nogil=True, cache=True, boundscheck=False, error_model="numpy")
+    return cast("Callable[P, R]", jitted(_nrt=False)(function))
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Compile with numba, to be called from kernels."""
-    compiled = njit(nogil=True, inline="always", boundscheck=False, error_model="numpy")(function)
-    return cast("Callable[P, R]", compiled)
+    jitted = njit(nogil=True, inline="always", boundscheck=False, error_model="numpy")(function)
+    return cast("Callable[P, R]", jitted)
 
 
 def vector(function: Callable[..., Any]) -> Callable[..., Any]:

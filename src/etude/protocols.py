@@ -27,7 +27,7 @@ from etude.types import (
 
 
 class Clock(Protocol):
-    """Where time comes from."""
+    """Source of time."""
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -40,7 +40,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one completion."""
+    """Sampling parameters of one completion."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -56,7 +56,7 @@ class SamplingParams:
     priority: int = 0
     """Lower is served first, and may take the place of higher ones that are running."""
     want_routes: bool = False
-    """Whether the answer shall say which experts were used."""
+    """True if the answer shall name the experts used."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
@@ -71,13 +71,13 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary, which the record must then name."""
+        """True if tokens are drawn from a part of the vocabulary, which the record must then name."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled. All arrays have one entry per sampled token, [C]."""
+    """Tokens that an engine sampled. All arrays have one entry per sampled token, [C]."""
 
     token_ids: Ids
     logprobs: Floats
@@ -123,7 +123,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """What an engine says of itself."""
+    """Health report of an engine."""
 
     version: int
     """The weight version it samples with now."""
@@ -158,7 +158,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """How one command in a sandbox ended."""
+    """Result of one command in a sandbox."""
 
     exit_code: int
     """The process's exit status; 128 + signal number when a signal ended it."""
@@ -213,7 +213,7 @@ class Sandbox(Protocol):
         ...
 
     async def stats(self) -> SandboxStats:
-        """What is used now."""
+        """Resources in use now."""
         ...
 
     async def kill_processes(self) -> None:
@@ -241,7 +241,7 @@ class SandboxProvider(Protocol):
     """Makes sandboxes."""
 
     async def capabilities(self) -> frozenset[Capability]:
-        """What it holds to on this machine, found out by trying."""
+        """Capabilities that it has on this machine, found out by trying."""
         ...
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
@@ -282,18 +282,18 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessResult:
-    """What a harness says when its session is over."""
+    """Report of a harness at the end of its session."""
 
     reason: str
-    """Why it stopped: ``submit``, ``turns``, ``length``, ``context``, ``time``; an external command's ``timeout``,
-    ``exit N``.
+    """Reason for which it stopped: ``submit``, ``turns``, ``length``, ``context``, ``time``; an external command's
+    ``timeout``, ``exit N``.
     """
     counts: Mapping[str, int]
-    """What the agent did: tool name → calls; ``malformed`` counts the unreadable ones."""
+    """Actions of the agent: tool name → calls; ``malformed`` counts the unreadable ones."""
     answer: str = ""
     """Its last words, where the task asks for some."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """What the harness measured beside: recorded with the parts of the reward, and no part of it."""
+    """Other measurements of the harness: recorded with the parts of the reward, and no part of it."""
     printed: str = ""
     """The end of what an external command printed, on one line: for people who look for why it failed."""
 

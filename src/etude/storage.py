@@ -40,9 +40,9 @@ def storage_errno(error: BaseException | None) -> int | None:
         seen.add(id(error))
         number = error.errno if isinstance(error, OSError) else None
         quoted = _RUST.search(str(error))
-        for found in (number, int(quoted[1]) if quoted else None):
-            if found in FIXES:
-                return found
+        for code in (number, int(quoted[1]) if quoted else None):
+            if code in FIXES:
+                return code
         if any(words in str(error) for words in _FULL_DATABASES):
             return errno.ENOSPC
         error = error.__cause__ or error.__context__

@@ -31,7 +31,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 UNSAMPLED = -1
 """The weight version of a token that no model sampled (prompts, tool output)."""
 NO_ROUTE = 0xFFFF
-"""What stands for an expert where no engine said which: the trainer's own router decides."""
+"""Stands for an expert where no engine named it: the trainer's own router decides."""
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
 """Between which a temperature is that is not 0: what is divided by it stays a number in float32, which ends at 1e38."""
 SHA256_HEX = 64
@@ -44,7 +44,7 @@ def as_list(token_ids: TokenIds) -> list[int]:
 
 
 class Split(StrEnum):
-    """Which side of the hold-out a task is on; nothing held out is ever trained on."""
+    """Side of the hold-out that a task is on; nothing held out is ever trained on."""
 
     TRAIN = "train"
     HELDOUT = "heldout"
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionChecks:
-    """How a task is graded: calls of one function in one file.
+    """Checks by calls: calls of one function in one file.
 
     ``visible`` cases may be shown to the agent; of ``hidden`` ones the arguments enter its world, once it is gone.
     """
@@ -90,7 +90,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestChecks:
-    """How a task is graded: hidden tests, run where the agent has never been, over the artefacts it left."""
+    """Checks by hidden tests, run where the agent has never been, over the artefacts it left."""
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
@@ -99,11 +99,11 @@ class TestChecks:
     must_pass: tuple[str, ...]
     """Node ids, each of which must be seen to pass: those that the task is about, then those that passed before."""
     about: int
-    """How many of ``must_pass`` fail in the world that the agent was given."""
+    """Number of ``must_pass`` that fail in the world that the agent was given."""
     artefacts: tuple[str, ...]
     """Files and folders, relative to the working folder, that are carried over from the agent's world."""
     command: tuple[str, ...] = ("python3", "-m", "pytest")
-    """What runs the tests; node ids and options are added."""
+    """Command that runs the tests; node ids and options are added."""
     probes: tuple[Probe, ...] = ()
     visible: tuple[str, ...] = ()
     """Node ids or files in the agent's world that its own ``test`` runs; none: all that are there."""
@@ -116,13 +116,13 @@ class TestChecks:
 
     @property
     def grading_s(self) -> float:
-        """What one grading takes at most: the tests, where nobody was, with canaries six times, and every probe."""
+        """Longest time of one grading: the tests, in a fresh sandbox, with canaries six times, and every probe."""
         return self.timeout_s * (8 + len(self.probes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptChecks:
-    """How a task is graded: a program of its author's that writes a reward file, in a world of its own (Harbor)."""
+    """Checks by a program of the task's author that writes a reward file, in a world of its own (Harbor)."""
 
     files: Mapping[str, str]
     """The verifier's files, relative to ``/tests``."""
@@ -141,7 +141,7 @@ class ScriptChecks:
 
     @property
     def grading_s(self) -> float:
-        """What one grading takes at most: the work, where nobody was, the work once more, and four with the canary."""
+        """Longest time of one grading: the work, in a fresh sandbox, the work once more, and four with the canary."""
         return self.timeout_s * (7 if self.canary else 3)
 
 
@@ -159,7 +159,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryChecks:
-    """How a task is graded: its migration file is applied to a fresh copy of the database, which is then asked."""
+    """Checks of a database: the migration file is applied to a fresh copy of the database, which is then asked."""
 
     path: str
     """The SQL file that the agent leaves."""
@@ -174,7 +174,7 @@ class QueryChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChecks:
-    """How a task is graded: the agent's last words are compared with the right ones, white space aside."""
+    """Checks of an answer: the agent's last message is compared with the right ones, white space aside."""
 
     answer: str
     facts: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class AnswerChecks:
 
 
 Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks
-"""How a task is graded."""
+"""Checks that grade a task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,17 +196,17 @@ class Task:
     task_id: str
     """Digest of what is asked and of the right answer; the cases may differ between two tasks of one id."""
     family: str
-    """Which environment made it, e.g. ``bugfix``."""
+    """Environment that made it, e.g. ``bugfix``."""
     template: str
     """The abstract problem behind the instance; whole templates are held out."""
     split: Split
     prompt: str
-    """What the agent is asked to do."""
+    """Instruction to the agent."""
     files: Mapping[str, str]
-    """What the agent's world has beside its image: path, relative to the working folder → text."""
+    """Files of the agent's sandbox beside its image: path, relative to the working folder → text."""
     checks: Checks
     environment: EnvironmentSpec | None = None
-    """What the sandbox is made from; ``None``: nothing but ``files``."""
+    """Specification of its sandbox; ``None``: nothing but ``files``."""
 
     @property
     def function_checks(self) -> FunctionChecks:
@@ -236,7 +236,7 @@ class Document:
 
 
 class Finish(StrEnum):
-    """Why the model stopped sampling a turn."""
+    """Reason for which the model stopped sampling a turn."""
 
     STOP = "stop"
     """It sampled its end-of-turn token, which is the last of ``completion_ids``."""
@@ -245,17 +245,17 @@ class Finish(StrEnum):
 
 
 class TurnKind(StrEnum):
-    """What a turn was asked for."""
+    """Purpose of a turn."""
 
     ACT = "act"
     """The next thing to say or do."""
     SUMMARY = "summary"
-    """What shall be left of the context when it starts anew."""
+    """A summary, from which the context starts anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSpace:
-    """Which routes a model can have: what an engine's record of them is checked against before it is used."""
+    """Routes that a model can have: what an engine's record of them is checked against before it is used."""
 
     layers: int
     """Layers with experts."""
@@ -315,16 +315,16 @@ class SamplingMask:
         return sizes
 
     def holds(self, token_ids: Ids) -> bool:
-        """Whether each of ``token_ids`` [C] is in its set."""
+        """True if each of ``token_ids`` [C] is in its set."""
         sizes = self.sizes
-        found = np.repeat(token_ids, sizes) == self.token_ids
-        hits = np.bincount(np.repeat(np.arange(len(self)), sizes)[found], minlength=len(self))
+        matches = np.repeat(token_ids, sizes) == self.token_ids
+        hits = np.bincount(np.repeat(np.arange(len(self)), sizes)[matches], minlength=len(self))
         return bool((hits[sizes > 0] == 1).all())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
-    """Where a turn's routes and sampling masks lie: a file that is named by its own digest."""
+    """Reference to the routes and the sampling mask of a turn: a file that is named by its own digest."""
 
     digest: str
     """SHA-256 of its bytes, in hex."""
@@ -349,15 +349,15 @@ class Turn:
     """[C] the weight version that sampled each token."""
     finish: Finish
     temperature: float = 1.0
-    """What the logits were divided by; 0 is greedy."""
+    """Divisor of the logits; 0 is greedy."""
     kind: TurnKind = TurnKind.ACT
-    """What it was asked for, as far as its harness said so."""
+    """Purpose, as far as its harness named it."""
     routes: Routes | None = None
     """[P + C − 1, layers, k] of every token that was read: all but the last one sampled."""
     sampling_mask: SamplingMask | None = None
     """[C] what top-p and top-k left to draw from; ``None`` where they were off."""
     payload: PayloadRef | None = None
-    """Where routes and sampling masks lie while they are not in memory; never beside them."""
+    """File of routes and sampling mask while they are not in memory; never beside them."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.completion_ids), len(self.logprobs), len(self.versions)}
@@ -375,7 +375,7 @@ class Turn:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     def continues(self, earlier: "Turn") -> bool:
-        """Whether the prompt begins with all tokens of an earlier turn, its prompt and what it sampled.
+        """True if the prompt begins with all tokens of an earlier turn, its prompt and what it sampled.
 
         Views of one array are known to agree as far as both go; others are compared, what says no soonest first.
         """
@@ -408,7 +408,7 @@ def _same_memory(one: Ids, other: Ids) -> bool:
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended; there is no fourth way."""
+    """End of a rollout; there is no fourth way."""
 
     GRADED = "graded"
     """It has a reward, be the model's output good, bad or malformed."""
@@ -419,7 +419,7 @@ class RolloutStatus(StrEnum):
 
 
 class Disposition(StrEnum):
-    """What becomes of a graded rollout, in order of weight."""
+    """Treatment of a graded rollout, in order of weight."""
 
     KEEP = "keep"
     QUARANTINE = "quarantine"
@@ -447,13 +447,13 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """What somebody would have told the model just before one of its turns."""
+    """Advice that would have helped the model just before one of its turns."""
 
     turn: int
     """Index of the turn in its rollout."""
     text: str
     source: str
-    """Who says so: the name of a rule, or of a judge."""
+    """Author: the name of a rule, or of a judge."""
 
     def __post_init__(self) -> None:
         if self.turn < 0 or not self.text:
@@ -462,12 +462,12 @@ class Hint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Where a rollout left another one of its group: the turns before are the same ones, sampled once."""
+    """Point at which a rollout left another one of its group: the turns before are the same ones, sampled once."""
 
     rollout_id: str
     """The one that sampled them."""
     turns: int
-    """How many they share: all of them, where that one ended before it came to branch."""
+    """Number of turns that they share: all of them, where that one ended before it came to branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -486,15 +486,15 @@ class Rollout:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """The named parts that ``reward`` was combined from."""
     reason: str = ""
-    """Why the agent stopped (graded) or what failed."""
+    """Reason for which the agent stopped (graded), or the failure."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What the agent did: tool name → calls."""
+    """Actions of the agent: tool name → calls."""
     turns: tuple[Turn, ...] = ()
     seconds: float = 0.0
     verdict: Verdict | None = None
     """``None`` where rollouts are not monitored for cheating, and nothing masked it."""
     turn_rewards: tuple[float, ...] = ()
-    """What each turn earned by itself, beside ``reward``; empty where turns are not rewarded."""
+    """Reward of each turn by itself, beside ``reward``; empty where turns are not rewarded."""
     hints: tuple[Hint, ...] = ()
     """At most one for each turn."""
     branch: Branch | None = None
@@ -502,7 +502,7 @@ class Rollout:
 
     @property
     def is_quarantined(self) -> bool:
-        """Whether it is kept out of training."""
+        """True if it is kept out of training."""
         return self.verdict is not None and self.verdict.disposition is Disposition.QUARANTINE
 
     def __post_init__(self) -> None:
@@ -582,10 +582,12 @@ class Batch:
     """Those with a signal: groups whose rewards are all equal have none and are left out."""
     num_loss_tokens: int
     num_lost_tokens: float
-    """What lost rollouts count, each as much as those of its group that are there: the loss is divided by both."""
+    """Token count that stands for lost rollouts, each as much as those of its group that are there: the loss is divided
+    by both.
+    """
     num_lost_trajectories: float
     num_sampled_trajectories: int
-    """How many trajectories there would be, had every group a signal."""
+    """Number of trajectories that there would be, had every group a signal."""
     num_groups: int
     num_degenerate_groups: int
     """Groups left out because all their rewards are equal."""
@@ -612,7 +614,7 @@ class WeightPack:
     """SHA-256 of its bytes, in hex; it also names the object."""
     size_bytes: int
     rank: int
-    """Whose share: an index into ``WeightVersion.layouts``."""
+    """Rank whose share it is: an index into ``WeightVersion.layouts``."""
     first: int
     last: int
     """The lowest and the highest chunk with a frame in it."""
@@ -633,15 +635,15 @@ class WeightVersion:
     packs: tuple[WeightPack, ...]
     step: int
     recipe: str
-    """What made it, for people."""
+    """Recipe that made it, for people."""
     writer: str
-    """Which process committed it, for people and for retries."""
+    """Process that committed it, for people and for retries."""
     created: str
     """UTC, ISO 8601."""
 
     @property
     def kind(self) -> Literal["full", "delta"]:
-        """Whether the packs hold whole tensors or changes against ``base``."""
+        """``full`` if the packs hold whole tensors or changes against ``base``."""
         return "full" if self.base is None else "delta"
 
     @property

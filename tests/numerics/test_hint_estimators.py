@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.trainer.distillation import Compared, divergences, prefix_weights, sampled_terms
+from etude.trainer.distillation import TokenDivergences, divergences, prefix_weights, sampled_terms
 
 VOCABULARY = 5
 NO_CAP = 1e9
@@ -52,7 +52,7 @@ def scored(logits: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
 def shared(student: Tensor, teacher: Tensor, rows: list[int], tokens: Tensor) -> Tensor:
     """[2] how far the teacher would have come, too."""
     gaps = (scored(teacher, rows, tokens) - scored(student, rows, tokens)).detach()
-    return prefix_weights(Compared(gaps, gaps, gaps, torch.zeros(2, dtype=torch.int64)))
+    return prefix_weights(TokenDivergences(gaps, gaps, gaps, torch.zeros(2, dtype=torch.int64)))
 
 
 def exact(student: Tensor, teacher: Tensor, sampler: Tensor, *, weigh: bool = False) -> Tensor:

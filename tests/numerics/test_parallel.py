@@ -221,7 +221,7 @@ def crews(rank: int, folder: Path) -> None:
         policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
         trainer_group = TrainerGroup(policy, Checkpoints(folder / f"group {name}", grid.everyone), grid)
         if rank > 0:
-            trainer_group.follow()
+            trainer_group.worker_loop()
             continue
         with trainer_group:
             measured = group_steps(trainer_group)

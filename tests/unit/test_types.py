@@ -135,7 +135,7 @@ def test_the_arrays_of_a_trajectory_are_as_long_as_its_tokens(name: str) -> None
 def test_routes_and_kept_sets_of_a_trajectory_are_as_long_as_its_tokens() -> None:
     with pytest.raises(ValueError, match=r"routes is not \[5\]"):
         trajectory(routes=np.zeros((4, 1, 2), np.uint16))
-    with pytest.raises(ValueError, match=r"kept is not \[5\]"):
+    with pytest.raises(ValueError, match=r"sampling_mask is not \[5\]"):
         trajectory(sampling_mask=kept([3], []))
 
 
@@ -161,7 +161,7 @@ def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> 
 def test_a_turn_drew_each_token_from_its_kept_set() -> None:
     assert turn(sampling_mask=kept([2, 3], [], [5])).sampling_mask is not None
     for wrong in (kept([2], [], [5]), kept([3], [4])):
-        with pytest.raises(ValueError, match="not all drawn from the"):
+        with pytest.raises(ValueError, match="not all in its sampling mask"):
             turn(sampling_mask=wrong)
 
 

@@ -202,11 +202,13 @@ def run_process(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     from etude.cli.commands.eval import compare_runs, measure_run
     from etude.dashboard.evaluation import Measure, Prices
-    from etude.run.evaluate import Wanted
+    from etude.run.evaluate import EvalRequest
     from etude.run.folder import RunFolder
 
     folder = RunFolder.open(options.run)
-    wanted = Wanted(version=options.version, tasks=options.tasks, passes=options.passes, greedy=not options.no_greedy)
+    wanted = EvalRequest(
+        version=options.version, tasks=options.tasks, passes=options.passes, greedy=not options.no_greedy
+    )
     measure = Measure(
         pass_at=folder.config().eval.pass_at if options.pass_at is None else options.pass_at,
         ks=tuple(numbers("--k", options.k)) if options.k else tuple(sorted({1, options.passes})),

@@ -157,19 +157,19 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         raise ConfigError(f"every {way} try failed by infrastructure: see the logs, and evaluate again")
     ks = measure.ks if way == "sampled" else (1,)
     clusters = _clusters(tried)
-    found: dict[str, Json] = {
+    figures_of_way: dict[str, Json] = {
         "passes": passes,
         "tries": sum(map(len, tasks)),
         "missing": passes * len(tasks) - sum(map(len, tasks)),
         "templates": len(set(clusters)),
         "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried], clusters)),
-        "parts": _part_means(tried, evaluation.parts),
+        "parts": _mean_parts(tried, evaluation.parts),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
         **{name: _amount(tried, effort) for name, effort in EFFORTS.items()},
     }
     if measure.prices is not None:
-        found["cost"] = _amount(tried, measure.prices.of)
-    return found
+        figures_of_way["cost"] = _amount(tried, measure.prices.of)
+    return figures_of_way
 
 
 def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> dict[str, Json]:
@@ -181,14 +181,14 @@ def _clusters(tasks: Sequence[Sequence[Try]]) -> list[str]:
     return [tries[0].template or tries[0].task_id for tries in tasks]
 
 
-def _part_means(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
+def _mean_parts(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
     """Each part over the tries that have it; one that none has is absent."""
-    means: dict[str, Json] = {}
+    by_part: dict[str, Json] = {}
     for name in names:
-        known = [tries for tries in (_having(name, tries) for tries in tasks) if tries]
-        if known:
-            means[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in known], _clusters(known)))
-    return means
+        with_part = [tries for tries in (_having(name, tries) for tries in tasks) if tries]
+        if with_part:
+            by_part[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in with_part], _clusters(with_part)))
+    return by_part
 
 
 def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
@@ -219,7 +219,7 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
     def change(value: Callable[[Try], float]) -> dict[str, Json]:
         return asdict(_paired(pairs, lambda tries: _mean(tries, value)))
 
-    found: dict[str, Json] = {
+    figures_of_way: dict[str, Json] = {
         "tasks": len(pairs),
         "templates": len(set(_clusters([after for _, after in pairs]))),
         "reward": change(_reward),
@@ -227,7 +227,7 @@ def _difference(way: Way, pairs: Sequence[tuple[list[Try], list[Try]]], measure:
         "sign_test": asdict(sign_test(*_sides(pairs, lambda tries: _mean(tries, measure.passed)))),
         **{name: change(effort) for name, effort in EFFORTS.items()},
     }
-    return found if measure.prices is None else found | {"cost": change(measure.prices.of)}
+    return figures_of_way if measure.prices is None else figures_of_way | {"cost": change(measure.prices.of)}
 
 
 def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Sequence[Try]], float]) -> Estimate:
@@ -238,8 +238,8 @@ def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Seque
     """Each part over the tasks of which both have tries with it; one that no task has is absent."""
     changes: dict[str, Json] = {}
     for name in names:
-        known = [(_having(name, before), _having(name, after)) for before, after in pairs]
-        both = [pair for pair in known if all(pair)]
+        with_part = [(_having(name, before), _having(name, after)) for before, after in pairs]
+        both = [pair for pair in with_part if all(pair)]
         if both:
             changes[name] = asdict(_paired(both, partial(_mean, value=_part(name))))
     return changes

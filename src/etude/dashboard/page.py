@@ -10,7 +10,7 @@ from typing import Literal
 from etude.dashboard import formatting
 from etude.dashboard.formatting import figure
 from etude.dashboard.heldout import about_errors, comparison, full_marks
-from etude.dashboard.plots import Estimate, Line, Points, estimate_plot, line_plot, share_bars, smooth
+from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth
 from etude.dashboard.text import phases, summary
 from etude.telemetry.metrics import METRICS, Chart, charts
 from etude.types import Json
@@ -165,8 +165,8 @@ def _card(report: Mapping[str, Json], title: str, way: str) -> str:
         low, high = map(figures.change, figures.interval)
         parts.append(f"95 % interval {low} to {high}")
     estimates = [
-        Estimate(label="before", share=figures.before, stderr=figures.stderr_before, style="side"),
-        Estimate(label="after", share=figures.after, stderr=figures.stderr_after, style="main"),
+        EstimateMark(label="before", share=figures.before, stderr=figures.stderr_before, style="side"),
+        EstimateMark(label="after", share=figures.after, stderr=figures.stderr_after, style="main"),
     ]
     return (
         f'<div class="card"><h3>{title}</h3><div class="gain">{figures.change(figures.gain)}{spread}</div>'
@@ -262,8 +262,8 @@ def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Po
     """The values of ``key`` over steps, without the steps at which it is unknown."""
     rows = report[curve]
     assert isinstance(rows, list)
-    found = [(figure(point, "step"), figure(point, key)) for point in rows if isinstance(point, dict)]
-    return [(step, value) for step, value in found if step is not None and value is not None]
+    pairs = [(figure(point, "step"), figure(point, key)) for point in rows if isinstance(point, dict)]
+    return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

@@ -51,7 +51,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class EstimateMark:
     """A measured share, its standard error and its name."""
 
     label: str
@@ -64,11 +64,11 @@ def line_plot(
     title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
 ) -> str:
     """Curves over steps; empty where none has a point. ``bound`` is a level not to be passed, with its name."""
-    known = [line for line in lines if line.points]
-    if not known:
+    drawn = [line for line in lines if line.points]
+    if not drawn:
         return ""
-    values = [y for line in known for _, y in line.points] + ([bound[0]] if bound else [])
-    steps = [x for line in known for x, _ in line.points]
+    values = [y for line in drawn for _, y in line.points] + ([bound[0]] if bound else [])
+    steps = [x for line in drawn for x, _ in line.points]
     scale = _log_scale(values, height) if log else _linear_scale(values, height)
     first, last = min(steps), max(steps)
 
@@ -77,20 +77,20 @@ def line_plot(
 
     shapes = [_tick(scale(tick), _tick_text(tick, log)) for tick in scale.ticks]
     shapes += [_step_mark(across(step), step, height) for step in _step_ticks(first, last)]
-    shapes += [_curve(line, across, scale) for line in known]
-    named = [(scale(line.points[-1][1]), line.label, line.style) for line in known if line.label]
+    shapes += [_curve(line, across, scale) for line in drawn]
+    named = [(scale(line.points[-1][1]), line.label, line.style) for line in drawn if line.label]
     if bound:
         y = scale(bound[0])
         shapes.append(f'<line class="bound" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
         named.append((y, bound[1], "bound"))
     shapes += _end_labels(named, height)
     spoken = "; ".join(
-        f"{line.label or title} from {line.points[0][1]:.3g} to {line.points[-1][1]:.3g}" for line in known
+        f"{line.label or title} from {line.points[0][1]:.3g} to {line.points[-1][1]:.3g}" for line in drawn
     )
     return _figure(title, f"{title} over steps {first:g} to {last:g}: {spoken}", shapes, height, "plot")
 
 
-def estimate_plot(title: str, estimates: Sequence[Estimate]) -> str:
+def estimate_plot(title: str, estimates: Sequence[EstimateMark]) -> str:
     """Shares as dots on a line from 0 to 100 %, with a bar of one standard error to each side."""
     row, height = 26, 26 * len(estimates) + 4
     shapes = []

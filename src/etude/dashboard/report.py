@@ -197,11 +197,11 @@ def _heldout_curve(run: RunMetrics) -> list[Json]:
         {
             "phase": phase,
             "step": step,
-            "loss": _ratio(found.loss),
-            "action_loss": _ratio(found.action_loss),
-            "sources": _ratios(found.sources),
+            "loss": _ratio(heldout_loss.loss),
+            "action_loss": _ratio(heldout_loss.action_loss),
+            "sources": _ratios(heldout_loss.sources),
         }
-        for (phase, step), found in sorted(run.heldout.items())
+        for (phase, step), heldout_loss in sorted(run.heldout.items())
     ]
     passes: list[Json] = [
         {

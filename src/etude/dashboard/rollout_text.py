@@ -204,32 +204,32 @@ Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
 def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) -> RenderableType:
     """Overview of a run's rollouts, and the values they can be filtered by."""
     table = light_table("purpose", ">groups", ">graded", ">reward", ">versions", "beside")
-    for found in census:
+    for matches in census:
         table.add_row(
-            found.purpose,
-            count(sum(found.groups.values())),
-            count(found.outcomes[Outcome.GRADED]),
-            decimal(found.mean_reward, 3),
-            MISSING if found.versions is None else _span(*found.versions),
-            _beside(found),
+            matches.purpose,
+            count(sum(matches.groups.values())),
+            count(matches.outcomes[Outcome.GRADED]),
+            decimal(matches.mean_reward, 3),
+            MISSING if matches.versions is None else _span(*matches.versions),
+            _beside(matches),
         )
     title = Text.assemble((name, f"bold {ACCENT}"), (" · ", DIM), steps)
     parts: list[RenderableType] = [title, Text(), table]
     if reasons:
         parts += [Text(), Text("training rollouts by why they ended", DIM), *_reason_lines(reasons)]
-    unlisted = sum(found.unlisted for found in census)
+    unlisted = sum(matches.unlisted for matches in census)
     if unlisted:
         parts += [Text(), Text(f"{count(unlisted)} rollouts were recorded by an older étude: filters and orders by "
                                f"tokens, turns, versions, summaries and hints do not find them", WARN)]  # fmt: skip
     return Group(*parts)
 
 
-def rollout_list(found: Sequence[Found], total: int) -> RenderableType:
+def rollout_list(matches: Sequence[Found], total: int) -> RenderableType:
     """Results of a search, a line each."""
-    if not found:
+    if not matches:
         return Text("no rollout is like that", WARN)
     table = light_table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
-    for rollout in found:
+    for rollout in matches:
         traits = rollout.traits
         versions = MISSING
         if traits is not None and traits.first_version is not None and traits.last_version is not None:
@@ -245,8 +245,8 @@ def rollout_list(found: Sequence[Found], total: int) -> RenderableType:
             versions,
             _ended(rollout),
         )
-    shown = f"{count(len(found))} of {count(total)}"
-    return Group(table, Text(shown if total > len(found) else f"{count(total)} rollouts", DIM))
+    shown = f"{count(len(matches))} of {count(total)}"
+    return Group(table, Text(shown if total > len(matches) else f"{count(total)} rollouts", DIM))
 
 
 def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
@@ -306,9 +306,9 @@ def _spelt(letter: str) -> str:
 def _beside(census: Census) -> Text:
     """Other filters, as far as they have matches."""
     troubles = [(census.outcomes[outcome], str(outcome)) for outcome in Outcome if outcome is not Outcome.GRADED]
-    known = [(census.summaries, "with summaries"), (census.hints, "with hints")]
+    marks = [(census.summaries, "with summaries"), (census.hints, "with hints")]
     words = [Text(f"{count(number)} {name}", WARN) for number, name in troubles if number]
-    return Text(", ").join([*words, *(Text(f"{count(number)} {name}") for number, name in known if number)])
+    return Text(", ").join([*words, *(Text(f"{count(number)} {name}") for number, name in marks if number)])
 
 
 def _reason_lines(reasons: Reasons) -> Iterator[RenderableType]:
@@ -349,10 +349,10 @@ def _signed(value: float) -> str:
 
 def _advantages(turns: Sequence[ReadTurn]) -> str:
     """One number where all turns share it, else from the lowest to the highest."""
-    found = sorted({turn.advantage for turn in turns if turn.advantage is not None})
-    if not found:
+    matches = sorted({turn.advantage for turn in turns if turn.advantage is not None})
+    if not matches:
         return MISSING
-    return _signed(found[0]) if len(found) == 1 else f"{_signed(found[0])} … {_signed(found[-1])}"
+    return _signed(matches[0]) if len(matches) == 1 else f"{_signed(matches[0])} … {_signed(matches[-1])}"
 
 
 def _weighing(compared: ReadComparison) -> str:
@@ -424,9 +424,9 @@ def _compared(rollout: ReadRollout, compared: ReadComparison) -> Text:
 
 def _recorded(parts: Sequence[ReadPart]) -> Text:
     """Other measurements; those that are 0 are left out."""
-    known = [part for part in parts if part.value]
-    words = [Text.assemble((f"{visible(part.name)} ", DIM), f"{part.value:.4g}".replace("-", "−")) for part in known]
-    rest = [Text("all else 0" if known else "all 0", DIM)] if len(known) < len(parts) else []
+    marks = [part for part in parts if part.value]
+    words = [Text.assemble((f"{visible(part.name)} ", DIM), f"{part.value:.4g}".replace("-", "−")) for part in marks]
+    rest = [Text("all else 0" if marks else "all 0", DIM)] if len(marks) < len(parts) else []
     return Text(" · ", DIM).join([*words, *rest])
 
 
@@ -460,8 +460,8 @@ def _turn_head(turn: ReadTurn, step: int | None) -> RenderableType:
         words.append(f"earned {_signed(turn.reward)}")
     if turn.finish != "stop":
         words.append(f"cut: {turn.finish}")
-    told = Text(" · ", DIM).join(Text(word, WARN if word.startswith("cut") else "default") for word in words)
-    return Block(f"turn {turn.number} · ", told, f"bold {ACCENT}")
+    remarks = Text(" · ", DIM).join(Text(word, WARN if word.startswith("cut") else "default") for word in words)
+    return Block(f"turn {turn.number} · ", remarks, f"bold {ACCENT}")
 
 
 def _by_version(versions: Mapping[int, int], step: int | None) -> str:
@@ -488,8 +488,8 @@ def _summary(summary: ReadSummary) -> Iterator[RenderableType]:
     line = f"{count(summary.tokens_before)} tokens of context, of which is left:"
     yield Block("  ├ ", Text.assemble((line, DIM), (f" {after}", DIM)))
     yield Block("  │ ", Text(visible(summary.text), GOOD))
-    known = {True: ("✓ ", GOOD), False: ("✗ ", WARN), None: ("· ", DIM)}
-    facts = Text("  ").join(Text.assemble(known[kept], visible(fact)) for fact, kept in summary.facts.items())
+    marks = {True: ("✓ ", GOOD), False: ("✗ ", WARN), None: ("· ", DIM)}
+    facts = Text("  ").join(Text.assemble(marks[kept], visible(fact)) for fact, kept in summary.facts.items())
     if summary.facts:
         seen = [kept for kept in summary.facts.values() if kept is not None]
         facts.append(f"  {sum(seen)} of {len(seen)} seen facts kept", DIM)

@@ -51,26 +51,26 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
 
     A gateway that others than this run may reach has a door of its own for them.
     """
-    wanted = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
+    requested = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
     if config.gateway.public:
-        wanted[PUBLIC] = config.gateway.port
+        requested[PUBLIC] = config.gateway.port
     with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
-        return {process: probes.enter_context(probe_port(port, wait_s=wait_s)) for process, port in wanted.items()}
+        return {process: probes.enter_context(probe_port(port, wait_s=wait_s)) for process, port in requested.items()}
 
 
 @contextlib.contextmanager
-def probe_port(wanted: int, *, wait_s: float = 0.0) -> Iterator[int]:
+def probe_port(requested: int, *, wait_s: float = 0.0) -> Iterator[int]:
     """Hold ``wanted``, or any free port for 0. Raises :class:`~etude.errors.PortInUseError` when it stays taken."""
     deadline_s = time.monotonic() + wait_s
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         while True:
             try:
-                probe.bind((HOST, wanted))
+                probe.bind((HOST, requested))
                 break
             except OSError as error:
                 if time.monotonic() >= deadline_s:
                     way_out = "free it, or set port = 0 to pick one"
-                    raise PortInUseError(f"port {wanted} on {HOST} is in use: {way_out}") from error
+                    raise PortInUseError(f"port {requested} on {HOST} is in use: {way_out}") from error
             time.sleep(POLL_S)
         yield int(probe.getsockname()[1])

@@ -47,7 +47,7 @@ TryAll = Callable[[str, Sequence[Task]], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class EvalRequest:
     """Request for an evaluation."""
 
     version: int | None = None
@@ -70,21 +70,21 @@ class Wanted:
         return {"sampled": sampled, "greedy": ["greedy"]} if self.greedy else {"sampled": sampled}
 
 
-def evaluate(folder: RunFolder, wanted: Wanted, progress: Progress = lambda ended, planned: None) -> Evaluation:
+def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambda ended, planned: None) -> Evaluation:
     """Try what has not been tried yet, and return every try that is wanted.
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
     config = folder.config()
-    number, parts = wanted.tasks or config.eval.tasks, config.reward.parts
-    version, digest = _identified(folder, wanted.version)
+    number, parts = request.tasks or config.eval.tasks, config.reward.parts
+    version, digest = _identified(folder, request.version)
     ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
     ledger.parent.mkdir(exist_ok=True)
-    labels = [label for way in wanted.labels().values() for label in way]
+    labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
         with serving_version(folder, version, ledger=ledger) as served:
             watch = _Watch(ledger, labels, number, progress)
-            asyncio.run(_evaluate(served, wanted, number, watch))
+            asyncio.run(_evaluate(served, request, number, watch))
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -92,7 +92,7 @@ def evaluate(folder: RunFolder, wanted: Wanted, progress: Progress = lambda ende
             version=version,
             digest=digest,
             tries={way: tuple(tuple(tries(archive, label, number)) for label in labels)
-                   for way, labels in wanted.labels().items()},
+                   for way, labels in request.labels().items()},
             engine_s=float(facts or 0.0),
             parts=(GRADER, *(part.name for part in parts)) if parts else (),
         )  # fmt: skip
@@ -120,25 +120,25 @@ def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
         return not any(missing(archive, label, tasks) for label in labels)
 
 
-async def _evaluate(served: ServedRun, wanted: Wanted, tasks: int, watch: "_Watch") -> None:
+async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: "_Watch") -> None:
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
-    async with background_task(_measure(served, wanted, tasks)) as measuring:
-        while not measuring.done():
+    async with background_task(_measure(served, request, tasks)) as tried:
+        while not tried.done():
             for child in served.children:
                 child.check()
             watch.look()
-            await asyncio.wait({measuring}, timeout=POLL_S)
-        measuring.result()
+            await asyncio.wait({tried}, timeout=POLL_S)
+        tried.result()
 
 
-async def _measure(served: ServedRun, wanted: Wanted, tasks: int) -> None:
+async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
     async with open_parts(served.folder) as parts:
         await parts.served.reach(served.version)
         heldout = parts.heldout_tasks(tasks)
         places = asyncio.Semaphore(AT_ONCE)
         passes = [
             _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))
-            for way, labels in wanted.labels().items()
+            for way, labels in request.labels().items()
             for try_all in (partial(parts.dispatcher.evaluate, temperature=TEMPERATURES[way]),)
             for label in labels
         ]
@@ -223,22 +223,22 @@ def missing(archive: Archive, label: str, tasks: int) -> list[int]:
 
 def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
     """The try of each task in one pass, of the round that has it."""
-    found: list[Try | None] = [None] * tasks
+    attempts: list[Try | None] = [None] * tasks
     for name in rounds(label):
-        due = [index for index, attempt in enumerate(found) if attempt is None]
+        due = [index for index, attempt in enumerate(attempts) if attempt is None]
         admitted = archive.admitted(name)
         if not due or not admitted:
-            return found
+            return attempts
         for position, index in enumerate(due[:admitted]):
             group = archive.group(name, position)
             if group.rollouts:
-                found[index] = _try(group.task, group.rollouts[0])
+                attempts[index] = _try(group.task, group.rollouts[0])
     raise AssertionError("rounds never end")
 
 
 def _try(task: Task, rollout: Rollout) -> Try:
     turns = rollout.turns
-    known = (0 if before is None else turns[before].length for before in continued(turns))
+    shared = (0 if before is None else turns[before].length for before in continued(turns))
     prompt_tokens = sum(len(turn.prompt_ids) for turn in turns)
     return Try(
         task_id=task.task_id,
@@ -247,7 +247,7 @@ def _try(task: Task, rollout: Rollout) -> Try:
         graded=grade_of(rollout),
         parts=rollout.reward_parts,
         prompt_tokens=prompt_tokens,
-        new_tokens=prompt_tokens - sum(known),
+        new_tokens=prompt_tokens - sum(shared),
         sampled_tokens=sum(len(turn.completion_ids) for turn in turns),
         turns=len(turns),
         summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),

@@ -63,16 +63,16 @@ SECOND_TURN = 9
 SAMPLED = 20
 """Tokens of each completion: enough for the ladder to decide over two turns of all prompts."""
 STEP_TOKENS = 48
-"""Of the engine: so few that long prompts are read in chunks, beside others that decode."""
+"""Prefill tokens of the engine per pass: so few that long prompts are read in chunks, beside others that decode."""
 CHUNKS = (5, 16, 23)
 """Tokens per step of the layered comparison's chunked reading."""
 LONGEST = max(PROMPTS) + 2 * SAMPLED + SECOND_TURN
 """Tokens of the longest sequence: what a model must have positions for."""
 SEED = 20_11
-"""Of prompts and sampling; any would do."""
+"""Seed of prompts and sampling; any would do."""
 
 Plan: TypeAlias = Sequence[ScheduledTokens]
-"""What one pass of the engine computes."""
+"""Result of one pass of the engine."""
 Reader: TypeAlias = Callable[[Sequence[EngineRequest]], Iterator[Plan]]
 """In which passes the engine reads some sequences."""
 States: TypeAlias = list[Tensor]
@@ -99,7 +99,7 @@ class Parity:
     """The verdict and what it rests on."""
 
     invariant: bool
-    """Whether equality to the last bit is promised."""
+    """True if equality to the last bit is promised."""
     mismatch_level: MismatchLevel
     sampled: Mismatch
     layers: tuple[LayerDifference, ...]
@@ -112,7 +112,7 @@ class Parity:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return self.first is None and self.sampled.equal == self.sampled.tokens
 
     @property
@@ -156,7 +156,7 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
 
 
 def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) -> tuple[LayerDifference, ...]:
-    """What each layer gives for ``sequences`` on both sides, in every way of reading."""
+    """Outputs of each layer for ``sequences`` on both sides, in every way of reading."""
     ours = _read_packed(trainer, sequences)
     pages = [-(-len(sequence) // PAGE) for sequence in sequences]
     firsts = np.cumsum([0, *pages]).tolist()
@@ -206,7 +206,7 @@ def _trajectories(index: int, turns: tuple[Turn, Turn]) -> tuple[Trajectory, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What a side computed for some sequences."""
+    """Numbers that one side computed for some sequences."""
 
     states: dict[str, States] = field(default_factory=dict)
     """Part of a layer → [T,H] of each sequence, in the order of computation."""
@@ -295,7 +295,7 @@ def _prefix(requests: Sequence[EngineRequest]) -> Iterator[Plan]:
 
 
 WAYS: Mapping[str, Reader] = MappingProxyType({"decode": _decode, "chunks": _chunks, "prefix": _prefix})
-"""How an engine comes to read a sequence."""
+"""Way in which an engine reads a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ class _Part:
 
     name: str
     routes: int | None = None
-    """Which of the sparse layers it is."""
+    """Index among the sparse layers."""
 
 
 def _parts(spec: ModelSpec) -> list[_Part]:
@@ -318,7 +318,7 @@ def _parts(spec: ModelSpec) -> list[_Part]:
 
 @contextmanager
 def _observed(model: Decoder) -> Iterator[dict[str, Tensor]]:
-    """What each part gives in a pass, [N,H]."""
+    """Output of each part in a pass, [N,H]."""
     seen: dict[str, Tensor] = {}
     modules = [module for block in model.blocks for module in (block.attention, block.feed)]
     with ExitStack() as stack:
@@ -428,9 +428,10 @@ def show_parity(parity: Parity, console: Console) -> None:
 
 
 def verdict(parity: Parity) -> str:
-    """What the comparison came to, in a sentence; it names the first part that differs."""
-    found = parity.sampled
-    compared = f"{found.tokens} sampled tokens: k3 {formatting.small(found.k3)}, max {formatting.small(found.max)}"
+    """Result of the comparison in a sentence; it names the first part that differs."""
+    mismatch = parity.sampled
+    k3, largest = formatting.small(mismatch.k3), formatting.small(mismatch.max)
+    compared = f"{mismatch.tokens} sampled tokens: k3 {k3}, max {largest}"
     if parity.exact:
         return f"engine and trainer agree to the last bit, in every layer; {compared}"
     first = "only logprobs differ" if parity.first is None else f"{parity.first.name} ({parity.first.way}) is the first"

@@ -131,7 +131,7 @@ class PhaseProcess:
             step += 1
             documents, cursor = self._reading.stream.batch(cursor, self._ends[step - 1])
             if documents:
-                recent += self._trainer.step(step, self._pieces(documents))
+                recent += self._trainer.step(step, self._microbatches(documents))
             if self._is_due(step, REPORT_EVERY_STEPS):
                 now_s = time.perf_counter()
                 self._report(step, cursor, recent, now_s - since_s)
@@ -161,16 +161,17 @@ class PhaseProcess:
         self._optimisation.restore(tensors)
         return saved, cursor
 
-    def _pieces(self, documents: Sequence[Document]) -> list[list[Document]]:
+    def _microbatches(self, documents: Sequence[Document]) -> list[list[Document]]:
         """A batch in as many passes as its tokens need."""
         lengths = [len(document.token_ids) for document in documents]
         (passes,) = pack(lengths, max_tokens=self._settings.microbatch_tokens, ranks=1, cost=self._cost)
-        return [[documents[index] for index in piece] for piece in passes]
+        return [[documents[index] for index in microbatch] for microbatch in passes]
 
     def _measure(self, step: int, cursor: Cursor) -> float | None:
         """The held-out loss after a step; ``None`` where nothing is held out."""
         losses = {
-            name: self._trainer.measure(self._pieces(documents)) for name, documents in self._reading.heldout.items()
+            name: self._trainer.measure(self._microbatches(documents))
+            for name, documents in self._reading.heldout.items()
         }
         if not losses:
             return None
@@ -359,7 +360,7 @@ HELDOUT_SEED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ImitationData:
     """All that a phase reads."""
 
     stream: Stream
@@ -377,7 +378,7 @@ def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
     return config.midtrain if phase == "midtrain" else config.sft
 
 
-def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Reading:
+def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> ImitationData:
     """The stream of a phase, its sources proven to be readable, and its held-out documents.
 
     Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
@@ -386,10 +387,10 @@ def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Reading:
     sources = _open(config, phase, shares, chat, Split.TRAIN)
     tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
     heldout = _open(config, phase, shares, chat, Split.HELDOUT) if config.eval.enabled else {}
-    found = {name: heldout_documents(source, config.eval.documents) for name, source in heldout.items()}
-    return Reading(
+    by_source = {name: heldout_documents(source, config.eval.documents) for name, source in heldout.items()}
+    return ImitationData(
         stream=Stream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
-        heldout={name: documents for name, documents in found.items() if documents},
+        heldout={name: documents for name, documents in by_source.items() if documents},
     )
 
 

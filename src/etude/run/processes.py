@@ -29,7 +29,7 @@ DEVICES: Mapping[str, Role] = {
 """Command → the section whose device its process computes on."""
 
 
-def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
+def run_process(name: str, folder: RunFolder, replica: int = 0) -> None:
     """Become one of the processes of a run, until it has done its work or is told to stop.
 
     ``seat`` tells rollouts processes of one run apart, which may be as many as there is room for. Raises
@@ -46,9 +46,9 @@ def run_process(name: str, folder: RunFolder, seat: int = 0) -> None:
         _become_ranks(ranks, folder)
     os.nice(NICENESS.get(name, 0))
     place = name if rank in (None, "0") else f"{name}-{rank}"
-    place = f"{place}-{seat}" if seat else place
+    place = f"{place}-{replica}" if replica else place
     with exclusive(folder, place, wait_s=PREDECESSOR_S):
-        _run(name, folder, seat)
+        _run(name, folder, replica)
 
 
 def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
@@ -59,7 +59,7 @@ def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)
 
 
-def _run(name: str, folder: RunFolder, seat: int) -> None:
+def _run(name: str, folder: RunFolder, replica: int) -> None:
     match name:
         case "midtrain" | "sft":
             from etude.run.phases import run_phase
@@ -80,7 +80,7 @@ def _run(name: str, folder: RunFolder, seat: int) -> None:
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 
-            run_rollouts(folder, seat)
+            run_rollouts(folder, replica)
         case "train":
             from etude.run.trainer import run_trainer
 

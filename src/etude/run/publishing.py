@@ -62,7 +62,7 @@ class WeightPublishing:
             self._blocked_s += self._publication.wait_read()
 
     @property
-    def landed(self) -> bool:
+    def is_visible(self) -> bool:
         """True if :meth:`land` would return at once."""
         return self._publication is None or self._publication.done
 

@@ -225,7 +225,7 @@ class TrainerProcess:
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
         while (groups := self._ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
-            if self.publishing.landed:
+            if self.publishing.is_visible:
                 self._commit_published()
             self.trainer_group.idle(time.monotonic())
             self._heartbeat.beat()
@@ -305,17 +305,17 @@ def scored(
     batch: Batch, config: RunConfig, probe: MismatchProbe | None, reference: Reference | None
 ) -> tuple[Trajectory, ...]:
     """The batch's trajectories, with what other policies give their tokens where the loss asks for that."""
-    found, max_tokens = [*batch.trajectories], config.trainer.microbatch_tokens
-    if config.loss.old_policy == "recomputed" and found:
+    views, max_tokens = [*batch.trajectories], config.trainer.microbatch_tokens
+    if config.loss.old_policy == "recomputed" and views:
         assert probe is not None
-        rows = probe.old_logprobs(found, max_tokens=max_tokens)
-        found = [replace(one, old_logprobs=row) for one, row in zip(found, rows, strict=True)]
-    if config.loss.scores_reference and found:
+        rows = probe.old_logprobs(views, max_tokens=max_tokens)
+        views = [replace(one, old_logprobs=row) for one, row in zip(views, rows, strict=True)]
+    if config.loss.scores_reference and views:
         assert reference is not None
-        for piece in passes(found, max_tokens):
-            for index, row in zip(piece, reference.logprobs([found[i] for i in piece]), strict=True):
-                found[index] = replace(found[index], reference_logprobs=row)
-    return tuple(found)
+        for microbatch in passes(views, max_tokens):
+            for index, row in zip(microbatch, reference.logprobs([views[i] for i in microbatch]), strict=True):
+                views[index] = replace(views[index], reference_logprobs=row)
+    return tuple(views)
 
 
 def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
@@ -367,7 +367,7 @@ def run_trainer(folder: RunFolder) -> None:
             lead(folder, grid)
         else:
             outages = StoreOutages(folder.store, config.rollouts.max_outage_s)  # rank 0 tells people of them
-            build_trainer(folder, config, grid, open_log(folder, outages)).follow()
+            build_trainer(folder, config, grid, open_log(folder, outages)).worker_loop()
 
 
 def lead(folder: RunFolder, grid: Grid | None) -> None:
@@ -421,7 +421,7 @@ def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
 
 def _mismatch_rows(step: int, report: MismatchReport) -> Iterator[MismatchMeasured]:
     last = dict(zip(POSITIONS, (*(first - 1 for first in POSITIONS[1:]), None), strict=True))
-    for version, found in report.versions:
-        yield MismatchMeasured(step=step, by="version", first=version, last=version, **asdict(found))
-    for first, found in report.positions:
-        yield MismatchMeasured(step=step, by="position", first=first, last=last[first], **asdict(found))
+    for version, views in report.versions:
+        yield MismatchMeasured(step=step, by="version", first=version, last=version, **asdict(views))
+    for first, views in report.positions:
+        yield MismatchMeasured(step=step, by="position", first=first, last=last[first], **asdict(views))

@@ -50,7 +50,7 @@ NOTHING = Totals(tokens=0, trajectories=0)
 """Totals of commands that have no batch."""
 
 
-class Act(StrEnum):
+class CommandKind(StrEnum):
     """Kinds of work that all ranks do together."""
 
     RESTORE = "restore"
@@ -62,10 +62,10 @@ class Act(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Command:
     """One act and what it is done with."""
 
-    act: Act
+    kind: CommandKind
     step: int = 0
     totals: Totals = NOTHING
     shares: tuple[tuple[MicroBatch, ...], ...] = ()
@@ -97,7 +97,7 @@ class TrainerGroup:
     ) -> None:
         """Let the others go. After an error they find out by themselves: nobody knows what they are waiting for."""
         if kind is None:
-            self._tell(Order(act=Act.END))
+            self._broadcast(Command(kind=CommandKind.END))
 
     @property
     def saved(self) -> int:
@@ -106,7 +106,7 @@ class TrainerGroup:
 
     def restore(self, step: int) -> None:
         """Go back to the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
-        self._tell(Order(act=Act.RESTORE, step=step))
+        self._broadcast(Command(kind=CommandKind.RESTORE, step=step))
         self._restore(step)
 
     def step(
@@ -122,8 +122,8 @@ class TrainerGroup:
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
-        order = Order(
-            act=Act.STEP,
+        command = Command(
+            kind=CommandKind.STEP,
             step=step,
             totals=totals,
             shares=tuple(map(tuple, shares)),
@@ -131,19 +131,19 @@ class TrainerGroup:
         )
         views = [view for example in distillation.examples for view in (example.student, example.teacher)]
         everything = [*trajectories, *views]
-        self._tell(order, lambda: encode(everything))
-        return self._step(order, everything, before_update)
+        self._broadcast(command, lambda: encode(everything))
+        return self._step(command, everything, before_update)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``."""
-        self._tell(Order(act=Act.SAVE, step=step))
+        self._broadcast(Command(kind=CommandKind.SAVE, step=step))
         self._save(step)
 
     def whole_model(self) -> Decoder:
         """The model with whole weights; alone, the model itself, which the next step changes."""
         if self._grid is None:
             return self._policy.model
-        self._tell(Order(act=Act.GATHER))
+        self._broadcast(Command(kind=CommandKind.GATHER))
         model = whole_model(self._policy.model)
         assert model is not None
         return model
@@ -152,19 +152,19 @@ class TrainerGroup:
         """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
         if self._told_s is None or now_s - self._told_s >= IDLE_S:
             self._told_s = now_s
-            self._tell(Order(act=Act.IDLE))
+            self._broadcast(Command(kind=CommandKind.IDLE))
 
-    def follow(self) -> None:
+    def worker_loop(self) -> None:
         """On all ranks but 0: do as rank 0 says, until it lets go."""
-        while (order := self._hear()).act is not Act.END:
-            match order.act:
-                case Act.RESTORE:
-                    self._restore(order.step)
-                case Act.STEP:
-                    self._step(order, decode(self._said()), lambda: None)
-                case Act.SAVE:
-                    self._save(order.step)
-                case Act.GATHER:
+        while (command := self._receive()).kind is not CommandKind.END:
+            match command.kind:
+                case CommandKind.RESTORE:
+                    self._restore(command.step)
+                case CommandKind.STEP:
+                    self._step(command, decode(self._receive_bytes()), lambda: None)
+                case CommandKind.SAVE:
+                    self._save(command.step)
+                case CommandKind.GATHER:
                     whole_model(self._policy.model, keep=False)
                 case _:
                     pass
@@ -177,31 +177,35 @@ class TrainerGroup:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
 
     def _step(
-        self, order: Order, everything: Sequence[Trajectory], before_update: Callable[[], None]
+        self, command: Command, everything: Sequence[Trajectory], before_update: Callable[[], None]
     ) -> dict[str, float]:
         """``everything`` is the batch and, behind it, the two views of each example."""
         share = 0 if self._grid is None else self._grid.share
-        pieces = [tuple(everything[index] for index in piece) for piece in order.shares[share]]
-        views = everything[order.totals.trajectories :]
+        microbatches = [tuple(everything[index] for index in microbatch) for microbatch in command.shares[share]]
+        views = everything[command.totals.trajectories :]
         examples = [DistillationExample(student=s, teacher=t) for s, t in zip(views[::2], views[1::2], strict=True)]
-        taught = [tuple(examples[index] for index in piece) for piece in order.examples[share]] if examples else []
-        metrics = self._policy.step(order.step, pieces, order.totals, before_update, taught)
+        distilled = (
+            [tuple(examples[index] for index in microbatch) for microbatch in command.examples[share]]
+            if examples
+            else []
+        )
+        metrics = self._policy.step(command.step, microbatches, command.totals, before_update, distilled)
         return metrics if self._grid is None else reduced(metrics, self._grid)
 
-    def _tell(self, order: Order, payload: Callable[[], bytes] | None = None) -> None:
+    def _broadcast(self, command: Command, payload: Callable[[], bytes] | None = None) -> None:
         if self._grid is None:
             return
-        self._grid.broadcast(json.dumps(asdict(order)).encode())
+        self._grid.broadcast(json.dumps(asdict(command)).encode())
         if payload is not None:
             self._grid.broadcast(payload())
 
-    def _hear(self) -> Order:
-        fields = json.loads(self._said())
+    def _receive(self) -> Command:
+        fields = json.loads(self._receive_bytes())
         for name in ("shares", "examples"):
-            fields[name] = tuple(tuple(tuple(piece) for piece in share) for share in fields[name])
-        return Order(**fields | {"act": Act(fields["act"]), "totals": Totals(**fields["totals"])})
+            fields[name] = tuple(tuple(tuple(microbatch) for microbatch in share) for share in fields[name])
+        return Command(**fields | {"kind": CommandKind(fields["kind"]), "totals": Totals(**fields["totals"])})
 
-    def _said(self) -> bytes:
+    def _receive_bytes(self) -> bytes:
         assert self._grid is not None
         return self._grid.broadcast(b"")
 

@@ -83,8 +83,8 @@ class HackRates:
         self.flags.update(judged.flags)
         if judged.disposition in ("quarantine", "zero"):
             (self.quarantined if judged.disposition == "quarantine" else self.zeroed)[judged.reason] += 1
-        known = judged.template in self.templates or len(self.templates) < MAX_TEMPLATES
-        self.templates.setdefault(judged.template if known else OTHERS, Share()).add(judged.hacked)
+        is_listed = judged.template in self.templates or len(self.templates) < MAX_TEMPLATES
+        self.templates.setdefault(judged.template if is_listed else OTHERS, Share()).add(judged.hacked)
         self.steps.setdefault(judged.step, Share()).add(judged.hacked)
 
     def figures(self) -> dict[str, Json]:

@@ -106,7 +106,7 @@ class DistillationLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class TokenDivergences:
     """Student and teacher of a piece's examples, token by token."""
 
     terms_N: Tensor
@@ -137,12 +137,14 @@ class Distillation:
         """
         students, teachers = [example.student for example in examples], [example.teacher for example in examples]
         compare = self._everything if self.config.estimator == "full" else self._sampled
-        found = compare(model, students, teachers)
-        weights_N = prefix_weights(found) if self.config.contexts == "shared" else torch.ones_like(found.nats_N)
-        loss = (weights_N * found.terms_N).sum() * (self.config.weight / max(1, normaliser))
-        return DistillationLoss(loss, tokens=len(found.nats_N), nats=float((weights_N * found.nats_N).sum()))
+        compared = compare(model, students, teachers)
+        weights_N = prefix_weights(compared) if self.config.contexts == "shared" else torch.ones_like(compared.nats_N)
+        loss = (weights_N * compared.terms_N).sum() * (self.config.weight / max(1, normaliser))
+        return DistillationLoss(loss, tokens=len(compared.nats_N), nats=float((weights_N * compared.nats_N).sum()))
 
-    def _everything(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:
+    def _everything(
+        self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
+    ) -> TokenDivergences:
         with torch.no_grad():
             _, teacher_nH, teacher_owners_N = self._read(model, teachers)
         tokens, student_nH, owners_N = self._read(model, students)
@@ -159,15 +161,17 @@ class Distillation:
         if self.context is not None and owners_N is not None:
             found_N2 = self.context.gathered(found_N2, owners_N)
         terms_N, gaps_N = found_N2.unbind(1)
-        return Compared(terms_N, terms_N.detach(), gaps_N.detach(), tokens.trajectories_N)
+        return TokenDivergences(terms_N, terms_N.detach(), gaps_N.detach(), tokens.trajectories_N)
 
-    def _sampled(self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]) -> Compared:
+    def _sampled(
+        self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
+    ) -> TokenDivergences:
         with torch.no_grad():
             teacher_N = score(model, *self._tokens(model, teachers), self.context).logprobs_N
         tokens, routing = self._tokens(model, students)
         student_N = score(model, tokens, routing, self.context).logprobs_N
         terms_N, nats_N = sampled_terms(student_N, teacher_N, tokens.engine_logprobs_N, cap=self.config.cap)
-        return Compared(terms_N, nats_N, teacher_N - student_N.detach(), tokens.trajectories_N)
+        return TokenDivergences(terms_N, nats_N, teacher_N - student_N.detach(), tokens.trajectories_N)
 
     def _read(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Tensor, Tensor | None]:
         tokens, routing = self._tokens(model, views)
@@ -202,13 +206,13 @@ def sampled_terms(student_N: Tensor, teacher_N: Tensor, engine_N: Tensor, *, cap
     return weighted_N * student_N, weighted_N
 
 
-def prefix_weights(found: Compared) -> Tensor:
+def prefix_weights(compared: TokenDivergences) -> Tensor:
     """[N] min(1, π_h(y_<t) / π_θ(y_<t)): how far the teacher would have come to a token, too; 1 at the first one."""
-    sums_N = found.gaps_N.double().cumsum(0)
-    before_N = sums_N - found.gaps_N
-    lengths_S = torch.bincount(found.examples_N)
+    sums_N = compared.gaps_N.double().cumsum(0)
+    before_N = sums_N - compared.gaps_N
+    lengths_S = torch.bincount(compared.examples_N)
     firsts_S = lengths_S.cumsum(0) - lengths_S
-    return (before_N - before_N[firsts_S][found.examples_N]).clamp(max=0.0).exp().to(found.terms_N.dtype)
+    return (before_N - before_N[firsts_S][compared.examples_N]).clamp(max=0.0).exp().to(compared.terms_N.dtype)
 
 
 def _chunk(model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from etude.models.decoder import Decoder
 from etude.trainer.optimisation import Optimisation
 from etude.types import Document, Mask
 
-Piece: TypeAlias = Sequence[Document]
+MicroBatch: TypeAlias = Sequence[Document]
 """Documents that go through the model together; empty: a pass without any."""
 MIN_TOKENS = 2
 """A shorter document predicts nothing and is left out."""
@@ -68,7 +68,7 @@ class ImitationTrainer:
         self._optimisation = optimisation
         self._model = optimisation.model
 
-    def step(self, step: int, pieces: Sequence[Piece]) -> Loss:
+    def step(self, step: int, microbatches: Sequence[MicroBatch]) -> Loss:
         """Take step 1, 2, … on all pieces of a batch and return the loss that it was taken from.
 
             L = Σ_t w_t · −log π_θ(y_t) / Σ_t w_t        over the predicted tokens of the whole batch
@@ -76,28 +76,28 @@ class ImitationTrainer:
         Raises :class:`~etude.errors.DivergedError` as :meth:`Optimisation.step` does, and ``ValueError`` for a batch in
         which no token counts.
         """
-        total = sum(_weight(document) for piece in pieces for document in piece)
+        total = sum(_weight(document) for microbatch in microbatches for document in microbatch)
         if not total > 0:
             raise ValueError(f"step {step}: no token of the batch has a weight, there is nothing to learn")
-        found: list[Loss] = []
-        self._optimisation.step(step, self._losses(pieces, total, found))
-        return sum(found, Loss())
+        losses: list[Loss] = []
+        self._optimisation.step(step, self._losses(microbatches, total, losses))
+        return sum(losses, Loss())
 
     @torch.no_grad()
-    def measure(self, pieces: Sequence[Piece]) -> Loss:
+    def measure(self, microbatches: Sequence[MicroBatch]) -> Loss:
         """The loss of documents that are not learnt from."""
-        found: list[Loss] = []
-        for _ in self._losses(pieces, 1.0, found):
+        losses: list[Loss] = []
+        for _ in self._losses(microbatches, 1.0, losses):
             pass
-        return sum(found, Loss())
+        return sum(losses, Loss())
 
-    def _losses(self, pieces: Sequence[Piece], total: float, found: list[Loss]) -> Iterator[Tensor]:
+    def _losses(self, microbatches: Sequence[MicroBatch], total: float, losses: list[Loss]) -> Iterator[Tensor]:
         """Each piece's share of the loss, when it is asked for; its measurements go to ``found``."""
-        for piece in pieces:
-            documents = [document for document in piece if len(document.token_ids) >= MIN_TOKENS]
+        for microbatch in microbatches:
+            documents = [document for document in microbatch if len(document.token_ids) >= MIN_TOKENS]
             if documents:
                 losses_P, weights_P, acts_P = predict(self._model, documents)
-                found.append(_measured(losses_P.detach(), weights_P, acts_P, documents))
+                losses.append(_measured(losses_P.detach(), weights_P, acts_P, documents))
                 yield (losses_P * weights_P).sum() / total
 
 
@@ -131,7 +131,7 @@ def _acts(document: Document) -> Mask:
     return own & np.bool_(not own[1:].all())
 
 
-def _measured(losses_P: Tensor, weights_P: Tensor, acts_P: Tensor, documents: Piece) -> Loss:
+def _measured(losses_P: Tensor, weights_P: Tensor, acts_P: Tensor, documents: MicroBatch) -> Loss:
     return Loss(
         weighted=float((losses_P * weights_P).sum()),
         weight=float(weights_P.sum()),

@@ -107,15 +107,15 @@ def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> Polic
     correction = correct(log_ratios_N, gaps_N, tokens.advantages_N, tokens.trajectories_N, config)
     has_anchor = config.correction == "decoupled" or config.old_policy == "recomputed"
     anchors_N = proximal_N if has_anchor else tokens.engine_logprobs_N
-    found = SURROGATES[config.kind](LossInput(tokens, anchors_N, correction, config))
-    terms_N = found.terms_N
+    surrogate = SURROGATES[config.kind](LossInput(tokens, anchors_N, correction, config))
+    terms_N = surrogate.terms_N
     if config.kl_coef:
         terms_N = terms_N - config.kl_coef * divergence_terms(tokens, config)
     if config.entropy_coef:
         assert tokens.entropies_N is not None, "the loss asks for entropies"
         terms_N = terms_N + config.entropy_coef * tokens.entropies_N
-    masked_N = correction.masked_N | found.clipped_N
-    truncated_N = (correction.truncated_N | found.capped_N) & ~masked_N
+    masked_N = correction.masked_N | surrogate.clipped_N
+    truncated_N = (correction.truncated_N | surrogate.capped_N) & ~masked_N
     loss = -aggregate(terms_N, tokens.trajectories_N, config, totals)
     return PolicyLoss(loss, truncated=int(truncated_N.sum()), masked=int(masked_N.sum()))
 

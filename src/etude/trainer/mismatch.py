@@ -129,17 +129,17 @@ class MismatchProbe:
 
     def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
         """Compare every comparable turn of ``trajectories``, ``max_tokens`` tokens at a time."""
-        found: dict[int, list[_Compared]] = {}
+        found: dict[int, list[_ComparedTokens]] = {}
         for version, state in sorted(self._states.items()):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
             if not rows:
                 continue
             load_state(self._scorer, state)
             found[version] = [self._compare(part) for part in _parts(rows, max_tokens)]
-        everything = [compared for pieces in found.values() for compared in pieces]
+        everything = [compared for chunks in found.values() for compared in chunks]
         return MismatchReport(
             total=_summary(everything),
-            versions=tuple((version, _summary(pieces)) for version, pieces in found.items()),
+            versions=tuple((version, _summary(chunks)) for version, chunks in found.items()),
             positions=_by_position(everything),
         )
 
@@ -176,9 +176,9 @@ class MismatchProbe:
             routing = Routing(replay=routes, floor=self._config.replay_floor)
         return sampled_logprobs(self._scorer, tokens, routing), tokens, routing
 
-    def _compare(self, rows: Sequence[_Row]) -> "_Compared":
+    def _compare(self, rows: Sequence[_Row]) -> "_ComparedTokens":
         logprobs_N, tokens, routing = self._score(rows)
-        return _Compared(
+        return _ComparedTokens(
             differences_N=(logprobs_N - tokens.engine_logprobs_N).cpu().numpy(),
             positions_N=np.concatenate([positions(t)[1:][mask[1:]] for t, mask in rows]),
             pairs=routing.pairs if routing else 0,
@@ -205,7 +205,7 @@ def positions(trajectory: Trajectory) -> Ids:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Compared:
+class _ComparedTokens:
     """One forward pass of the scorer against the engine."""
 
     differences_N: Floats
@@ -233,17 +233,17 @@ def _turns(trajectory: Trajectory) -> Iterable[tuple[int, int]]:
     return zip(trajectory.turn_starts, ends, strict=True)
 
 
-def _summary(pieces: Sequence[_Compared]) -> Mismatch:
+def _summary(chunks: Sequence[_ComparedTokens]) -> Mismatch:
     return summarise(
-        np.concatenate([np.zeros(0, np.float32), *(piece.differences_N for piece in pieces)]),
-        pairs=sum(piece.pairs for piece in pieces),
-        flips=sum(piece.flips for piece in pieces),
+        np.concatenate([np.zeros(0, np.float32), *(chunk.differences_N for chunk in chunks)]),
+        pairs=sum(chunk.pairs for chunk in chunks),
+        flips=sum(chunk.flips for chunk in chunks),
     )
 
 
-def _by_position(pieces: Sequence[_Compared]) -> tuple[tuple[int, Mismatch], ...]:
-    differences_N = np.concatenate([np.zeros(0, np.float32), *(piece.differences_N for piece in pieces)])
-    places_N = np.concatenate([np.zeros(0, np.int32), *(piece.positions_N for piece in pieces)])
+def _by_position(chunks: Sequence[_ComparedTokens]) -> tuple[tuple[int, Mismatch], ...]:
+    differences_N = np.concatenate([np.zeros(0, np.float32), *(chunk.differences_N for chunk in chunks)])
+    places_N = np.concatenate([np.zeros(0, np.int32), *(chunk.positions_N for chunk in chunks)])
     ranges_N = np.searchsorted(POSITIONS, places_N, side="right") - 1
     found = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
     return tuple((first, summarise(differences)) for first, differences in found if len(differences))

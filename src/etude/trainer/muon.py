@@ -35,7 +35,7 @@ ADAMW_RMS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class MatrixSplit:
     """Division of the last two axes of a parameter into matrices; no sizes: they are one."""
 
     rows: tuple[int, ...] = ()
@@ -49,11 +49,11 @@ class Split:
         return parts
 
 
-Matrices: TypeAlias = Mapping[nn.Parameter, Split]
+Matrices: TypeAlias = Mapping[nn.Parameter, MatrixSplit]
 """The parameters that Muon takes, and what they part into."""
 
 
-def matrices_of(model: Decoder) -> dict[nn.Parameter, Split]:
+def matrices_of(model: Decoder) -> dict[nn.Parameter, MatrixSplit]:
     """All matrices of the blocks; not the embedding and the output matrix, whose rows are looked up or scored."""
     return {parameter: split for block in model.blocks for parameter, split in _block(block)}
 
@@ -137,7 +137,7 @@ def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[lis
     yield from groups.values()
 
 
-def _orthogonal(directions: Sequence[Tensor], split: Split) -> Sequence[Tensor]:
+def _orthogonal(directions: Sequence[Tensor], split: MatrixSplit) -> Sequence[Tensor]:
     """Each direction's update, this rank's part of it: P tensors in, P tensors out."""
     first = directions[0]
     stack_Prc = torch.stack([local(direction) for direction in directions])
@@ -166,7 +166,7 @@ def _row_sharding(tensor: Tensor) -> tuple[DeviceMesh, int] | None:
     return None
 
 
-def _updates(whole_MRC: Tensor, split: Split) -> Tensor:
+def _updates(whole_MRC: Tensor, split: MatrixSplit) -> Tensor:
     """[M,R,C]: every part orthogonal and scaled; parts of one shape go through the iteration together."""
     updates_MRC = torch.empty_like(whole_MRC)
     pairs = list(zip(split.parts(whole_MRC), split.parts(updates_MRC), strict=True))
@@ -175,13 +175,13 @@ def _updates(whole_MRC: Tensor, split: Split) -> Tensor:
         stack_Mrc = torch.cat([part for part, _ in chosen])
         precise = stack_Mrc if stack_Mrc.device.type == "cpu" else stack_Mrc.bfloat16()
         scale = ADAMW_RMS * math.sqrt(max(shape[-2:]))
-        found = (orthogonalise(precise) * scale).chunk(len(chosen)) if len(whole_MRC) else [stack_Mrc] * len(chosen)
-        for (_, target), update in zip(chosen, found, strict=True):
+        updates = (orthogonalise(precise) * scale).chunk(len(chosen)) if len(whole_MRC) else [stack_Mrc] * len(chosen)
+        for (_, target), update in zip(chosen, updates, strict=True):
             target.copy_(update)
     return updates_MRC
 
 
-def _block(block: nn.Module) -> Iterator[tuple[nn.Parameter, Split]]:
+def _block(block: nn.Module) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
     assert isinstance(block, DecoderBlock)
     attention = block.attention
     yield from _grouped(attention) if isinstance(attention, GroupedAttention) else _latent(attention)
@@ -191,32 +191,32 @@ def _block(block: nn.Module) -> Iterator[tuple[nn.Parameter, Split]]:
     yield from _experts(block.feed)
 
 
-def _grouped(attention: GroupedAttention) -> Iterator[tuple[nn.Parameter, Split]]:
+def _grouped(attention: GroupedAttention) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
     spec = attention.spec
-    yield attention.qkv, Split(rows=(spec.head_dim,) * (spec.heads + 2 * spec.kv_heads))
-    yield attention.output, Split(columns=(spec.head_dim,) * spec.heads)
+    yield attention.qkv, MatrixSplit(rows=(spec.head_dim,) * (spec.heads + 2 * spec.kv_heads))
+    yield attention.output, MatrixSplit(columns=(spec.head_dim,) * spec.heads)
 
 
-def _latent(attention: LatentAttention) -> Iterator[tuple[nn.Parameter, Split]]:
+def _latent(attention: LatentAttention) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
     spec = attention.spec
     query = (spec.nope_dim + spec.rope_dim,) * spec.heads
     if attention.expand_queries is None:
-        yield attention.compress, Split(rows=(*query, *attention.split[1:]))
+        yield attention.compress, MatrixSplit(rows=(*query, *attention.split[1:]))
     else:
-        yield attention.compress, Split(rows=attention.split)
-        yield attention.expand_queries, Split(rows=query)
-    yield attention.expand_latents, Split(rows=(spec.nope_dim, spec.value_dim) * spec.heads)
-    yield attention.output, Split(columns=(spec.value_dim,) * spec.heads)
+        yield attention.compress, MatrixSplit(rows=attention.split)
+        yield attention.expand_queries, MatrixSplit(rows=query)
+    yield attention.expand_latents, MatrixSplit(rows=(spec.nope_dim, spec.value_dim) * spec.heads)
+    yield attention.output, MatrixSplit(columns=(spec.value_dim,) * spec.heads)
 
 
-def _experts(experts: Experts) -> Iterator[tuple[nn.Parameter, Split]]:
-    yield experts.router.weight, Split()
-    yield experts.routed.gate_up, Split(rows=(experts.spec.size,) * 2)
-    yield experts.routed.down, Split()
+def _experts(experts: Experts) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
+    yield experts.router.weight, MatrixSplit()
+    yield experts.routed.gate_up, MatrixSplit(rows=(experts.spec.size,) * 2)
+    yield experts.routed.down, MatrixSplit()
     if experts.shared is not None:
         yield from _feed_forward(experts.shared)
 
 
-def _feed_forward(feed: FeedForward) -> Iterator[tuple[nn.Parameter, Split]]:
-    yield feed.gate_up, Split(rows=(feed.gate_up.shape[0] // 2,) * 2)
-    yield feed.down, Split()
+def _feed_forward(feed: FeedForward) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
+    yield feed.gate_up, MatrixSplit(rows=(feed.gate_up.shape[0] // 2,) * 2)
+    yield feed.down, MatrixSplit()

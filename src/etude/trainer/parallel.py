@@ -92,17 +92,17 @@ class Grid:
         device = self.everyone.device_type
         size = torch.tensor([len(payload)], device=device)
         dist.broadcast(size, 0)
-        held = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if self.rank == 0 and payload else None
-        told = torch.empty(int(size), dtype=torch.uint8, device=device) if held is None else held.to(device)
-        dist.broadcast(told, 0)
-        return told.cpu().numpy().tobytes()
+        sent = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if self.rank == 0 and payload else None
+        received = torch.empty(int(size), dtype=torch.uint8, device=device) if sent is None else sent.to(device)
+        dist.broadcast(received, 0)
+        return received.cpu().numpy().tobytes()
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """Each number, added up over all ranks."""
         totals = torch.tensor(numbers, dtype=torch.float64, device=self.everyone.device_type)
         dist.all_reduce(totals)
-        found: list[float] = totals.tolist()
-        return found
+        sums: list[float] = totals.tolist()
+        return sums
 
 
 @contextlib.contextmanager

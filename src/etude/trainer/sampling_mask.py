@@ -23,7 +23,7 @@ from etude.models.arithmetic import MaskTensors
 from etude.types import Ids, Mask, Trajectory
 
 
-def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> MaskTensors | None:
+def gather_masks(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> MaskTensors | None:
     """The mask sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
 
     The first token of a trajectory is never predicted and left out. ``None`` where none of the tokens was cut.
@@ -36,9 +36,9 @@ def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], devic
             sizes.append(np.zeros(len(chosen), np.int64))
             continue
         sizes.append(trajectory.sampling_mask.sizes[chosen])
-        wanted = np.zeros(len(mask), bool)
-        wanted[chosen] = True
-        ids.append(trajectory.sampling_mask.token_ids[np.repeat(wanted, trajectory.sampling_mask.sizes)])
+        is_chosen = np.zeros(len(mask), bool)
+        is_chosen[chosen] = True
+        ids.append(trajectory.sampling_mask.token_ids[np.repeat(is_chosen, trajectory.sampling_mask.sizes)])
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))])
     if offsets[-1] == 0:
         return None
@@ -48,7 +48,7 @@ def gather_kept(trajectories: Sequence[Trajectory], masks: Sequence[Mask], devic
     )
 
 
-def chosen_kept(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | None:
+def chosen_mask(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | None:
     """The sets of the tokens that are true in ``chosen_N``."""
     if mask is None:
         return None

@@ -21,7 +21,7 @@ from etude.models.arithmetic import MaskTensors
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.parallel_context import ContextParallel
-from etude.trainer.sampling_mask import chosen_kept, entropies, gather_kept
+from etude.trainer.sampling_mask import chosen_mask, entropies, gather_masks
 from etude.types import Floats, Ids, Mask, Trajectory
 
 
@@ -80,8 +80,8 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
         return torch.from_numpy(np.concatenate([x[mask] for x, mask in zip(arrays, masks, strict=True)])).to(device)
 
     def scored(arrays: Sequence[Floats | None]) -> Tensor | None:
-        known = [array for array in arrays if array is not None]
-        return chosen(known) if len(known) == len(arrays) else None
+        present = [array for array in arrays if array is not None]
+        return chosen(present) if len(present) == len(arrays) else None
 
     counts = torch.tensor([int(mask.sum()) for mask in masks])
     return SampledTokens(
@@ -94,7 +94,7 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
         versions_N=chosen([t.versions for t in trajectories]),
         advantages_N=chosen([t.advantages for t in trajectories]),
         temperatures_N=chosen([t.temperatures for t in trajectories]),
-        sampling_mask=gather_kept(trajectories, masks, device),
+        sampling_mask=gather_masks(trajectories, masks, device),
         old_logprobs_N=scored([t.old_logprobs for t in trajectories]),
         reference_logprobs_N=scored([t.reference_logprobs for t in trajectories]),
     )
@@ -115,7 +115,7 @@ def score(
     ``context`` the ranks that share it score together: each the tokens that it computes, all of them know all scores.
     """
     if context is not None:
-        return _score_together(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
+        return _score_in_parallel(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
     logits_NV = _logits(model, tokens, routing)
     entropy_logits_NV = logits_NV if differentiate_entropies else logits_NV.detach()
     return Scores(
@@ -141,7 +141,7 @@ def hidden_before(
     return hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)], owners_N
 
 
-def _score_together(
+def _score_in_parallel(
     model: Decoder,
     tokens: SampledTokens,
     routing: Routing | None,
@@ -154,11 +154,11 @@ def _score_together(
     mine_N = owners_N == context.rank
     logits_nV = model.logits(hidden_nH)
     entropy_logits_nV = logits_nV if differentiate_entropies else logits_nV.detach()
-    temperatures_n, kept = tokens.temperatures_N[mine_N], chosen_kept(tokens.sampling_mask, mine_N)
-    logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, kept)
+    temperatures_n, chosen = tokens.temperatures_N[mine_N], chosen_mask(tokens.sampling_mask, mine_N)
+    logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, chosen)
     return Scores(
         logprobs_N=context.gathered(logprobs_n, owners_N),
-        entropies_N=context.gathered(entropies(entropy_logits_nV, temperatures_n, kept), owners_N),
+        entropies_N=context.gathered(entropies(entropy_logits_nV, temperatures_n, chosen), owners_N),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import Ledger
-from etude.run.evaluate import Wanted, missing, one_pass, rounds, tries
+from etude.run.evaluate import EvalRequest, missing, one_pass, rounds, tries
 from etude.types import Disposition, Split, Task, Verdict
 from ledgers import rollout, task
 
@@ -103,7 +103,7 @@ def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_wanted_is_checked() -> None:
-    assert Wanted(passes=2).labels() == {"sampled": ["sampled-0", "sampled-1"], "greedy": ["greedy"]}
-    assert Wanted(greedy=False).labels() == {"sampled": ["sampled-0"]}
+    assert EvalRequest(passes=2).labels() == {"sampled": ["sampled-0", "sampled-1"], "greedy": ["greedy"]}
+    assert EvalRequest(greedy=False).labels() == {"sampled": ["sampled-0"]}
     with pytest.raises(ConfigError, match="--passes 0"):
-        Wanted(passes=0)
+        EvalRequest(passes=0)

@@ -86,7 +86,7 @@ def test_trainer_and_engine_wait_for_their_store_and_go_on_with_the_same_bits(
             await until(lambda: {line.split()[0] for line in told(folder)} == {"trainer", "engine"})
             assert all(f"waits for {store}" in line for line in told(folder))
             assert beats.stat().st_mtime > 1, "who waits is alive"
-            assert not publishing.landed
+            assert not publishing.is_visible
             assert not following.done()
             assert updater.version == 0, "it serves what it has"
             assert not os.path.lexists(store), "nothing is begun in its place"  # noqa: ASYNC240

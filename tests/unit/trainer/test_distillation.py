@@ -12,7 +12,7 @@ from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
-from etude.trainer.distillation import Compared, Distillation, DistillationExample, divergences, prefix_weights
+from etude.trainer.distillation import Distillation, DistillationExample, TokenDivergences, divergences, prefix_weights
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer
@@ -278,9 +278,9 @@ def test_divergences_of_a_distribution_from_itself_are_nothing() -> None:
     assert divergences(logits, logits.flip(-1), torch.ones(4), ids)[:, 0].min() > 0
 
 
-def make_compared(gaps: list[float], examples: list[int]) -> Compared:
+def make_compared(gaps: list[float], examples: list[int]) -> TokenDivergences:
     found_N = torch.tensor(gaps)
-    return Compared(found_N, found_N, found_N, torch.tensor(examples, dtype=torch.int64))
+    return TokenDivergences(found_N, found_N, found_N, torch.tensor(examples, dtype=torch.int64))
 
 
 def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
-from etude.trainer.muon import ADAMW_RMS, Muon, Split, matrices_of, orthogonalise
+from etude.trainer.muon import ADAMW_RMS, MatrixSplit, Muon, matrices_of, orthogonalise
 from etude.trainer.optimisation import build_optimiser
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
@@ -62,7 +62,7 @@ def test_matrices_do_not_see_each_other() -> None:
 def test_one_matrix_steps_as_torchs_does() -> None:
     ours, theirs = (nn.Parameter(gradients((24, 16))) for _ in range(2))
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
-    mine = Muon({ours: Split()}, adamw, momentum=0.95, weight_decay=0.1)
+    mine = Muon({ours: MatrixSplit()}, adamw, momentum=0.95, weight_decay=0.1)
     torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         for parameter, optimiser in ((ours, mine), (theirs, torchs)):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.models.arithmetic import MaskTensors
-from etude.trainer.sampling_mask import entropies, gather_kept
+from etude.trainer.sampling_mask import entropies, gather_masks
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_sets_are_gathered_in_the_order_of_the_masks(rows: list[tuple[Trajectory
     expected = [
         sets[t] for (_, sets), mask in zip(rows, masks, strict=True) for t in range(1, len(mask)) if bool(mask[t])
     ]
-    kept = gather_kept([row for row, _ in rows], masks, CPU)
+    kept = gather_masks([row for row, _ in rows], masks, CPU)
     if kept is None:
         assert not any(expected)
         return

@@ -20,12 +20,12 @@ from rich.progress import Progress as Bars
 from etude.cli.commands.show import console
 from etude.dashboard.evaluation import Evaluation, Measure, comparison_table, differences, evaluation_table, figures
 from etude.errors import ConfigError
-from etude.run.evaluate import Progress, Wanted, evaluate
+from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json
 
 
-def measure_run(folder: RunFolder, wanted: Wanted, measure: Measure, *, as_json: bool) -> None:
+def measure_run(folder: RunFolder, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
     """Try a version and print its figures. Raises :class:`~etude.errors.UserError`."""
     found = figures(_tried(folder, wanted), measure)
     if as_json:
@@ -34,7 +34,7 @@ def measure_run(folder: RunFolder, wanted: Wanted, measure: Measure, *, as_json:
         console().print(evaluation_table(found))
 
 
-def compare_runs(folder: RunFolder, against: str, wanted: Wanted, measure: Measure, *, as_json: bool) -> None:
+def compare_runs(folder: RunFolder, against: str, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
     """Try two versions and print what the run's has over the one it is set ``against``.
 
     Raises :class:`~etude.errors.UserError`.
@@ -65,7 +65,7 @@ def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
     return RunFolder.open(Path(path)), int(version) if version else None
 
 
-def _tried(folder: RunFolder, wanted: Wanted) -> Evaluation:
+def _tried(folder: RunFolder, wanted: EvalRequest) -> Evaluation:
     version = "the newest version" if wanted.version is None else f"v{wanted.version}"
     with _progress(f"{folder.path.name} {version}") as progress:
         return evaluate(folder, wanted, progress)

@@ -54,8 +54,8 @@ def build_batch(
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
     credited = [_credits(group, penalties, credit, baseline) for group in groups]
     learnt = [
-        _trajectories(group, found, weight) if _has_signal(found) else []
-        for group, weight, found in zip(groups, weights, credited, strict=True)
+        _trajectories(group, of_group, weight) if _has_signal(of_group) else []
+        for group, weight, of_group in zip(groups, weights, credited, strict=True)
     ]
     tokens = [sum(int(trajectory.loss_mask.sum()) for trajectory in group) for group in learnt]
     return Batch(
@@ -66,11 +66,11 @@ def build_batch(
         num_lost_trajectories=sum(share * len(group) for share, group in zip(lost, learnt, strict=True)),
         num_sampled_trajectories=sum(
             count_trajectories(rollout, credit.trained_T)
-            for group, found in zip(groups, credited, strict=True)
-            for rollout, credit in zip(group.rollouts, found, strict=True)
+            for group, of_group in zip(groups, credited, strict=True)
+            for rollout, credit in zip(group.rollouts, of_group, strict=True)
         ),
         num_groups=len(groups),
-        num_degenerate_groups=sum(not _has_signal(found) for found in credited),
+        num_degenerate_groups=sum(not _has_signal(of_group) for of_group in credited),
         rewards=np.concatenate([_rewards(group) for group in groups]).astype(np.float32),
         staleness=_staleness(groups, trained_version=step - 1),
     )

@@ -114,37 +114,37 @@ def _trajectory(rollout_id: str, branch: Sequence[_Weighed]) -> Trajectory:
         turn_starts=tuple(one.sampled.start for one in trained),
         advantages=advantages,
         routes=_routes(rollout_id, branch),
-        sampling_mask=_kept(trained, length),
+        sampling_mask=_sampling_mask(trained, length),
     )
 
 
 def _routes(rollout_id: str, branch: Sequence[_Weighed]) -> Routes | None:
     """[L, layers, k], ``NO_ROUTE`` where no turn says; ``None`` where none says anything."""
-    known = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
-    if not known:
+    recorded = [(one, one.turn.routes) for one in branch if one.turn.routes is not None]
+    if not recorded:
         return None
-    shapes = {routes.shape[1:] for _, routes in known}
+    shapes = {routes.shape[1:] for _, routes in recorded}
     if len(shapes) > 1:
         raise ValueError(f"rollout {rollout_id}: its turns have routes of different shapes {shapes}: of which model?")
     stitched = np.full((branch[-1].length, *shapes.pop()), NO_ROUTE, np.uint16)
-    newest, routes = known[-1]  # it read all that the others read
+    newest, routes = recorded[-1]  # it read all that the others read
     context = max(newest.sampled.start - 1, 0)
     stitched[:context] = routes[:context]
-    for one, routes in known:
+    for one, routes in recorded:
         sampling = slice(max(one.sampled.start - 1, 0), one.length - 1)
         stitched[sampling] = routes[sampling]
     return stitched
 
 
-def _kept(trained: Sequence[_Weighed], length: int) -> SamplingMask | None:
+def _sampling_mask(trained: Sequence[_Weighed], length: int) -> SamplingMask | None:
     """[L], empty where nothing was sampled or nothing was cut; ``None`` where nothing was cut at all."""
-    known = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
-    if not known:
+    recorded = [(one.sampled, one.turn.sampling_mask) for one in trained if one.turn.sampling_mask is not None]
+    if not recorded:
         return None
     sizes = np.zeros(length, np.int64)
-    for sampled, kept in known:
-        sizes[sampled] = kept.sizes
+    for sampled, mask in recorded:
+        sizes[sampled] = mask.sizes
     return SamplingMask(
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
-        token_ids=np.concatenate([kept.token_ids for _, kept in known]),
+        token_ids=np.concatenate([mask.token_ids for _, mask in recorded]),
     )

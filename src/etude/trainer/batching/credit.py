@@ -91,8 +91,8 @@ def turn_keys(rollouts: Sequence[Rollout]) -> tuple[tuple[TurnKey, ...], ...]:
 
     A rollout that shares turns with one that is not here (it failed, or was taken out) has them by that one's name.
     """
-    known = {rollout.rollout_id: rollout for rollout in rollouts}
-    return tuple(tuple(_key(rollout, turn, known) for turn in range(len(rollout.turns))) for rollout in rollouts)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    return tuple(tuple(_key(rollout, turn, by_id) for turn in range(len(rollout.turns))) for rollout in rollouts)
 
 
 def alike_in_all_turns(rollouts: Sequence[Rollout], advantages_G: Floats) -> list[Values]:
@@ -188,11 +188,11 @@ def less_the_others(values: Sequence[Values]) -> list[Values]:
     return advantages
 
 
-def _key(rollout: Rollout, turn: int, known: Mapping[str, Rollout]) -> TurnKey:
-    for _ in range(len(known) + 1):
+def _key(rollout: Rollout, turn: int, by_id: Mapping[str, Rollout]) -> TurnKey:
+    for _ in range(len(by_id) + 1):
         if rollout.branch is None or turn >= rollout.branch.turns:
             return rollout.rollout_id, turn
-        origin = known.get(rollout.branch.rollout_id)
+        origin = by_id.get(rollout.branch.rollout_id)
         if origin is None:
             return rollout.branch.rollout_id, turn
         rollout = origin

@@ -27,11 +27,11 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     rows = []
     for index, trajectory in enumerate(trajectories):
         rows.append({"rollout_id": trajectory.rollout_id, "turn_starts": list(trajectory.turn_starts)})
-        found: dict[str, npt.NDArray[Any]] = {name: getattr(trajectory, name) for name in ARRAYS}
-        found |= {name: array for name in MAYBE if (array := getattr(trajectory, name)) is not None}
+        encoded: dict[str, npt.NDArray[Any]] = {name: getattr(trajectory, name) for name in ARRAYS}
+        encoded |= {name: array for name in MAYBE if (array := getattr(trajectory, name)) is not None}
         if trajectory.sampling_mask is not None:
-            found |= {"offsets": trajectory.sampling_mask.offsets, "kept_ids": trajectory.sampling_mask.token_ids}
-        arrays |= {f"{index}/{name}": np.ascontiguousarray(array) for name, array in found.items()}
+            encoded |= {"offsets": trajectory.sampling_mask.offsets, "kept_ids": trajectory.sampling_mask.token_ids}
+        arrays |= {f"{index}/{name}": np.ascontiguousarray(array) for name, array in encoded.items()}
     arrays[HEADER] = np.frombuffer(json.dumps(rows).encode(), np.uint8)
     return save(arrays)
 

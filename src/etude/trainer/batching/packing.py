@@ -56,20 +56,20 @@ def pack(lengths: Sequence[int], *, max_tokens: int, ranks: int, cost: Cost) -> 
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     full = _fewest(order, lengths, max_tokens)
     count = -(-len(full) // ranks) * ranks
-    pieces = _evenly(order, count, lengths, costs, max_tokens) or full
-    pieces += [[] for _ in range(count - len(pieces))]
-    return _dealt(pieces, [sum(costs[index] for index in piece) for piece in pieces], ranks)
+    microbatches = _evenly(order, count, lengths, costs, max_tokens) or full
+    microbatches += [[] for _ in range(count - len(microbatches))]
+    return _dealt(microbatches, [sum(costs[index] for index in microbatch) for microbatch in microbatches], ranks)
 
 
-def _dealt(pieces: Sequence[Sequence[int]], prices: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
+def _dealt(microbatches: Sequence[Sequence[int]], prices: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
     """Dearest first, a pass at a time; in each, the dearest piece to the rank that has spent least."""
-    order = sorted(range(len(pieces)), key=lambda place: -prices[place])
+    order = sorted(range(len(microbatches)), key=lambda place: -prices[place])
     shares: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
     for start in range(0, len(order), ranks):
         poorest_first = sorted(range(ranks), key=lambda rank: spent[rank])
         for rank, place in zip(poorest_first, order[start : start + ranks], strict=True):
-            shares[rank].append(tuple(pieces[place]))
+            shares[rank].append(tuple(microbatches[place]))
             spent[rank] += prices[place]
     return shares
 
@@ -96,7 +96,7 @@ def _fewest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
     bins: list[list[int]] = []
     tokens: list[int] = []
     for index in order:
-        fitting = (place for place, held in enumerate(tokens) if _fits(held, lengths[index], max_tokens))
+        fitting = (place for place, filled in enumerate(tokens) if _fits(filled, lengths[index], max_tokens))
         place = next(fitting, len(bins))
         if place == len(bins):
             bins.append([])
@@ -106,6 +106,6 @@ def _fewest(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> li
     return bins
 
 
-def _fits(held: int, length: int, max_tokens: int) -> bool:
+def _fits(filled: int, length: int, max_tokens: int) -> bool:
     """True if a sequence may join so many tokens; an empty bin takes one of any length."""
-    return held == 0 or held + length <= max_tokens
+    return filled == 0 or filled + length <= max_tokens

@@ -25,17 +25,17 @@ def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Pl
     for index, trajectory in enumerate(trajectories):
         for start in trajectory.turn_starts:
             free[start].append(index)
-    found: list[Place | None] = []
+    spans: list[Place | None] = []
     for turn in turns:
         start, end = len(turn.prompt_ids), turn.length
         holder = next((index for index in free[start] if _has(trajectories[index], turn)), None)
         if holder is not None:
             free[start].remove(holder)
-        found.append(None if holder is None else (holder, slice(start, end)))
-    return found
+        spans.append(None if holder is None else (holder, slice(start, end)))
+    return spans
 
 
 def _has(trajectory: Trajectory, turn: Turn) -> bool:
     start, end = len(turn.prompt_ids), turn.length
-    said = np.array_equal(trajectory.token_ids[start:end], turn.completion_ids)
-    return said and end > start and np.array_equal(trajectory.token_ids[:start], turn.prompt_ids)
+    is_same = np.array_equal(trajectory.token_ids[start:end], turn.completion_ids)
+    return is_same and end > start and np.array_equal(trajectory.token_ids[:start], turn.prompt_ids)

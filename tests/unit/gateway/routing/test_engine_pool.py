@@ -393,7 +393,7 @@ def test_a_version_that_nobody_serves_is_pending() -> None:
             assert completion.versions.tolist() == [3] * 12
             with pytest.raises(VersionPending, match="version 4 is not served yet, the newest is 3") as caught:
                 await pool.generate(PROMPT, PARAMS, session="s", options=CallOptions(min_version=4))
-            assert (caught.value.wanted, caught.value.newest) == (4, 3)
+            assert (caught.value.required, caught.value.newest) == (4, 3)
 
     play(scene)
 
