@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 2
 NAME ?= loop
-# Measured on two cores of an AMD EPYC virtual machine.
+# From the CPU seconds of each test, on two cores of an AMD EPYC virtual machine.
 TEST_MINUTES := 10
 REST_MINUTES := 20
 

@@ -38,6 +38,8 @@ from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Floats, Ids
 
+pytestmark = pytest.mark.heavy("minutes")
+
 torch.set_num_threads(1)
 
 NO_IDS, NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -36,6 +36,8 @@ from etude.weights.digest import state_digest
 from etude.weights.tensors import to_stored
 from trainer_ranks import make_model, run_ranks, train
 
+pytestmark = pytest.mark.heavy("a minute of several processes")
+
 WORLD = 4
 STEPS = 3
 RATE = 1e-2

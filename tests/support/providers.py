@@ -205,7 +205,10 @@ PROVIDERS: dict[str, Candidate] = {
         heavy="runsc, and root",
     ),
     "remote, over ns": Candidate(make=lambda scratch: OverHttp(NamespaceSandboxes(scratch=scratch), [Path("/tmp")])),
-    "remote, over local": Candidate(make=lambda scratch: OverHttp(LocalSandboxes(2, scratch), [Path("/tmp")])),
+    "remote, over local": Candidate(
+        make=lambda scratch: OverHttp(LocalSandboxes(2, scratch), [Path("/tmp")]),
+        heavy="minutes, beside remote over ns",
+    ),
     "ns": Candidate(make=lambda scratch: NamespaceSandboxes(scratch=scratch)),
     "pool, over ns": Candidate(
         make=lambda scratch: SandboxPool(NamespaceSandboxes(scratch=scratch), clock=SystemClock())

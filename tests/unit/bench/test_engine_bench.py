@@ -31,6 +31,7 @@ def _row(contestant: str, batch: int, *rates: float, dtype: str = "float32") -> 
     return Row(contestant=contestant, cell=cell, rounds=tuple(rounds))
 
 
+@pytest.mark.heavy("minutes, with all that a bench starts")
 def test_a_call_measures_the_contestants_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, "/nowhere/python")
     options = replace(engine_options(("native-invariant", "vllm"), quick=True), batches=(2,))

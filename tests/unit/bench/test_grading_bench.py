@@ -95,6 +95,7 @@ def test_unknown_contestants_are_refused() -> None:
         grading_options(("guess",))
 
 
+@pytest.mark.heavy("minutes, with all that a bench starts")
 def test_a_small_run() -> None:
     async def works() -> bool:
         provider = NamespaceSandboxes()

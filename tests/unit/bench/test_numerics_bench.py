@@ -24,6 +24,7 @@ def _row(engine: str, mode: str, difference: float, form: str = "bfloat16") -> R
     return Row(engine=engine, format=form, mode=mode, mismatch=mismatch, flipped=flipped)
 
 
+@pytest.mark.heavy("minutes, with all that a bench starts")
 def test_invariant_arithmetic_is_exact_and_fast_is_close(tmp_path: Path) -> None:
     options = replace(
         numerics_options(("native-invariant", "native-fast"), quick=True),
