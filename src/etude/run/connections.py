@@ -3,8 +3,8 @@
     accept ──▶ NEW ──a whole request──▶ BUSY ──answered──▶ IDLE ──the next──▶ BUSY
                 └──────── IDLE_S over, or its place is needed ─┴──▶ closed
 
-Owns what aiohttp leaves to whoever runs it: nobody without a key may hold connections for ever, use up the files that
-the process may open, or write what he sent into a log, which may be a key. Every server of étude listens through
+Owns the bounds that aiohttp leaves to its user: a caller without a key may not hold connections for ever, use up the
+files that the process may open, or get its request, which may hold a key, into a log. Every server of étude listens through
 :class:`LimitedSite`.
 
 How many there may be follows from the limit on open files: the kernel gives the lowest free number, so the number of a
@@ -150,11 +150,11 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def log_access(self, request: web.BaseRequest, response: web.StreamResponse, time: float | None) -> None:
-        """Called behind every answer: who may read of it is the handlers' business."""
+        """Called behind every answer; the access log is the handlers' own."""
         self._connections.end(self)
 
     def log_exception(self, *args: Any, exc_info: BaseException | None = None, **others: Any) -> None:
-        """Without the error's words, which may quote a request; nothing of a body that nobody wanted to read."""
+        """Log an error without its words, which may quote a request; nothing of a body that was not read."""
         if not isinstance(exc_info, MALFORMED):
             logger.error("a connection failed: %s", "for no reason" if exc_info is None else trace_of(exc_info))
 

@@ -58,10 +58,10 @@ class Bench:
 
     async def stream(self, **fields: Json) -> list[dict[str, Json]]:
         body = {"messages": [{"role": "user", "content": "go"}], "stream": True, **fields}
-        asked = parse(orjson.dumps(body))
+        request = parse(orjson.dumps(body))
         data = b""
         async with aclosing(
-            self.service.stream(asked.call, asked.events(), self.caller(), RequestRecord(began=0.0))
+            self.service.stream(request.call, request.events(), self.caller(), RequestRecord(began=0.0))
         ) as chunks:
             async for chunk in chunks:
                 data += chunk
@@ -113,12 +113,12 @@ async def bench(engine: Engine, payloads: Path | None = None, places: int = 8) -
     queue = AdmissionQueue(admission, CLOCK)
     recorder = Recorder(None if payloads is None else Payloads(payloads))
     sampler = ReplySampler(template(), pool, queue, recorder, CLOCK)
-    watching = asyncio.create_task(pool.watch())
+    polling = asyncio.create_task(pool.watch())
     try:
         yield Bench(Service(sampler, max_length=MAX_LENGTH), queue, Conversation("session", template()))
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
 
 
 def play(engine: Engine, scene: Callable[[Bench], Awaitable[None]], payloads: Path | None = None) -> None:
@@ -138,7 +138,7 @@ def ask(**sampling: object) -> Call:
     return Call(messages=GO, sampling=Sampling(**sampling))  # type: ignore[arg-type]  # fields of a sampling
 
 
-def said(events: Sequence[dict[str, Json]], index: int = 0) -> str:
+def output(events: Sequence[dict[str, Json]], index: int = 0) -> str:
     text = ""
     for event in events:
         choices = event["choices"]
@@ -210,7 +210,7 @@ def test_several_streamed_replies_are_those_of_the_record() -> None:
         turns = stage.conversation.turns
         assert len(turns) == 6
         for index, turn in enumerate(turns):
-            assert said(events, index) == template().decode(turn.completion_ids.tolist())
+            assert output(events, index) == template().decode(turn.completion_ids.tolist())
 
     play(fake_engine(), scene)
 
@@ -301,11 +301,11 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
 def test_a_stream_whose_request_was_answered_meanwhile_says_so_and_leaves_no_turn() -> None:
     async def scene(stage: Bench) -> None:
         body = {"messages": [{"role": "user", "content": "go"}], "stream": True, "max_tokens": 20}
-        asked = parse(orjson.dumps(body))
+        request = parse(orjson.dumps(body))
         caller = stage.caller(request_id="a")
-        chunks = stage.service.stream(asked.call, asked.events(), caller, RequestRecord(began=0.0))
+        chunks = stage.service.stream(request.call, request.events(), caller, RequestRecord(began=0.0))
         await anext(chunks)
-        await stage.service.answer(asked.call, caller, RequestRecord(began=0.0))
+        await stage.service.answer(request.call, caller, RequestRecord(began=0.0))
         with pytest.raises(ApiError) as refused:
             async for _ in chunks:
                 pass
@@ -322,14 +322,14 @@ def test_a_stream_that_is_closed_early_leaves_nothing() -> None:
         engine = EndlessEngine(ids_of("abc"))
         async with bench(engine) as stage:
             body = {"messages": [{"role": "user", "content": "go"}], "stream": True}
-            asked = parse(orjson.dumps(body))
+            request = parse(orjson.dumps(body))
             record = RequestRecord(began=0.0)
-            chunks = stage.service.stream(asked.call, asked.events(), stage.caller(), record)
+            chunks = stage.service.stream(request.call, request.events(), stage.caller(), record)
             async with aclosing(chunks):
                 await anext(chunks)
             await asyncio.wait_for(engine.stopped.wait(), 30)
             assert stage.conversation.turns == []
-            prompt = stage.conversation.prompt(asked.call)
+            prompt = stage.conversation.prompt(request.call)
             assert record.prompt_tokens == len(prompt.token_ids)
             assert 0 < record.completion_tokens <= engine.sampled
             assert stage.queue.controller.inflight(TrafficClass.ROLLOUT) == 0
@@ -339,17 +339,17 @@ def test_a_stream_that_is_closed_early_leaves_nothing() -> None:
 
 def test_what_a_call_took_is_known_however_it_ends() -> None:
     class Slow(FakeEngine):
-        asked = asyncio.Event()
+        request = asyncio.Event()
 
         async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-            self.asked.set()
+            self.request.set()
             await asyncio.sleep(30)
             raise AssertionError("it was cancelled")
 
     async def scene(stage: Bench) -> None:
         record = RequestRecord(began=0.0)
         call = asyncio.create_task(stage.service.answer(ask(max_tokens=4), stage.caller(), record))
-        await engine.asked.wait()
+        await engine.request.wait()
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
         read = stage.service.count(ask(max_tokens=4), stage.conversation)
@@ -411,7 +411,7 @@ def test_a_streamed_reply_is_the_whole_one(text: str, stops: list[str]) -> None:
         events = await stage.stream(max_tokens=20, **options)
         one, two = stage.conversation.turns
         assert one.completion_ids.tolist() == two.completion_ids.tolist() == tokens[:end]
-        assert said(events) == answer.replies[0].message.content
+        assert output(events) == answer.replies[0].message.content
         assert (answer.replies[0].finish_reason is FinishReason.STOP_TEXT) is (end is not None)
 
     play(engine, scene)

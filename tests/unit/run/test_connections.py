@@ -27,7 +27,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Server = web.Server | web.Application
 
 
-async def yes(visitor: HttpRequest) -> HttpResponse:
+async def yes(request: HttpRequest) -> HttpResponse:
     return HttpResponse(body=b"yes")
 
 
@@ -162,11 +162,11 @@ def test_a_connection_that_was_served_is_not_kept_for_ever_either() -> None:
 
 
 def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
-    async def much(visitor: HttpRequest) -> None:
-        await visitor.open(())
+    async def much(request: HttpRequest) -> None:
+        await request.open(())
         try:
             while True:
-                await visitor.write(bytes(2**20))
+                await request.write(bytes(2**20))
         finally:
             over.set()
 
@@ -190,11 +190,11 @@ def files_open() -> int:
 
 
 def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
-    asked, answer = asyncio.Event(), asyncio.Event()
+    requested, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(visitor: HttpRequest) -> HttpResponse:
-        if visitor.method == "POST":
-            asked.set()
+    async def handle(request: HttpRequest) -> HttpResponse:
+        if request.method == "POST":
+            requested.set()
             await answer.wait()
         return HttpResponse(body=b"yes")
 
@@ -203,7 +203,7 @@ def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
         async with serving(http_server(handle, max_body_bytes=9), connections) as connect:
             busy = await connect()
             busy[1].write(WHOLE.replace(b"GET", b"POST"))
-            await asked.wait()
+            await requested.wait()
             served = await connect()
             assert await ask(served) == OK
             idle = [await connect() for _ in range(60)]
@@ -219,10 +219,10 @@ def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
 
 
 def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
-    asked, answer = asyncio.Event(), asyncio.Event()
+    requested, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(visitor: HttpRequest) -> HttpResponse:
-        asked.set()
+    async def handle(request: HttpRequest) -> HttpResponse:
+        requested.set()
         await answer.wait()
         return HttpResponse(body=b"yes")
 
@@ -231,10 +231,10 @@ def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
             calls = list[asyncio.Task[bytes]]()
             while not any(call.done() for call in calls):
                 calls.append(asyncio.create_task(ask(await connect())))
-                waiting = asyncio.create_task(asked.wait())
+                waiting = asyncio.create_task(requested.wait())
                 await asyncio.wait({waiting, calls[-1]}, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
-                asked.clear()
+                requested.clear()
             assert await calls[-1] == b""
             answer.set()
             assert [await call for call in calls[:-1]] == [OK] * (len(calls) - 1)

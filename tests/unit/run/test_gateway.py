@@ -182,15 +182,15 @@ def test_the_context_is_as_long_as_the_checkpoint_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"), [("trainer.steps=3", "no effect on a gateway"), ("gateway.access_log=true", "--access-log")]
+    ("setting", "options"), [("trainer.steps=3", "no effect on a gateway"), ("gateway.access_log=true", "--access-log")]
 )
-def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_without_an_effect_are_refused(tmp_path: Path, setting: str, options: str) -> None:
+    with pytest.raises(ConfigError, match=options):
         run_standalone(StandaloneOptions(model=tmp_path, engines=("http://x",), settings=(setting,)))
 
 
 def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, away, told = RunFolder.create(tmp_path / "run", RunConfig()), tmp_path / "away", list[tuple[int, str]]()
+    folder, away, options = RunFolder.create(tmp_path / "run", RunConfig()), tmp_path / "away", list[tuple[int, str]]()
     place, outages = Path(folder.store), StoreOutages(folder.store, 0.0)
     log = open_log(folder, outages)
     state = {"w": StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=(1,)), data=np.zeros(4, np.uint8))}
@@ -200,11 +200,11 @@ def test_versions_are_announced_once_the_store_is_back(tmp_path: Path, caplog: p
     place.write_text("no folder")
 
     async def run() -> None:
-        async with background_task(announce(log, lambda version, digest: told.append((version, digest)))):
+        async with background_task(announce(log, lambda version, digest: options.append((version, digest)))):
             await until(lambda: f"{place} is away and waited for" in caplog.text)
             place.unlink()  # noqa: ASYNC240
             away.rename(place)
-            await until(lambda: bool(told))
+            await until(lambda: bool(options))
 
     asyncio.run(run())
-    assert told == [(0, state_digest(state))]
+    assert options == [(0, state_digest(state))]

@@ -10,7 +10,7 @@ from openai.types import Completion
 from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply
 from etude.gateway.api.completions import COMPLETION_FIELDS, COMPLETION_NEUTRAL, PROTOCOL, parse
 from etude.protocols import TokenChunk
-from etude.tokens.messages import ChatMessage, Delta, TextDelta, ThinkingDelta
+from etude.tokens.messages import Delta, Message, TextDelta, ThinkingDelta
 from etude.types import Finish, Json, Turn
 
 JSON = st.recursive(
@@ -36,8 +36,8 @@ def answer_of(text: str = "done", finish_reason: FinishReason = FinishReason.STO
         versions=np.array([4, 4, 4], np.int32),
         finish=Finish.STOP,
     )
-    said = ChatMessage(role="assistant", content=text, thinking="hm, ")
-    reply = Reply(message=said, finish_reason=finish_reason, stop_text=None, turn=turn)
+    scripted = Message(role="assistant", content=text, thinking="hm, ")
+    reply = Reply(message=scripted, finish_reason=finish_reason, stop_text=None, turn=turn)
     return Answer(answer_id="a" * 24, created=5, model="policy", replies=(reply,), reused_tokens=0)
 
 
@@ -122,8 +122,8 @@ def test_a_stream_adds_up_to_the_body() -> None:
     turn = answer.replies[0].turn
     data = events.opening(answer.answer_id, answer.created)
     assert data == b""
-    said: list[list[Delta]] = [[ThinkingDelta("hm, "), TextDelta("do")], [], [TextDelta("ne")]]
-    for token, deltas in enumerate(said):
+    scripted: list[list[Delta]] = [[ThinkingDelta("hm, "), TextDelta("do")], [], [TextDelta("ne")]]
+    for token, deltas in enumerate(scripted):
         one = slice(token, token + 1)
         chunk = TokenChunk(token_ids=turn.completion_ids[one], logprobs=turn.logprobs[one], versions=turn.versions[one])
         data += events.delta(0, deltas, chunk)

@@ -55,7 +55,7 @@ def test_null_is_absent() -> None:
     fields.only(())
 
 
-def test_every_refusal_names_path_value_and_what_was_expected() -> None:
+def test_every_error_names_path_value_and_what_was_expected() -> None:
     fields = Fields({"parts": [{"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, None]}, "messages[3]")
     with pytest.raises(ApiError, match=r"messages\[3\]\.parts\[1\] is missing or null: expected an object"):
         fields.children("parts")

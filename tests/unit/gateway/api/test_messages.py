@@ -240,7 +240,7 @@ def test_tokens_are_counted_of_the_same_call() -> None:
     assert MessageTokensCount.model_validate(orjson.loads(count_body(7))).input_tokens == 7
 
 
-def test_long_values_are_not_repeated_in_refusals() -> None:
+def test_long_values_are_not_repeated_in_errors() -> None:
     assert len(refused([{"role": "x" * 10**6, "content": "y" * 10**6}]).message) < 300
 
 
@@ -254,13 +254,13 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.text(st.characters(codec="utf-8"))), min_size=1, max_size=6))
-def test_no_text_of_a_user_is_lost_or_moved(said: list[tuple[bool, str]]) -> None:
+def test_no_text_of_a_user_is_lost_or_moved(scripted: list[tuple[bool, str]]) -> None:
     blocks: list[Json] = [
         {"type": "tool_result", "tool_use_id": "t", "content": text} if is_result else {"type": "text", "text": text}
-        for is_result, text in said
+        for is_result, text in scripted
     ]
     messages = call_of([{"role": "user", "content": blocks}]).messages
-    assert "".join(message.content for message in messages) == "".join(text for _, text in said)
+    assert "".join(message.content for message in messages) == "".join(text for _, text in scripted)
     roles = [message.role for message in messages]
-    assert roles.count("tool") == sum(is_result for is_result, _ in said)
+    assert roles.count("tool") == sum(is_result for is_result, _ in scripted)
     assert ("user", "user") not in pairwise(roles)

@@ -1,6 +1,10 @@
-"""What OpenAI's dialects share: sampling options, fingerprints, the shape of errors."""
+"""The common part of OpenAI's APIs: sampling options, fingerprints, the shape of errors, the list of models."""
 
+import anthropic.pagination
+import anthropic.types
 import numpy as np
+import openai.pagination
+import openai.types
 import orjson
 import pytest
 
@@ -14,7 +18,9 @@ from etude.gateway.api.openai import (
     failure_event,
     fingerprint,
     finish_reason_name,
+    list_body,
     logprob,
+    one_body,
     read_model,
     read_sampling,
     read_view,
@@ -130,3 +136,25 @@ def test_words_and_numbers_are_openais() -> None:
         "length",
     ]
     assert (logprob(-0.5), logprob(float("-inf"))) == (-0.5, -9999.0)
+
+
+def test_both_sdks_read_the_list() -> None:
+    body = orjson.loads(list_body(["policy", "other"]))
+    theirs = openai.pagination.SyncPage[openai.types.Model].model_validate(body)
+    assert [(model.id, model.object) for model in theirs.data] == [("policy", "model"), ("other", "model")]
+    page = anthropic.pagination.SyncPage[anthropic.types.ModelInfo].model_validate(body)
+    assert [(model.id, model.type, model.display_name) for model in page.data] == [
+        ("policy", "model", "policy"),
+        ("other", "model", "other"),
+    ]
+    assert (page.first_id, page.last_id, page.has_next_page()) == ("policy", "other", False)
+
+
+def test_both_sdks_read_one() -> None:
+    body = one_body("policy")
+    assert openai.types.Model.model_validate_json(body).id == "policy"
+    assert anthropic.types.ModelInfo.model_validate_json(body).created_at.year == 1970
+
+
+def test_a_gateway_without_models_has_an_empty_page() -> None:
+    assert anthropic.pagination.SyncPage[anthropic.types.ModelInfo].model_validate_json(list_body([])).data == []

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from etude.gateway.api import messages, responses
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, FinishReason, ParsedRequest, Reply
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, ToolCall
+from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
 ANTHROPIC_EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -43,7 +43,7 @@ CALLS = st.builds(
     ),
 )
 MESSAGES = st.builds(
-    ChatMessage,
+    Message,
     role=st.just("assistant"),
     content=TEXT,
     thinking=TEXT,
@@ -52,7 +52,7 @@ MESSAGES = st.builds(
 
 
 @dataclass(frozen=True)
-class Said:
+class ScriptedAnswer:
     """An answer, and the deltas it came in."""
 
     answer: Answer
@@ -60,7 +60,7 @@ class Said:
 
 
 @st.composite
-def said(draw: st.DrawFn) -> Said:
+def scripted(draw: st.DrawFn) -> ScriptedAnswer:
     message = draw(MESSAGES)
     finish_reason = draw(st.sampled_from(FinishReason))
     stop_text = draw(TEXT.filter(bool)) if finish_reason is FinishReason.STOP_TEXT else None
@@ -68,10 +68,10 @@ def said(draw: st.DrawFn) -> Said:
     deltas += [TextDelta(text) for text in chunks(draw, message.content)]
     for index, call in enumerate(message.tool_calls):
         first, *more = chunks(draw, call.arguments)
-        together = draw(st.booleans())
-        deltas.append(CallDelta(index, call.call_id, call.name, first if together else ""))
-        deltas += [CallDelta(index, arguments=text) for text in ([] if together else [first]) + more]
-    return Said(answer_of(message, finish_reason, stop_text, draw(st.integers(0, 9))), tuple(deltas))
+        at_once = draw(st.booleans())
+        deltas.append(CallDelta(index, call.call_id, call.name, first if at_once else ""))
+        deltas += [CallDelta(index, arguments=text) for text in ([] if at_once else [first]) + more]
+    return ScriptedAnswer(answer_of(message, finish_reason, stop_text, draw(st.integers(0, 9))), tuple(deltas))
 
 
 def chunks(draw: st.DrawFn, text: str) -> list[str]:
@@ -80,10 +80,7 @@ def chunks(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def answer_of(
-    message: ChatMessage,
-    finish_reason: FinishReason = FinishReason.STOP,
-    stop_text: str | None = None,
-    sampled: int = 4,
+    message: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None, sampled: int = 4
 ) -> Answer:
     turn = Turn(
         prompt_ids=np.zeros(PROMPT, np.int32),
@@ -96,8 +93,8 @@ def answer_of(
     return Answer(answer_id="0" * 24, created=1, model="m", replies=(reply,), reused_tokens=REUSED)
 
 
-def stream_of(asked: ParsedRequest, answer: Answer, deltas: Sequence[Delta]) -> bytes:
-    events, turn = asked.events(), answer.replies[0].turn
+def stream_of(parsed: ParsedRequest, answer: Answer, deltas: Sequence[Delta]) -> bytes:
+    events, turn = parsed.events(), answer.replies[0].turn
     chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     stream = [events.opening(answer.answer_id, answer.created)]
     stream += [events.delta(0, [delta], chunk) for delta in deltas]
@@ -113,28 +110,28 @@ def data_of(stream: bytes) -> list[dict[str, Json]]:
     return events
 
 
-def served(api: ApiProtocol, body: bytes, said: Said | ApiError) -> tuple[int, str, bytes]:
+def served(api: ApiProtocol, body: bytes, scripted: ScriptedAnswer | ApiError) -> tuple[int, str, bytes]:
     """Status, content type and body: what a door would answer."""
-    asked = api.parse(body)
-    if isinstance(said, ApiError):
-        return api.statuses.get(said.status, said.status), "application/json", api.error_body(said)
-    if asked.call.stream:
-        return 200, "text/event-stream", stream_of(asked, said.answer, said.deltas)
-    return 200, "application/json", asked.body(said.answer)
+    parsed = api.parse(body)
+    if isinstance(scripted, ApiError):
+        return api.statuses.get(scripted.status, scripted.status), "application/json", api.error_body(scripted)
+    if parsed.call.stream:
+        return 200, "text/event-stream", stream_of(parsed, scripted.answer, scripted.deltas)
+    return 200, "application/json", parsed.body(scripted.answer)
 
 
-def anthropic_client(said: Said | ApiError) -> anthropic.Anthropic:
+def anthropic_client(scripted: ScriptedAnswer | ApiError) -> anthropic.Anthropic:
     def handle(request: httpx2.Request) -> httpx2.Response:
-        status, kind, body = served(messages.PROTOCOL, request.read(), said)
+        status, kind, body = served(messages.PROTOCOL, request.read(), scripted)
         return httpx2.Response(status, headers={"content-type": kind}, content=body)
 
     http = anthropic.DefaultHttpxClient(transport=httpx2.MockTransport(handle))
     return anthropic.Anthropic(api_key="k", base_url="http://gateway", http_client=http, max_retries=0)
 
 
-def openai_client(said: Said | ApiError) -> openai.OpenAI:
+def openai_client(scripted: ScriptedAnswer | ApiError) -> openai.OpenAI:
     def handle(request: httpx.Request) -> httpx.Response:
-        status, kind, body = served(responses.PROTOCOL, request.read(), said)
+        status, kind, body = served(responses.PROTOCOL, request.read(), scripted)
         return httpx.Response(status, headers={"content-type": kind}, content=body)
 
     http = httpx.Client(transport=httpx.MockTransport(handle))
@@ -142,12 +139,12 @@ def openai_client(said: Said | ApiError) -> openai.OpenAI:
 
 
 @settings(max_examples=100, deadline=None)
-@given(said())
-def test_every_message_and_event_is_what_anthropics_sdk_knows(said: Said) -> None:
-    asked = messages.parse(orjson.dumps(MESSAGE_BODY))
-    body = asked.body(said.answer)
+@given(scripted())
+def test_every_message_and_event_is_what_anthropics_sdk_knows(scripted: ScriptedAnswer) -> None:
+    parsed = messages.parse(orjson.dumps(MESSAGE_BODY))
+    body = parsed.body(scripted.answer)
     message = AnthropicMessage.model_validate(json.loads(body))
-    reply = said.answer.replies[0]
+    reply = scripted.answer.replies[0]
     assert [block.text for block in message.content if block.type == "text"] == [reply.message.content] * bool(
         reply.message.content
     )
@@ -157,7 +154,9 @@ def test_every_message_and_event_is_what_anthropics_sdk_knows(said: Said) -> Non
     assert message.usage.input_tokens + REUSED == PROMPT and message.usage.cache_read_input_tokens == REUSED
     assert (message.stop_reason == "stop_sequence") == (message.stop_sequence is not None)
 
-    events = [event for event in data_of(stream_of(asked, said.answer, said.deltas)) if event["type"] != "ping"]
+    events = [
+        event for event in data_of(stream_of(parsed, scripted.answer, scripted.deltas)) if event["type"] != "ping"
+    ]
     for event in events:
         ANTHROPIC_EVENTS.validate_python(event)
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
@@ -169,9 +168,9 @@ def test_every_message_and_event_is_what_anthropics_sdk_knows(said: Said) -> Non
 
 
 @settings(max_examples=30, deadline=None)
-@given(said())
-def test_a_streamed_message_is_the_whole_one(said: Said) -> None:
-    client = anthropic_client(said)
+@given(scripted())
+def test_a_streamed_message_is_the_whole_one(scripted: ScriptedAnswer) -> None:
+    client = anthropic_client(scripted)
     question = [{"role": "user", "content": "go"}]
     whole = client.messages.create(model="m", max_tokens=9, messages=question)  # type: ignore[arg-type]  # a plain dict
     with client.messages.stream(model="m", max_tokens=9, messages=question) as stream:  # type: ignore[arg-type]  # ditto
@@ -180,29 +179,29 @@ def test_a_streamed_message_is_the_whole_one(said: Said) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(said())
-def test_every_response_and_event_is_what_openais_sdk_knows(said: Said) -> None:
-    asked = responses.parse(orjson.dumps(RESPONSE_BODY))
-    response = Response.model_validate(orjson.loads(asked.body(said.answer)))
-    assert response.output_text == said.answer.replies[0].message.content
+@given(scripted())
+def test_every_response_and_event_is_what_openais_sdk_knows(scripted: ScriptedAnswer) -> None:
+    parsed = responses.parse(orjson.dumps(RESPONSE_BODY))
+    response = Response.model_validate(orjson.loads(parsed.body(scripted.answer)))
+    assert response.output_text == scripted.answer.replies[0].message.content
     assert [item.arguments for item in response.output if item.type == "function_call"] == [
-        call.arguments for call in said.answer.replies[0].message.tool_calls
+        call.arguments for call in scripted.answer.replies[0].message.tool_calls
     ]
-    assert response.usage is not None and response.usage.total_tokens == PROMPT + said.answer.completion_tokens
+    assert response.usage is not None and response.usage.total_tokens == PROMPT + scripted.answer.completion_tokens
 
-    events = data_of(stream_of(asked, said.answer, said.deltas))
+    events = data_of(stream_of(parsed, scripted.answer, scripted.deltas))
     for event in events:
         OPENAI_EVENTS.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == orjson.loads(asked.body(said.answer))["output"]
+    assert done == orjson.loads(parsed.body(scripted.answer))["output"]
     assert events[-1]["type"] == f"response.{response.status}"
 
 
 @settings(max_examples=30, deadline=None)
-@given(said())
-def test_a_streamed_response_is_the_whole_one(said: Said) -> None:
-    client = openai_client(said)
+@given(scripted())
+def test_a_streamed_response_is_the_whole_one(scripted: ScriptedAnswer) -> None:
+    client = openai_client(scripted)
     whole = client.responses.create(model="m", input="go")
     last = list(client.responses.create(model="m", input="go", stream=True))[-1]
     assert last.type in ("response.completed", "response.incomplete")
@@ -217,20 +216,20 @@ def test_a_streamed_response_is_the_whole_one(said: Said) -> None:
 
 def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
     call = ToolCall(call_id="c", name="f", arguments="{}")
-    answer = answer_of(ChatMessage(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
-    said = Said(answer, (TextDelta("a"), CallDelta(0, "c", "f", "{}"), TextDelta("b")))
-    with anthropic_client(said).messages.stream(
+    answer = answer_of(Message(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
+    scripted = ScriptedAnswer(answer, (TextDelta("a"), CallDelta(0, "c", "f", "{}"), TextDelta("b")))
+    with anthropic_client(scripted).messages.stream(
         model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}]
     ) as stream:
         assert [block.type for block in stream.get_final_message().content] == ["text", "tool_use", "text"]
-    with openai_client(said).responses.stream(model="m", input="go") as events:
+    with openai_client(scripted).responses.stream(model="m", input="go") as events:
         output = events.get_final_response().output
     assert [item.type for item in output] == ["message", "function_call", "message"]
 
 
 def test_an_empty_reply_still_has_a_message_item() -> None:
-    said = Said(answer_of(ChatMessage(role="assistant")), ())
-    assert [item.type for item in openai_client(said).responses.create(input="go").output] == ["message"]
+    scripted = ScriptedAnswer(answer_of(Message(role="assistant")), ())
+    assert [item.type for item in openai_client(scripted).responses.create(input="go").output] == ["message"]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_an_empty_reply_still_has_a_message_item() -> None:
         (503, anthropic.OverloadedError, "overloaded_error"),
     ],
 )
-def test_refusals_raise_what_anthropics_clients_expect(status: int, kind: type[Exception], name: str) -> None:
+def test_errors_raise_what_anthropics_clients_expect(status: int, kind: type[Exception], name: str) -> None:
     client = anthropic_client(ApiError(status, "some_code", "no such thing"))
     with pytest.raises(kind, match="no such thing") as error:
         client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}])
@@ -255,7 +254,7 @@ def test_refusals_raise_what_anthropics_clients_expect(status: int, kind: type[E
     assert error.value.type == name
 
 
-def test_refusals_raise_what_openais_clients_expect() -> None:
+def test_errors_raise_what_openais_clients_expect() -> None:
     client = openai_client(ApiError(409, "version_not_served", "not yet", param="min_version"))
     with pytest.raises(openai.ConflictError, match="not yet") as error:
         client.responses.create(input="go")
@@ -276,10 +275,10 @@ def test_failures_inside_a_stream_reach_the_clients() -> None:
     ):
         answer.get_final_message()
 
-    said = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
-    turn = answer_of(ChatMessage(role="assistant")).replies[0].turn
+    scripted = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
+    turn = answer_of(Message(role="assistant")).replies[0].turn
     chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
-    begun = said.opening("0", 1) + said.delta(0, [TextDelta("half")], chunk)
-    event = OPENAI_EVENTS.validate_python(data_of(begun + said.failure(api_error))[-1])
+    begun = scripted.opening("0", 1) + scripted.delta(0, [TextDelta("half")], chunk)
+    event = OPENAI_EVENTS.validate_python(data_of(begun + scripted.failure(api_error))[-1])
     assert event.type == "response.failed" and event.response.error is not None
     assert (event.response.error.code, event.response.output) == ("server_error", [])

@@ -70,7 +70,7 @@ def fits(body: bytes) -> bool:
     return jsonschema_rs.Draft202012Validator(SCHEMA).is_valid(orjson.loads(body))
 
 
-def response_of(asked: ResponseRequest, finish_reason: FinishReason = FinishReason.STOP) -> Response:
+def response_of(parsed: ResponseRequest, finish_reason: FinishReason = FinishReason.STOP) -> Response:
     empty = np.zeros(0, np.int32)
     turn = Turn(
         prompt_ids=np.zeros(3, np.int32),
@@ -83,7 +83,7 @@ def response_of(asked: ResponseRequest, finish_reason: FinishReason = FinishReas
         message=ChatMessage(role="assistant", content="x"), finish_reason=finish_reason, stop_text=None, turn=turn
     )
     answer = Answer(answer_id="0" * 24, created=1, model="m", replies=(reply,), reused_tokens=0)
-    return Response.model_validate(orjson.loads(asked.body(answer)))
+    return Response.model_validate(orjson.loads(parsed.body(answer)))
 
 
 def part(text: str, kind: str = "input_text") -> dict[str, Json]:
@@ -162,7 +162,7 @@ def test_tools_are_offered_unless_none_may_be_called() -> None:
 
 
 def test_a_response_gives_back_what_was_asked() -> None:
-    asked = asked_of(
+    parsed = asked_of(
         tools=[BASH],
         metadata={"run": "7"},
         instructions="be brief",
@@ -173,7 +173,7 @@ def test_a_response_gives_back_what_was_asked() -> None:
         store=False,
         parallel_tool_calls=False,
     )
-    response = response_of(asked)
+    response = response_of(parsed)
     assert (response.metadata, response.instructions, response.max_output_tokens) == ({"run": "7"}, "be brief", 5)
     assert (response.previous_response_id, response.parallel_tool_calls) == ("resp_0", False)
     assert response.tools[0].to_dict() == BASH
@@ -191,8 +191,8 @@ def test_a_schema_as_deep_as_bodies_may_be_is_given_back() -> None:
     schema: dict[str, Json] = {}
     for _ in range(200):
         schema = {"properties": schema}
-    asked = parse(body_of(tools=[{"type": "function", "name": "f", "parameters": schema}]))
-    assert response_of(asked).tools[0].to_dict()["parameters"] == schema
+    parsed = parse(body_of(tools=[{"type": "function", "name": "f", "parameters": schema}]))
+    assert response_of(parsed).tools[0].to_dict()["parameters"] == schema
 
 
 def test_hints_and_information_change_nothing() -> None:
@@ -252,11 +252,11 @@ def test_what_is_not_understood_is_refused_by_name(fields: dict[str, Json], para
 @given(st.binary() | BODY.map(lambda body: json.dumps(body).encode()))
 def test_any_body_is_read_or_refused(body: bytes) -> None:
     try:
-        asked = parse(body)
+        parsed = parse(body)
     except ApiError as api_error:
         assert api_error.status == 400
     else:
-        response_of(asked)
+        response_of(parsed)
 
 
 @given(st.lists(ITEM, min_size=1, max_size=4))

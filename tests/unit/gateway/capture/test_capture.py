@@ -25,7 +25,7 @@ from etude.gateway.service import truncated
 from etude.protocols import Completion, SamplingParams, turn_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import JinjaFormat, read_checkpoint
-from etude.tokens.messages import ChatFormat, ChatMessage, Tool
+from etude.tokens.messages import ChatFormat, Message, Tool
 from etude.trainer.batching.build import build_trajectories
 from etude.types import Finish, Ids, Rollout, RolloutStatus, Trajectory, Turn
 
@@ -80,15 +80,15 @@ def chat_format(kind: str) -> ChatFormat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class RecordedReply:
     """A conversation as a client remembers it."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
 
 
 @dataclass(slots=True)
-class World:
+class SimulatedSession:
     """One session, a client that plays many agents, and the engine's log."""
 
     chat: ChatFormat
@@ -96,7 +96,7 @@ class World:
     conversation: Conversation
     log: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """What the engine saw and said, of each reply that was recorded."""
-    known: list[Known] = field(default_factory=list)
+    recorded: list[RecordedReply] = field(default_factory=list)
     """With each turn, what its caller knows after it."""
     requests: int = 0
 
@@ -105,10 +105,10 @@ class World:
 
     def play(self) -> None:
         """One call of some agent, maybe tried more than once."""
-        asked = self._asked()
+        request = self._request()
         sampling = Sampling(count=self.data.draw(st.integers(1, 3)), stops=("STOP",) if self.draw(True, False) else ())
         call = Call(
-            messages=asked.messages, tools=asked.tools, sampling=sampling, single_call=bool(self.draw(True, False))
+            messages=request.messages, tools=request.tools, sampling=sampling, single_call=bool(self.draw(True, False))
         )
         self.requests += 1
         request_id = f"r{self.requests}" if self.draw(True, False) else ""
@@ -123,15 +123,15 @@ class World:
             for one, other in zip(counted.replies, again.replies, strict=True):
                 assert one.turn.prompt_ids.tolist() == other.turn.prompt_ids.tolist()
             if before is None:
-                self._keep(asked, answer)
+                self._keep(request, answer)
 
-    def _asked(self) -> Known:
+    def _request(self) -> RecordedReply:
         """A conversation that waits for an answer: a new agent's, or one that goes on, edited or not."""
-        if not self.known or self.draw(False, False, False, True):
-            system = ChatMessage(role="system", content=str(self.draw("main", "sub-agent")))
+        if not self.recorded or self.draw(False, False, False, True):
+            system = Message(role="system", content=str(self.draw("main", "sub-agent")))
             tools = TOOLS if self.draw(True, False) else ()
-            return Known(messages=(system, self._user()), tools=tools)
-        before = self.known[self.data.draw(st.integers(0, len(self.known) - 1))]
+            return RecordedReply(messages=(system, self._user()), tools=tools)
+        before = self.recorded[self.data.draw(st.integers(0, len(self.recorded) - 1))]
         messages = tuple(self._sent_back(message) for message in before.messages)
         match self.draw("go on", "go on", "go on", "edit", "summarise", "ask again"):
             case "edit":
@@ -139,19 +139,17 @@ class World:
                 edited = replace(messages[place], content=messages[place].content + "~")
                 messages = (*messages[:place], edited, *messages[place + 1 :])
             case "summarise":
-                messages = (messages[0], ChatMessage(role="user", content="so far: " + messages[-1].content))
+                messages = (messages[0], Message(role="user", content="so far: " + messages[-1].content))
                 return replace(before, messages=messages)
             case "ask again":
                 return replace(before, messages=messages[:-1])
-        outputs = [
-            ChatMessage(role="tool", content="ok", tool_call_id=call.call_id) for call in messages[-1].tool_calls
-        ]
+        outputs = [Message(role="tool", content="ok", tool_call_id=call.call_id) for call in messages[-1].tool_calls]
         return replace(before, messages=(*messages, *(outputs or [self._user()])))
 
-    def _user(self) -> ChatMessage:
-        return ChatMessage(role="user", content=str(self.draw("go", "on <|end|>", " \n", "é")))
+    def _user(self) -> Message:
+        return Message(role="user", content=str(self.draw("go", "on <|end|>", " \n", "é")))
 
-    def _sent_back(self, message: ChatMessage) -> ChatMessage:
+    def _sent_back(self, message: Message) -> Message:
         """What a client makes of a reply."""
         if message.role != "assistant":
             return message
@@ -204,17 +202,17 @@ class World:
         end = next((place for place, token in enumerate(ids) if token in self.chat.stop_ids), len(ids))
         return ids[: end + 1]
 
-    def _keep(self, asked: Known, answer: Answer) -> None:
+    def _keep(self, request: RecordedReply, answer: Answer) -> None:
         for reply in answer.replies:
             self.log.append((reply.turn.prompt_ids.tolist(), reply.turn.completion_ids.tolist()))
-            self.known.append(replace(asked, messages=(*asked.messages, reply.message)))
+            self.recorded.append(replace(request, messages=(*request.messages, reply.message)))
 
     def _check_prompt(self, call: Call, prompt_ids: list[int], reused: int) -> None:
         """It begins with all tokens of an earlier turn whose conversation it continues, and of the longest of those."""
         begun = [
-            (len(known.messages), [*prompt, *said])
-            for known, (prompt, said) in zip(self.known, self.log, strict=True)
-            if known.tools == call.tools and begins_with(call.messages, known.messages)
+            (len(recorded.messages), [*prompt, *output])
+            for recorded, (prompt, output) in zip(self.recorded, self.log, strict=True)
+            if recorded.tools == call.tools and begins_with(call.messages, recorded.messages)
         ]
         longest = max((length for length, _ in begun), default=0)
         continued = [ids for length, ids in begun if length == longest and prompt_ids[: len(ids)] == ids]
@@ -224,7 +222,7 @@ class World:
             assert prompt_ids == self.chat.open(call.messages, call.tools)
 
 
-def begins_with(messages: Sequence[ChatMessage], start: Sequence[ChatMessage]) -> bool:
+def begins_with(messages: Sequence[Message], start: Sequence[Message]) -> bool:
     return len(start) <= len(messages) and all(map(alike, messages, start))
 
 
@@ -234,7 +232,7 @@ def trained(trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ..
     for start, bound in pairwise((*trajectory.turn_starts, len(ids))):
         end = next((place for place in range(start, bound) if not mask[place]), bound)
         turns.append((tuple(ids[:start]), tuple(ids[start:end])))
-    assert sum(len(said) for _, said in turns) == sum(mask)
+    assert sum(len(output) for _, output in turns) == sum(mask)
     return turns
 
 
@@ -262,19 +260,19 @@ EMPTY = Turn(prompt_ids=NONE, completion_ids=NONE, logprobs=NONE.astype(np.float
 @given(data=st.data())
 def test_what_an_engine_saw_and_said_is_trained_exactly_once(kind: str, data: st.DataObject) -> None:
     chat = chat_format(kind)
-    world = World(chat, data, Conversation("s", chat))
+    session = SimulatedSession(chat, data, Conversation("s", chat))
     for _ in range(data.draw(st.integers(1, 6))):
-        world.play()
-    turns = world.conversation.turns
-    assert [(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in turns] == world.log
-    said = Counter((tuple(prompt), tuple(ids)) for prompt, ids in world.log if ids)
-    assert Counter(turn for trajectory in trajectories_of(turns) for turn in trained(trajectory)) == said
+        session.play()
+    turns = session.conversation.turns
+    assert [(turn.prompt_ids.tolist(), turn.completion_ids.tolist()) for turn in turns] == session.log
+    output = Counter((tuple(prompt), tuple(ids)) for prompt, ids in session.log if ids)
+    assert Counter(turn for trajectory in trajectories_of(turns) for turn in trained(trajectory)) == output
 
 
 @pytest.mark.parametrize("kind", ["built-in", "jinja"])
 def test_an_undisturbed_conversation_is_one_trajectory(kind: str) -> None:
     chat = chat_format(kind)
-    conversation, messages = Conversation("s", chat), [ChatMessage(role="user", content="go")]
+    conversation, messages = Conversation("s", chat), [Message(role="user", content="go")]
     for number in range(5):
         call = Call(messages=tuple(messages), tools=TOOLS)
         prompt = conversation.prompt(call)
@@ -288,7 +286,7 @@ def test_an_undisturbed_conversation_is_one_trajectory(kind: str) -> None:
         reply = Reply(message=reader.message(), finish_reason=FinishReason.STOP, stop_text=None, turn=turn)
         answer = Answer(answer_id=str(number), created=0, model="policy", replies=(reply,), reused_tokens=prompt.reused)
         conversation.record(call, answer)
-        messages += [reply.message, ChatMessage(role="tool", content="<|end|>", tool_call_id="x")]
+        messages += [reply.message, Message(role="tool", content="<|end|>", tool_call_id="x")]
     (trajectory,) = trajectories_of(conversation.turns)
     assert len(trajectory.turn_starts) == 5
     assert int(trajectory.loss_mask.sum()) == sum(len(turn.completion_ids) for turn in conversation.turns)

@@ -48,30 +48,30 @@ async def fork(caller: Caller, session_id: str, key: str = ADMIN_KEY) -> Answer:
 
 async def go_on(caller: Caller, key: str, history: list[Json], calls: int) -> list[Json]:
     """What was said in ``calls`` calls; ``history`` grows."""
-    said = []
+    output = []
     for _ in range(calls):
         answer = await caller.chat(key, list(history), request_id=f"{len(history)}")
         assert answer.status == 200, answer.raw
-        said.append(text(answer))
-        history += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": "on"}]
-    return said
+        output.append(text(answer))
+        history += [{"role": "assistant", "content": output[-1]}, {"role": "user", "content": "on"}]
+    return output
 
 
 def test_a_fork_says_the_same_again_and_then_goes_its_own_way() -> None:
     async def main() -> None:
         async with gateway(Setting(engine=fake_engine(), max_length=400)) as caller:
-            trunk_id, trunk_key = await caller.open_session()
-            trunk: list[Json] = [*QUESTION]
-            said = await go_on(caller, trunk_key, trunk, 2)
-            answer = await fork(caller, trunk_id)
+            parent_id, parent_key = await caller.open_session()
+            parent: list[Json] = [*QUESTION]
+            output = await go_on(caller, parent_key, parent, 2)
+            answer = await fork(caller, parent_id)
             assert (answer.status, answer.at("turns")) == (200, 2)
             branch_id, branch_key = str(answer.at("session_id")), str(answer.at("api_key"))
             branch: list[Json] = [*QUESTION]
             again = await go_on(caller, branch_key, branch, 2)
-            assert again == said
+            assert again == output
             await go_on(caller, branch_key, branch, 2)
-            await go_on(caller, trunk_key, trunk, 1)
-            ours, theirs = await caller.close(trunk_id), await caller.close(branch_id)
+            await go_on(caller, parent_key, parent, 1)
+            ours, theirs = await caller.close(parent_id), await caller.close(branch_id)
             assert (len(ours), len(theirs)) == (3, 4)
             assert all(map(same, ours[:2], theirs[:2]))
             assert not same(ours[2], theirs[2])
@@ -85,12 +85,12 @@ def test_a_fork_says_the_same_again_and_then_goes_its_own_way() -> None:
 def test_an_answer_that_got_lost_comes_again_in_a_fork_too() -> None:
     async def main() -> None:
         async with gateway(Setting(engine=fake_engine(), max_length=400)) as caller:
-            trunk_id, trunk_key = await caller.open_session()
-            said = await go_on(caller, trunk_key, [*QUESTION], 2)
-            answer = await fork(caller, trunk_id)
+            parent_id, parent_key = await caller.open_session()
+            output = await go_on(caller, parent_key, [*QUESTION], 2)
+            answer = await fork(caller, parent_id)
             branch_key = str(answer.at("api_key"))
             first = [await caller.chat(branch_key, QUESTION, request_id="r") for _ in range(3)]
-            assert [text(one) for one in first] == said[:1] * 3
+            assert [text(one) for one in first] == output[:1] * 3
             assert len(await caller.close(str(answer.at("session_id")))) == 2
 
     run(main())
@@ -99,9 +99,9 @@ def test_an_answer_that_got_lost_comes_again_in_a_fork_too() -> None:
 def test_a_fork_that_is_asked_something_else_refuses() -> None:
     async def main() -> None:
         async with gateway(Setting(engine=fake_engine(), max_length=400)) as caller:
-            trunk_id, trunk_key = await caller.open_session()
-            await go_on(caller, trunk_key, [*QUESTION], 1)
-            answer = await fork(caller, trunk_id)
+            parent_id, parent_key = await caller.open_session()
+            await go_on(caller, parent_key, [*QUESTION], 1)
+            answer = await fork(caller, parent_id)
             refused = await caller.chat(str(answer.at("api_key")), [{"role": "user", "content": "else"}])
             assert refused.error[::2] == (409, "another_call")
             assert len(await caller.close(str(answer.at("session_id")))) == 1
@@ -112,24 +112,24 @@ def test_a_fork_that_is_asked_something_else_refuses() -> None:
 def test_a_fork_of_a_fork_begins_with_all_that_was_said() -> None:
     async def main() -> None:
         async with gateway(Setting(engine=fake_engine(), max_length=400)) as caller:
-            trunk_id, trunk_key = await caller.open_session()
-            await go_on(caller, trunk_key, [*QUESTION], 1)
-            child = await fork(caller, trunk_id)
-            said = await go_on(caller, str(child.at("api_key")), [*QUESTION], 2)
+            parent_id, parent_key = await caller.open_session()
+            await go_on(caller, parent_key, [*QUESTION], 1)
+            child = await fork(caller, parent_id)
+            output = await go_on(caller, str(child.at("api_key")), [*QUESTION], 2)
             grandchild = await fork(caller, str(child.at("session_id")))
             assert grandchild.at("turns") == 2
-            assert await go_on(caller, str(grandchild.at("api_key")), [*QUESTION], 2) == said
+            assert await go_on(caller, str(grandchild.at("api_key")), [*QUESTION], 2) == output
 
     run(main())
 
 
 @pytest.mark.parametrize(("key", "status"), [(ADMIN_KEY, 404), (PRODUCT_KEY, 404), (OTHER_KEY, 404)])
-def test_nobody_forks_what_is_not_there_or_not_theirs(key: str, status: int) -> None:
+def test_a_session_that_is_closed_or_of_another_key_cannot_be_forked(key: str, status: int) -> None:
     async def main() -> None:
         async with gateway(Setting(engine=fake_engine())) as caller:
             session_id, _ = await caller.open_session()
-            wanted = "nothing" if key == ADMIN_KEY else session_id
-            assert (await fork(caller, wanted, key)).status == status
+            fork_request = "nothing" if key == ADMIN_KEY else session_id
+            assert (await fork(caller, fork_request, key)).status == status
 
     run(main())
 

@@ -22,47 +22,47 @@ from etude.types import Json
 
 CLOCK = SystemClock()
 CHAT = make_jinja((TEMPLATES / "r1.jinja").read_text(), "<｜end▁of▁sentence｜>")
-SAID = "It is sunny."
+REPLY = "It is sunny."
 FUNCTION: Json = {"name": "weather", "parameters": {"type": "object"}}
 CALL: Json = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-ASKED: Json = {"role": "user", "content": "Is it sunny?"}
+REQUEST: Json = {"role": "user", "content": "Is it sunny?"}
 SHOWN: list[Json] = [
-    ASKED,
+    REQUEST,
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "content": "yes", "tool_call_id": "a"},
 ]
 
 
 def converse(*bodies: dict[str, Json]) -> tuple[list[dict[str, Json]], Conversation]:
-    """What one session's calls are answered with, as OpenAI's messages; each time the model says ``SAID``."""
+    """What one session's calls are answered with, as OpenAI's messages; each time the model says ``REPLY``."""
     conversation = Conversation("session", CHAT)
 
     async def run() -> list[dict[str, Json]]:
         engine = FakeEngine(CLOCK, vocab_size=CHAT.vocab_size, max_length=512)
-        engine.script(*[[*CHAT.encode(SAID), CHAT.stop_ids[0]]] * len(bodies))
+        engine.script(*[[*CHAT.encode(REPLY), CHAT.stop_ids[0]]] * len(bodies))
         admission = AdmissionController(AdmissionLimits(rollouts=1, floor=1))
         pool = EnginePool(lambda _url: engine, Router(), CLOCK, admission=admission)
         pool.add(EngineEntry(name="one", url="http://fake"))
         sampler = ReplySampler(CHAT, pool, AdmissionQueue(admission, CLOCK), Recorder(None), CLOCK)
         service = Service(sampler, max_length=512)
         caller = Caller(conversation=conversation, traffic=TrafficClass.ROLLOUT, deadline=CLOCK.now() + 600.0)
-        watching = asyncio.create_task(pool.watch())
+        polling = asyncio.create_task(pool.watch())
         try:
             return [await _answer(service, caller, body) for body in bodies]
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
 
     return asyncio.run(run()), conversation
 
 
 async def _answer(service: Service, caller: Caller, body: dict[str, Json]) -> dict[str, Json]:
     tools: Json = [{"type": "function", "function": FUNCTION}]
-    asked = parse(orjson.dumps({"tools": tools, "max_tokens": 32, **body}))
-    if not asked.call.stream:
-        answer = await service.answer(asked.call, caller, RequestRecord(began=0.0))
-        return _only(orjson.loads(asked.body(answer))["choices"], "message")
-    async with aclosing(service.stream(asked.call, asked.events(), caller, RequestRecord(began=0.0))) as chunks:
+    request = parse(orjson.dumps({"tools": tools, "max_tokens": 32, **body}))
+    if not request.call.stream:
+        answer = await service.answer(request.call, caller, RequestRecord(began=0.0))
+        return _only(orjson.loads(request.body(answer))["choices"], "message")
+    async with aclosing(service.stream(request.call, request.events(), caller, RequestRecord(began=0.0))) as chunks:
         lines = b"".join([chunk async for chunk in chunks]).split(b"\n")
     events = [orjson.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
     deltas = [_only(event["choices"], "delta") for event in events if event["choices"]]
@@ -75,21 +75,21 @@ def _only(choices: Sequence[dict[str, dict[str, Json]]], field: str) -> dict[str
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_only_a_reply_whose_prompt_opens_a_thought_begins_inside_one(*, stream: bool) -> None:
-    messages, _ = converse({"messages": [ASKED], "stream": stream}, {"messages": SHOWN, "stream": stream})
-    said = [(message.get("reasoning_content") or "", message["content"] or "") for message in messages]
-    assert said == [(SAID, ""), ("", SAID)]
+    messages, _ = converse({"messages": [REQUEST], "stream": stream}, {"messages": SHOWN, "stream": stream})
+    output = [(message.get("reasoning_content") or "", message["content"] or "") for message in messages]
+    assert output == [(REPLY, ""), ("", REPLY)]
 
 
 def test_kwargs_of_the_template_reach_it_and_are_in_what_is_recorded() -> None:
     quiet: dict[str, Json] = {"enable_thinking": False}
-    reply: Json = {"role": "assistant", "content": SAID}
-    again: list[Json] = [ASKED, reply, ASKED]
+    reply: Json = {"role": "assistant", "content": REPLY}
+    again: list[Json] = [REQUEST, reply, REQUEST]
     messages, conversation = converse(
-        {"messages": [ASKED], "chat_template_kwargs": quiet},
+        {"messages": [REQUEST], "chat_template_kwargs": quiet},
         {"messages": again, "chat_template_kwargs": quiet},
         {"messages": again, "chat_template_kwargs": None},
     )
-    assert [message["content"] for message in messages] == [SAID, SAID, ""]
+    assert [message["content"] for message in messages] == [REPLY, REPLY, ""]
     first, second, third = conversation.turns
     whole = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]
     assert second.prompt_ids.tolist()[: len(whole)] == whole
@@ -98,5 +98,5 @@ def test_kwargs_of_the_template_reach_it_and_are_in_what_is_recorded() -> None:
 
 def test_kwargs_that_the_template_does_not_read_are_refused_with_those_that_it_does() -> None:
     with pytest.raises(ApiError, match="does not read thinking; it reads enable_thinking, identity") as error:
-        converse({"messages": [ASKED], "chat_template_kwargs": {"thinking": True}})
+        converse({"messages": [REQUEST], "chat_template_kwargs": {"thinking": True}})
     assert (error.value.status, error.value.param) == (400, "chat_template_kwargs")

@@ -46,22 +46,22 @@ def opening(*messages: tuple[str, str]) -> list[int]:
     return [*rendered, *template().generation_prompt()]
 
 
-def test_every_door_but_health_needs_its_own_key() -> None:
+def test_every_route_but_health_needs_its_own_key() -> None:
     async def scene(caller: Caller) -> None:
         session_id, key = await caller.open_session()
-        nobody = (401, "authentication_error", "invalid_api_key", None)
+        no_key = (401, "authentication_error", "invalid_api_key", None)
         not_you = (403, "permission_error", "forbidden", None)
         for path in ("/sessions", "/keys", "/engines"):
-            assert (await caller.send("POST", path, "wrong")).error == nobody
+            assert (await caller.send("POST", path, "wrong")).error == no_key
             assert (await caller.send("POST", path, key)).error == not_you
         for path in ("/keys", "/engines", "/metrics"):
-            assert (await caller.send("GET", path)).error == nobody
+            assert (await caller.send("GET", path)).error == no_key
             assert (await caller.send("GET", path, PRODUCT_KEY)).error == not_you
         for path in (f"/sessions/{session_id}", "/keys/admin", "/engines/one"):
             assert (await caller.send("DELETE", path, key)).error == not_you
         for wrong in ("", "wrong", "clé"):
-            assert (await caller.chat(wrong)).error == nobody
-            assert (await caller.send("GET", "/v1/models", wrong)).error == nobody
+            assert (await caller.chat(wrong)).error == no_key
+            assert (await caller.send("GET", "/v1/models", wrong)).error == no_key
         assert (await caller.chat(ADMIN_KEY)).error == not_you
         models = await caller.send("GET", "/v1/models", key)
         assert models.at("data", 0, "id") == "policy"
@@ -90,7 +90,7 @@ def test_a_session_is_known_by_its_key_by_the_path_or_by_a_header() -> None:
     play(fake_engine(), scene)
 
 
-def test_a_product_names_its_sessions_and_nobody_elses() -> None:
+def test_a_product_names_its_own_sessions_only() -> None:
     async def scene(caller: Caller) -> None:
         body = {"messages": QUESTION, "max_tokens": 4}
         for path, headers in ((CHAT, {"X_Etude_Session": "mine"}), (f"/s/mine{CHAT}", {})):
@@ -131,12 +131,12 @@ def test_a_rollouts_key_opens_its_own_session_and_nothing_else() -> None:
             (f"/s/admin{CHAT}", {}),
         ):
             assert (await caller.send("POST", path, key, body, **headers)).error == forbidden
-        nobody = (401, "authentication_error", "invalid_api_key", None)
-        assert (await caller.send("POST", f"/s/{second}{CHAT}", "", body)).error == nobody
-        assert (await caller.send("POST", f"/s/etude-rollout-guess{CHAT}", key, body)).error == nobody
+        no_key = (401, "authentication_error", "invalid_api_key", None)
+        assert (await caller.send("POST", f"/s/{second}{CHAT}", "", body)).error == no_key
+        assert (await caller.send("POST", f"/s/etude-rollout-guess{CHAT}", key, body)).error == no_key
         await caller.close(first)
-        assert (await caller.chat(key)).error == nobody
-        assert (await caller.send("POST", f"/s/{key}{CHAT}", "", body)).error == nobody
+        assert (await caller.chat(key)).error == no_key
+        assert (await caller.send("POST", f"/s/{key}{CHAT}", "", body)).error == no_key
         assert (await caller.chat(other)).status == 200
 
     play(fake_engine(), scene)
@@ -164,7 +164,7 @@ def test_an_idle_session_dies_and_its_key_with_it() -> None:
     play(Setting(fake_engine(), limits=SessionLimits(idle_s=0.05)), scene)
 
 
-def test_the_doors_own_refusals_have_the_shape_of_their_api() -> None:
+def test_errors_before_parsing_have_the_shape_of_their_api() -> None:
     async def scene(caller: Caller) -> None:
         _, key = await caller.open_session()
         assert (await caller.send("GET", "/nowhere")).error == (404, "not_found_error", "not_found", None)
@@ -187,7 +187,7 @@ def test_the_doors_own_refusals_have_the_shape_of_their_api() -> None:
     play(Setting(fake_engine(), config=GatewayConfig(max_body_mb=1)), scene)
 
 
-def test_a_body_whose_length_nobody_said_is_bounded_too() -> None:
+def test_a_body_without_a_length_is_bounded_too() -> None:
     async def chunks() -> AsyncIterator[bytes]:
         for _ in range(40):
             yield b" " * 2**16
@@ -417,7 +417,7 @@ def test_metrics_are_prometheus_text_and_add_up() -> None:
 
 def test_the_access_log_has_a_line_for_each_request_and_nothing_that_was_said(tmp_path: Path) -> None:
     file = tmp_path / "access.jsonl"
-    said: list[str] = []
+    answered: list[str] = []
 
     async def scene(caller: Caller) -> None:
         session_id, key = await caller.open_session()
@@ -426,11 +426,11 @@ def test_the_access_log_has_a_line_for_each_request_and_nothing_that_was_said(tm
         await caller.send("POST", f"/s/{key}{CHAT}", "", {"messages": secret, "max_tokens": 3, "stream": True})
         await caller.send("GET", f"/secret/{key}")
         await caller.chat(key, secret, temperature="secret")
-        said.extend([key, session_id, str(answer.at("choices", 0, "message", "content"))])
+        answered.extend([key, session_id, str(answer.at("choices", 0, "message", "content"))])
 
     play(Setting(fake_engine(), access_log=file), scene)
     text = file.read_text()
-    key, session_id, reply = said
+    key, session_id, reply = answered
     assert key not in text
     assert "secret" not in text
     assert len(reply) < 4 or reply not in text

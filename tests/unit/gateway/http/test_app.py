@@ -168,9 +168,9 @@ def test_concurrent_sessions_do_not_mix() -> None:
             assert answer.status == 200
             messages += [answer.at("choices", 0, "message"), {"role": "user", "content": "on"}]
         first, second = await caller.close(session_id)
-        known = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]
+        earlier = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]
         assert template().encode(f"go {number}") == first.prompt_ids.tolist()[1:-2]
-        assert second.prompt_ids.tolist()[: len(known)] == known
+        assert second.prompt_ids.tolist()[: len(earlier)] == earlier
 
     async def scene(caller: Caller) -> None:
         await asyncio.gather(*(one(caller, number) for number in range(20)))
@@ -345,9 +345,9 @@ def test_a_retry_of_a_call_whose_answer_was_lost_gets_that_answer() -> None:
         assert (await caller.chat(key, [{"role": "user", "content": "on"}], request_id="a")).at("id") != lost.at("id")
         assert (await caller.chat(key, request_id="\udcff")).status == 200  # a header need not be text
         body = {"messages": QUESTION, "max_tokens": 8}
-        told = await caller.send("POST", CHAT, key, body, x_stainless_retry_count="1")
+        message = await caller.send("POST", CHAT, key, body, x_stainless_retry_count="1")
         assert len(await caller.close(session_id)) == 4
-        assert told.status == 200
+        assert message.status == 200
 
     play(fake_engine(), scene)
 
@@ -357,8 +357,8 @@ def test_a_retry_of_a_stream_is_given_the_recorded_reply() -> None:
         session_id, key = await caller.open_session()
         lost = await caller.chat(key, request_id="a")
         again = await caller.chat(key, request_id="a", stream=True)
-        said = "".join(str(_delta(event).get("content") or "") for event in again.events)
-        assert said == lost.at("choices", 0, "message", "content")
+        answered = "".join(str(_delta(event).get("content") or "") for event in again.events)
+        assert answered == lost.at("choices", 0, "message", "content")
         assert len(await caller.close(session_id)) == 1
 
     play(fake_engine(), scene)
@@ -395,8 +395,8 @@ def test_a_stream_says_what_the_whole_answer_would() -> None:
         whole = await caller.chat(key, seed=5)
         streamed = await caller.chat(key, seed=5, stream=True)
         assert streamed.headers["Content-Type"] == "text/event-stream"
-        said = "".join(str(_delta(event).get("content") or "") for event in streamed.events)
-        assert said == whole.at("choices", 0, "message", "content")
+        answered = "".join(str(_delta(event).get("content") or "") for event in streamed.events)
+        assert answered == whole.at("choices", 0, "message", "content")
         one, two = await caller.close(session_id)
         assert one.completion_ids.tolist() == two.completion_ids.tolist()
 

@@ -51,11 +51,11 @@ def operations() -> list[tuple[str, str, Json]]:
 
 def test_the_document_is_one_that_tools_read() -> None:
     schema = schemathesis.openapi.from_dict(orjson.loads(orjson.dumps(openapi.document())))
-    found: set[tuple[str, str]] = set()
+    paths: set[tuple[str, str]] = set()
     for result in schema.get_all_operations():
         assert isinstance(result, Ok)
-        found.add((result.ok().path, result.ok().method.lower()))
-    assert found == {(path, method) for path, method, _ in operations()}
+        paths.add((result.ok().path, result.ok().method.lower()))
+    assert paths == {(path, method) for path, method, _ in operations()}
 
 
 def test_every_schema_is_one() -> None:
@@ -75,11 +75,11 @@ def test_every_path_of_the_gateway_is_there() -> None:
     }
 
 
-def test_only_two_doors_need_no_key() -> None:
-    open_doors = {
+def test_only_two_routes_need_no_key() -> None:
+    open_routes = {
         path for path, _, operation in operations() if isinstance(operation, dict) and "security" in operation
     }
-    assert open_doors == {"/healthz", "/openapi.json"}
+    assert open_routes == {"/healthz", "/openapi.json"}
 
 
 def test_errors_look_as_the_document_says() -> None:
@@ -149,7 +149,7 @@ def test_what_does_not_fit_the_schema_is_refused(body: dict[str, Json]) -> None:
         chat.PROTOCOL.parse(orjson.dumps(body))
 
 
-def test_every_dialect_has_a_schema_of_its_body() -> None:
+def test_every_api_has_a_schema_of_its_body() -> None:
     for api, schema in (
         (chat.PROTOCOL, chat.SCHEMA),
         (completions.PROTOCOL, completions.SCHEMA),

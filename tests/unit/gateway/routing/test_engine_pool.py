@@ -47,7 +47,7 @@ class Chain:
     refuses: bool = False
     loses_end: bool = False
     """Whether it hands out the last token and breaks before the completion."""
-    asked: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
+    requests: list[tuple[tuple[int, ...], SamplingParams]] = field(default_factory=list)
     """What each call was about."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
@@ -60,18 +60,18 @@ class Chain:
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
     ) -> AsyncGenerator[TokenChunk, None]:
-        self.asked.append((tuple(prompt_ids), params))
+        self.requests.append((tuple(prompt_ids), params))
         await self._trouble()
-        left, said, context = (self.breaks.pop(0) if self.breaks else 1 << 30), list[int](), list(prompt_ids)
-        while not said or (said[-1] not in params.stop_ids and len(said) < params.max_tokens):
-            if len(said) == left:
+        left, text, context = (self.breaks.pop(0) if self.breaks else 1 << 30), list[int](), list(prompt_ids)
+        while not text or (text[-1] not in params.stop_ids and len(text) < params.max_tokens):
+            if len(text) == left:
                 raise EngineUnavailable("it broke")
             digest = hashlib.sha256(repr((context, params.seed if params.temperature else None)).encode()).digest()
-            said.append(digest[0] % 16)
-            context.append(said[-1])
-            ended = said[-1] in params.stop_ids or len(said) == params.max_tokens
-            whole = self._completion(said, prompt_ids, params) if ended and not self.loses_end else None
-            yield self._chunk(said, whole)
+            text.append(digest[0] % 16)
+            context.append(text[-1])
+            ended = text[-1] in params.stop_ids or len(text) == params.max_tokens
+            whole = self._completion(text, prompt_ids, params) if ended and not self.loses_end else None
+            yield self._chunk(text, whole)
         if self.loses_end:
             raise EngineUnavailable("it broke")
 
@@ -91,22 +91,22 @@ class Chain:
         if self.hangs:
             await asyncio.Event().wait()
 
-    def _chunk(self, said: Sequence[int], completion: Completion | None) -> TokenChunk:
+    def _chunk(self, text: Sequence[int], completion: Completion | None) -> TokenChunk:
         return TokenChunk(
-            token_ids=np.array(said[-1:], np.int32),
+            token_ids=np.array(text[-1:], np.int32),
             logprobs=np.array([-1.0 - self.mark], np.float32),
             versions=np.array([self.mark], np.int32),
             completion=completion,
         )
 
-    def _completion(self, said: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
-        size, read = len(said), np.array([*prompt_ids, *said[:-1]], np.uint16)
-        sampling_mask = SamplingMask(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(said, np.int32))
+    def _completion(self, text: Sequence[int], prompt_ids: TokenIds, params: SamplingParams) -> Completion:
+        size, read = len(text), np.array([*prompt_ids, *text[:-1]], np.uint16)
+        sampling_mask = SamplingMask(offsets=np.arange(size + 1, dtype=np.int64), token_ids=np.array(text, np.int32))
         return Completion(
-            token_ids=np.array(said, np.int32),
+            token_ids=np.array(text, np.int32),
             logprobs=np.full(size, -1.0 - self.mark, np.float32),
             versions=np.full(size, self.mark, np.int32),
-            finish=Finish.STOP if said[-1] in params.stop_ids else Finish.LENGTH,
+            finish=Finish.STOP if text[-1] in params.stop_ids else Finish.LENGTH,
             routes=read.reshape(-1, 1, 1) if params.want_routes else None,
             sampling_mask=sampling_mask if params.truncates else None,
         )
@@ -129,13 +129,13 @@ def pool_of(
 @asynccontextmanager
 async def watched(pool: EnginePool) -> AsyncIterator[None]:
     """Polls go on while the context is open; it opens when all engines were seen."""
-    watching = asyncio.create_task(pool.watch())
+    polling = asyncio.create_task(pool.watch())
     try:
         await until(lambda: all(view.reason != "not yet seen" for view in pool.list()))
         yield
     finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
 
 
 async def listen(
@@ -196,18 +196,18 @@ def test_a_broken_stream_is_continued_token_for_token(
         shared = list(breaks)  # whichever engine is asked, the n-th call breaks after breaks[n] tokens
         pool = pool_of(*(Chain(mark=mark, breaks=shared) for mark in range(len(breaks) + 1)))
         chunks, completion = await listen(pool, params)
-        told = np.concatenate([chunk.token_ids for chunk in chunks])
-        np.testing.assert_array_equal(told, completion.token_ids)
+        sent = np.concatenate([chunk.token_ids for chunk in chunks])
+        np.testing.assert_array_equal(sent, completion.token_ids)
         np.testing.assert_array_equal(np.concatenate([chunk.logprobs for chunk in chunks]), completion.logprobs)
         np.testing.assert_array_equal(np.concatenate([chunk.versions for chunk in chunks]), completion.versions)
         np.testing.assert_array_equal(completion.logprobs, -1.0 - completion.versions)  # those of the one who sampled
         assert completion.routes is not None
-        assert completion.routes.ravel().tolist() == [*PROMPT, *told[:-1].tolist()]
-        assert (completion.finish is Finish.STOP) == (told[-1] in params.stop_ids)
-        assert len(told) == params.max_tokens or completion.finish is Finish.STOP
+        assert completion.routes.ravel().tolist() == [*PROMPT, *sent[:-1].tolist()]
+        assert (completion.finish is Finish.STOP) == (sent[-1] in params.stop_ids)
+        assert len(sent) == params.max_tokens or completion.finish is Finish.STOP
         if temperature == 0:
             whole = await Chain().generate(PROMPT, params, session="s")
-            assert told.tolist() == whole.token_ids.tolist()
+            assert sent.tolist() == whole.token_ids.tolist()
             assert completion.finish is whole.finish
 
     play(scene)
@@ -223,12 +223,12 @@ def test_a_seeded_turn_goes_on_with_other_random_numbers_and_always_the_same() -
             engines = [Chain(breaks=breaks), Chain(breaks=breaks)]
             pool = pool_of(*engines)
             turns.append((await listen(pool, params))[1].token_ids.tolist())
-            (first,) = [engine for engine in engines if len(engine.asked[0][0]) == len(PROMPT)]
+            (first,) = [engine for engine in engines if len(engine.requests[0][0]) == len(PROMPT)]
             (second,) = [engine for engine in engines if engine is not first]
-            prompt, asked = second.asked[0]
+            prompt, requests = second.requests[0]
             assert prompt == (*PROMPT, *turns[-1][:4])
-            assert asked.max_tokens == 8
-            assert asked.seed is not None and asked.seed != params.seed
+            assert requests.max_tokens == 8
+            assert requests.seed is not None and requests.seed != params.seed
         assert turns[0] == turns[1]
 
     play(scene)
@@ -266,7 +266,7 @@ def test_a_request_that_every_engine_dies_of_does_not_kill_all_of_them() -> None
         engines = [Chain(breaks=[0]) for _ in range(9)]
         with pytest.raises(EngineUnavailable, match="3 engines failed under this call; at last: it broke"):
             await pool_of(*engines, limits=PoolLimits(losses=2)).generate(PROMPT, PARAMS, session="s")
-        assert sum(len(engine.asked) for engine in engines) == 3
+        assert sum(len(engine.requests) for engine in engines) == 3
 
     play(scene)
 
@@ -277,7 +277,7 @@ def test_an_engine_that_is_down_is_not_asked_again_before_it_gave_a_sign_of_life
         pool = pool_of(engine, clock=clock)
         with pytest.raises(EngineUnavailable, match=r"no engine could be had for 30\.\d s; at last: it is down"):
             await pool.generate(PROMPT, PARAMS, session="s")
-        assert len(engine.asked) == 1
+        assert len(engine.requests) == 1
         assert 30.0 <= clock.now() <= 31.0
 
     play(scene)
@@ -306,12 +306,12 @@ def test_calls_on_an_engine_that_hangs_go_elsewhere_once_it_is_found_dead() -> N
                 asyncio.create_task(pool.generate(PROMPT, PARAMS, session="s")),
                 asyncio.create_task(listen(pool, PARAMS)),
             ]
-            await until(lambda: sum(len(engine.asked) for engine in engines) == 2)
-            (stuck,) = [engine for engine in engines if engine.asked]
-            (other,) = [engine for engine in engines if not engine.asked]
+            await until(lambda: sum(len(engine.requests) for engine in engines) == 2)
+            (stuck,) = [engine for engine in engines if engine.requests]
+            (other,) = [engine for engine in engines if not engine.requests]
             stuck.down, other.hangs = True, False
             await asyncio.gather(*calls)
-            assert len(other.asked) == 2
+            assert len(other.requests) == 2
             assert pool.counters.losses == 2
 
     play(scene)
@@ -326,10 +326,10 @@ def test_a_busy_engine_is_passed_over_and_not_blamed() -> None:
         pool = pool_of(*engines)
         async with watched(pool):
             await pool.generate(PROMPT, PARAMS, session="s")
-            (first,) = [engine for engine in engines if engine.asked]
+            (first,) = [engine for engine in engines if engine.requests]
             first.busy = 1
             await pool.generate(PROMPT, PARAMS, session="s")
-            assert [len(engine.asked) for engine in engines if engine is not first] == [1]
+            assert [len(engine.requests) for engine in engines if engine is not first] == [1]
             assert states(pool) == [EngineState.HEALTHY] * 2
             assert (pool.counters.busy, pool.counters.pauses) == (1, 0)
 
@@ -369,7 +369,7 @@ class Sleeper(VirtualClock):
         await super().sleep(seconds)
 
 
-def test_callers_that_were_turned_away_together_do_not_come_back_together() -> None:
+def test_callers_that_were_turned_away_at_once_do_not_come_back_at_once() -> None:
     async def scene() -> None:
         clock = Sleeper()
         pool = pool_of(Chain(busy=16), clock=clock)
@@ -383,7 +383,7 @@ def test_callers_that_were_turned_away_together_do_not_come_back_together() -> N
 # What a call wants
 
 
-def test_a_version_that_nobody_serves_is_pending() -> None:
+def test_a_version_that_no_engine_serves_is_pending() -> None:
     async def scene() -> None:
         engines = [Chain(mark=1), Chain(mark=3)]
         pool = pool_of(*engines)
@@ -414,7 +414,7 @@ def test_a_deadline_ends_a_call_and_does_not_blame_its_engine() -> None:
     play(scene)
 
 
-def test_a_refusal_reaches_the_caller_and_blames_nobody() -> None:
+def test_a_refused_request_reaches_the_caller_and_blames_no_engine() -> None:
     async def scene() -> None:
         pool = pool_of(Chain(refuses=True), Chain(refuses=True))
         async with watched(pool):
@@ -456,7 +456,7 @@ def test_an_engine_with_a_wrong_digest_gets_no_more_calls() -> None:
             await until(lambda: states(pool)[0] is EngineState.STALE)
             for session in range(20):
                 await pool.generate(PROMPT, PARAMS, session=str(session))
-            assert (len(engines[0].asked), len(engines[1].asked)) == (0, 20)
+            assert (len(engines[0].requests), len(engines[1].requests)) == (0, 20)
             engines[0].digest = ""
             await until(lambda: states(pool)[0] is EngineState.HEALTHY)
 

@@ -157,14 +157,14 @@ def test_no_account_is_kept_from_its_share(events: list[tuple[str, bool]]) -> No
     admission = AdmissionController(limits(6, production=6, waiting=6))
     opened: list[Ticket] = []
     for account, leaves in events:
-        held = Counter(ticket.account for ticket in opened if ticket.state is GRANTED)
+        used = Counter(ticket.account for ticket in opened if ticket.state is GRANTED)
         line = Counter(ticket.account for ticket in opened if ticket.state is WAITING)
-        if leaves and held[account]:
+        if leaves and used[account]:
             leaving = next(ticket for ticket in opened if (ticket.account, ticket.state) == (account, GRANTED))
             admission.release(leaving, Outcome.FAILED, 1.0)
-            held[account] -= 1
+            used[account] -= 1
             for ticket in admission.due(1.0):
-                assert held[ticket.account] == min(held[other] for other in line)
+                assert used[ticket.account] == min(used[other] for other in line)
         else:
             opened.append(admission.acquire(PEOPLE, 1.0, LATE, account))
             assert opened[-1].state is not TicketState.REFUSED or line[account] >= 2
@@ -284,11 +284,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.open: list[Ticket] = []
         """In order of arrival; granted or waiting."""
 
-    @rule(traffic=st.sampled_from(TrafficClass), patience=st.sampled_from([0.5, 2.0, 100.0]))
-    def acquire(self, traffic: TrafficClass, patience: float) -> None:
+    @rule(traffic=st.sampled_from(TrafficClass), timeout_s=st.sampled_from([0.5, 2.0, 100.0]))
+    def acquire(self, traffic: TrafficClass, timeout_s: float) -> None:
         waiting = self.admission.waiting(traffic)
         before = {one: self.admission.inflight(one) for one in TrafficClass}
-        ticket = self.admission.acquire(traffic, self.now, self.now + patience)
+        ticket = self.admission.acquire(traffic, self.now, self.now + timeout_s)
         if ticket.state is TicketState.REFUSED:
             assert waiting == self.LIMITS.waiting
             assert ticket.retry_after_s is not None and RETRY_MIN_S <= ticket.retry_after_s <= RETRY_MAX_S
@@ -343,7 +343,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert self.admission.waiting(traffic) == len(mine) - granted <= self.LIMITS.waiting
 
     @invariant()
-    def nobody_waits_for_nothing(self) -> None:
+    def every_waiter_is_served(self) -> None:
         people, rollouts = self.admission.inflight(PEOPLE), self.admission.inflight(ROLLOUTS)
         limit = self.admission.limit
         if self.admission.waiting(PEOPLE):

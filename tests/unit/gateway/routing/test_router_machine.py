@@ -19,37 +19,37 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(LIMITS, max_sessions=6)
-        self.told: dict[str, EngineHealth | None] = {}  # engine → its last report
+        self.sent: dict[str, EngineHealth | None] = {}  # engine → its last report
         self.announced: dict[int, str] = {}
         self.now = 0.0
 
     @rule(name=NAMES, region=st.sampled_from(["", "eu"]))
     def add(self, name: str, region: str) -> None:
-        if name not in self.told:
+        if name not in self.sent:
             self.router.add(EngineEntry(name=name, url=name, region=region), self.now)
-            self.told[name] = None
+            self.sent[name] = None
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
-        if name in self.told:
-            del self.told[name]
+        if name in self.sent:
+            del self.sent[name]
             self.router.remove(name)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         due = self.router.due(self.now)
-        assert set(due) <= set(self.told)
+        assert set(due) <= set(self.sent)
         for name in due:
             self.router.failed(name, "poll", self.now, in_call=False)
 
     @rule(name=NAMES, version=st.integers(0, 6), wrong=st.booleans(), running=st.integers(0, 9))
     def report(self, name: str, version: int, wrong: bool, running: int) -> None:
         digest = "wrong" if wrong else f"digest {version}"
-        told = EngineHealth(version=version, digest=digest, running=running, waiting=0)
-        self.router.report(name, told, self.now)
-        if name in self.told:
-            self.told[name] = told
+        sent = EngineHealth(version=version, digest=digest, running=running, waiting=0)
+        self.router.report(name, sent, self.now)
+        if name in self.sent:
+            self.sent[name] = sent
 
     @rule(name=NAMES)
     def answer(self, name: str) -> None:
@@ -64,10 +64,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.announce(version, f"digest {version}", self.now)
         self.announced[version] = f"digest {version}"
 
-    @precondition(lambda self: self.told)
+    @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def call(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.told)))
+        name = data.draw(st.sampled_from(sorted(self.sent)))
         self.router.began(name)
         self.router.ended(name)
 
@@ -105,7 +105,7 @@ class RouterMachine(RuleBasedStateMachine):
     def nothing_wrong_is_served(self) -> None:
         newest = max(self.announced, default=None)
         for view in self.router.engines():
-            truth = self.told[view.entry.name]
+            truth = self.sent[view.entry.name]
             assert view.reason
             assert view.health == truth
             if view.state not in (HEALTHY, SUSPECT):

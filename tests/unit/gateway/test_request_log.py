@@ -1,4 +1,4 @@
-"""The access log: a line for each visit, none lost without being counted."""
+"""The access log: a line for each request, none lost without being counted."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ def record(route: str = "POST /v1/chat/completions") -> RequestRecord:
     return RequestRecord(began=1.0, route=route, status=200, first_token=1.25, ended=1.5, versions=(3, 4))
 
 
-def test_a_line_has_the_facts_of_a_visit(tmp_path: Path) -> None:
+def test_a_line_has_the_facts_of_a_request(tmp_path: Path) -> None:
     log = AccessLog(tmp_path / "log", lambda: 1785312000.1234)
     log.add(record())
     log.close()

@@ -1,4 +1,4 @@
-"""What an engine says of a turn is proven, stowed, or refused by name."""
+"""An engine's record of a turn is checked and stowed, or refused by name."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ from etude.types import Finish, Routes, RouteSpace, SamplingMask, Turn
 
 PROMPT, SPACE = [7, 8], RouteSpace(layers=2, slots=2, experts=4)
 GOOD = np.tile(np.array([[0, 3], [2, 1]], np.uint16), (4, 1, 1))
-KEPT = SamplingMask(offsets=np.array([0, 2, 2, 3], np.int64), token_ids=np.array([1, 4, 3], np.int32))
+MASK = SamplingMask(offsets=np.array([0, 2, 2, 3], np.int64), token_ids=np.array([1, 4, 3], np.int32))
 
 
 def completion_of(routes: Routes | None = None, sampling_mask: SamplingMask | None = None) -> Completion:
@@ -89,7 +89,7 @@ def test_routes_that_an_earlier_turn_has_are_not_written_again(tmp_path: Path) -
     assert np.array_equal(again.routes, routes)
 
 
-def test_routes_that_nobody_wants_are_not_kept(tmp_path: Path) -> None:
+def test_routes_that_are_not_asked_for_are_not_recorded(tmp_path: Path) -> None:
     assert record(completion_of(GOOD), tmp_path).payload is None
 
 
@@ -99,14 +99,14 @@ def test_routes_need_a_folder() -> None:
 
 
 def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
-    turn = record(completion_of(sampling_mask=KEPT), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
+    turn = record(completion_of(sampling_mask=MASK), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
     back = Payloads(tmp_path).fetch([turn])[0].sampling_mask
     assert back is not None
     assert back.sizes.tolist() == [2, 0, 1]
 
 
 def test_without_a_folder_a_turn_is_for_no_trainer() -> None:
-    turn = record(completion_of(GOOD, KEPT), None, params=SamplingParams(max_tokens=3, top_p=0.9))
+    turn = record(completion_of(GOOD, MASK), None, params=SamplingParams(max_tokens=3, top_p=0.9))
     assert (turn.routes, turn.sampling_mask, turn.payload) == (None, None, None)
 
 
@@ -141,7 +141,7 @@ def test_a_cut_vocabulary_needs_its_kept_sets(tmp_path: Path, params: SamplingPa
 
 
 def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path) -> None:
-    whole = completion_of(GOOD, KEPT)
+    whole = completion_of(GOOD, MASK)
     short = truncated(whole, 2)
     assert truncated(whole, 3) is whole
     assert short.token_ids.tolist() == [1, 2]
@@ -164,7 +164,7 @@ def test_a_completion_cannot_be_cut_to_what_it_has_not(tokens: int) -> None:
 
 @given(st.integers(0, 3))
 def test_a_shortened_record_fits_its_turn(tokens: int) -> None:
-    short = truncated(completion_of(GOOD, KEPT), tokens)
+    short = truncated(completion_of(GOOD, MASK), tokens)
     turn = turn_of(PROMPT, SamplingParams(max_tokens=3, top_p=0.9), short)
     assert turn.routes is not None
     assert len(turn.routes) == len(PROMPT) + tokens - 1
