@@ -4,8 +4,8 @@
                 └──────── IDLE_S over, or its place is needed ─┴──▶ closed
 
 Owns the bounds that aiohttp leaves to its user: a caller without a key may not hold connections for ever, use up the
-files that the process may open, or get its request, which may hold a key, into a log. Every server of étude listens through
-:class:`LimitedSite`.
+files that the process may open, or get its request, which may hold a key, into a log. Every server of étude listens
+through :class:`LimitedSite`.
 
 How many there may be follows from the limit on open files: the kernel gives the lowest free number, so the number of a
 new connection says how many files are open, whatever they are.

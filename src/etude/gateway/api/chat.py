@@ -23,6 +23,8 @@ import orjson
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, Reply
 from etude.gateway.api.fields import (
     FLAG,
+    MAX_NAME_CHARACTERS,
+    NULL,
     OBJECT,
     TEXT,
     Fields,
@@ -37,11 +39,8 @@ from etude.gateway.api.fields import (
 from etude.gateway.api.openai import (
     DONE,
     INFORMATIVE,
-    MAX_NAME_CHARACTERS,
     MAX_WHOLE,
     NEUTRAL,
-    NULL,
-    NULLABLE_OBJECT,
     SAMPLING_SCHEMA,
     UNDERSTOOD,
     View,
@@ -52,7 +51,6 @@ from etude.gateway.api.openai import (
     finish_reason_name,
     logprob,
     neutral_schema,
-    nullable,
     read_model,
     read_sampling,
     read_tools,
@@ -66,8 +64,6 @@ from etude.types import Floats, Ids, Json
 
 HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options"})
 """Fields of a body that advise models made for them, or could only change the price or the speed of an answer."""
-
-
 CHAT_FIELDS = (
     UNDERSTOOD
     | INFORMATIVE
@@ -75,8 +71,6 @@ CHAT_FIELDS = (
     | HINTS
 )
 """Fields of a body that are read, or tolerated."""
-
-
 CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         **NEUTRAL,
@@ -92,14 +86,10 @@ CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     }
 )
 """Fields of a body that are accepted with the values that ask for nothing."""
-
-
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 )
 """Role on the wire → role of a message."""
-
-
 IGNORED_IN_REPLIES = frozenset(
     {
         "annotations",  # citations of a web search: marks beside the text
@@ -110,8 +100,6 @@ IGNORED_IN_REPLIES = frozenset(
     }
 )
 """Fields of a reply that clients send back with it and that say nothing the model should see."""
-
-
 MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "system": frozenset({"role", "content", "cache_control"}),
@@ -125,24 +113,14 @@ MESSAGE_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 """Fields of a message by role. A tool's ``name`` is the one of the call that it answers; ``cache_control``, there and
 in parts, is advice to Anthropic's caches.
 """
-
-
 MESSAGE_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"images": ([],), "tool_calls": ([],)})
 """Fields of a message that some clients always send, and that are empty where they have no place."""
-
-
 PART_FIELDS = frozenset({"type", "text", "cache_control", "annotations"})
 """Fields of a text part."""
-
-
 CALL_FIELDS = frozenset({"id", "type", "function", "index", "provider_specific_fields", "extra_content"})
 """Fields of a tool call that comes back; clients that put it together from events leave ``index`` in."""
-
-
 TOOL_FIELDS = frozenset({"type", "function", "cache_control"})
 """Fields of a tool."""
-
-
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 """Fields of a tool's function."""
 
@@ -236,20 +214,17 @@ def _read_tool(tool: Fields) -> Tool:
         raise tool.invalid("function", "an object with name and parameters")
     function.only(FUNCTION_FIELDS)
     function.flag("strict")
-    name = function.text("name")
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise function.invalid("name", f"a name of 1 to {MAX_NAME_CHARACTERS} characters")
-    return Tool(name=name, description=function.text("description", ""), parameters=function.document("parameters"))
+    return Tool(
+        name=function.short_text("name"),
+        description=function.text("description", ""),
+        parameters=function.document("parameters"),
+    )
 
 
-PART_SCHEMA = object_schema("type text", type=enum_schema("text"), text=TEXT, cache_control=NULLABLE_OBJECT)
+PART_SCHEMA = object_schema("type text", type=enum_schema("text"), text=TEXT, cache_control=OBJECT)
 """Schema of a text part."""
-
-
 CONTENT_SCHEMA = any_of(TEXT, array_schema(PART_SCHEMA))
 """Schema of the content of a message."""
-
-
 CALL_SCHEMA = object_schema(
     "id function",
     id=TEXT,
@@ -257,17 +232,15 @@ CALL_SCHEMA = object_schema(
     function=object_schema("name arguments", name=TEXT, arguments=TEXT),
 )
 """Schema of a tool call in the history."""
-
-
 MESSAGE_SCHEMA = any_of(
     object_schema("role content", role=enum_schema("system", "developer", "user"), content=CONTENT_SCHEMA),
     object_schema(
         "role",
         role=enum_schema("assistant"),
-        content=nullable(CONTENT_SCHEMA),
-        tool_calls=nullable(array_schema(CALL_SCHEMA)),
-        reasoning_content=nullable(TEXT),
-        reasoning=nullable(TEXT),
+        content=CONTENT_SCHEMA,
+        tool_calls=array_schema(CALL_SCHEMA),
+        reasoning_content=TEXT,
+        reasoning=TEXT,
         audio=NULL,
         function_call=NULL,
         refusal=NULL,
@@ -276,39 +249,33 @@ MESSAGE_SCHEMA = any_of(
     object_schema("role content tool_call_id", role=enum_schema("tool"), content=CONTENT_SCHEMA, tool_call_id=TEXT),
 )
 """Schema of a message."""
-
-
 TOOL_SCHEMA = object_schema(
     "type function",
     type=enum_schema("function"),
     function=object_schema(
         "name",
         name=short_text(MAX_NAME_CHARACTERS),
-        description=nullable(TEXT),
-        parameters=nullable(OBJECT),
-        strict=nullable(FLAG),
+        description=TEXT,
+        parameters=OBJECT,
+        strict=FLAG,
     ),
 )
 """Schema of a tool; no two have the same name."""
-
-
 SCHEMA = object_schema(
     "messages",
     **neutral_schema(CHAT_NEUTRAL),
     **SAMPLING_SCHEMA,
     messages=array_schema(MESSAGE_SCHEMA, least=1),
-    tools=nullable(array_schema(TOOL_SCHEMA)),
-    tool_choice=nullable(enum_schema("auto", "none")),
-    parallel_tool_calls=nullable(FLAG),
-    chat_template_kwargs=nullable(OBJECT),
-    max_tokens=nullable(integer_schema(1, MAX_WHOLE)),
-    max_completion_tokens=nullable(integer_schema(1, MAX_WHOLE)),
-    logprobs=nullable(FLAG),
+    tools=array_schema(TOOL_SCHEMA),
+    tool_choice=enum_schema("auto", "none"),
+    parallel_tool_calls=FLAG,
+    chat_template_kwargs=OBJECT,
+    max_tokens=integer_schema(1, MAX_WHOLE),
+    max_completion_tokens=integer_schema(1, MAX_WHOLE),
+    logprobs=FLAG,
     **dict.fromkeys(HINTS, True),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``, and the two allowances agree."""
-
-
 NOTHING_SHOWN: Mapping[str, object] = MappingProxyType({})
 """The further fields of a chunk that has only a delta."""
 

@@ -26,7 +26,6 @@ from etude.gateway.api.openai import (
     fingerprint,
     logprob,
     neutral_schema,
-    nullable,
     read_model,
     read_sampling,
     read_view,
@@ -193,8 +192,8 @@ SCHEMA = object_schema(
     prompt=any_of(
         TEXT_PROMPT, IDS_PROMPT, array_schema(TEXT_PROMPT, least=1, most=1), array_schema(IDS_PROMPT, least=1, most=1)
     ),
-    max_tokens=nullable(integer_schema(1, MAX_WHOLE)),
-    logprobs=nullable(integer_schema(0, MAX_LOGPROBS)),
+    max_tokens=integer_schema(1, MAX_WHOLE),
+    logprobs=integer_schema(0, MAX_LOGPROBS),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``."""
 

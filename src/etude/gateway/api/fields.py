@@ -16,6 +16,8 @@ import orjson
 from etude.gateway.api.calls import ApiError
 from etude.types import MIN_TEMPERATURE, Json
 
+MAX_NAME_CHARACTERS = 256
+"""Characters of a model's or a tool's name: it is given back with every reply."""
 QUOTED_CHARACTERS = 80
 """The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
 MAX_LEVELS = 254
@@ -114,6 +116,18 @@ class Fields:
             raise self.invalid("temperature", f"0, for greedy, or a number from {MIN_TEMPERATURE:g} to {high:g}")
         return 1.0 if value is None else value
 
+    def top_p(self) -> float:
+        """The nucleus to sample from, 1 if absent."""
+        value = self.number("top_p", low=0, high=1, above=True)
+        return 1.0 if value is None else value
+
+    def short_text(self, name: str, default: str | None = None, *, most: int = MAX_NAME_CHARACTERS) -> str:
+        """A name: a string of 1 to ``most`` characters."""
+        text = self.text(name, default)
+        if not 0 < len(text) <= most:
+            raise self.invalid(name, f"a name of 1 to {most} characters")
+        return text
+
     def items(self, name: str) -> list[Json]:
         """A list, empty if absent."""
         value = self._values.get(name)
@@ -208,6 +222,8 @@ TEXT: Json = {"type": "string"}
 """Any string."""
 FLAG: Json = {"type": "boolean"}
 """True or false."""
+NULL: Json = {"type": "null"}
+"""Null, which is the same as absent."""
 OBJECT: Json = {"type": "object"}
 """An object that is passed on as it is."""
 
@@ -219,7 +235,7 @@ def object_schema(required: str, **properties: Json) -> dict[str, Json]:
     """
     needed: list[Json] = [*required.split()]
     fields: dict[str, Json] = {
-        field: schema if field in needed else any_of(schema, {"type": "null"}) for field, schema in properties.items()
+        field: schema if field in needed else nullable(schema) for field, schema in properties.items()
     }
     return {"type": "object", "properties": fields, "required": needed, "additionalProperties": False}
 
@@ -254,3 +270,8 @@ def enum_schema(*words: str) -> Json:
 def any_of(*schemas: Json) -> Json:
     """A value that fits any of some schemas."""
     return {"anyOf": [*schemas]}
+
+
+def nullable(schema: Json) -> Json:
+    """A value that may be null."""
+    return any_of(schema, NULL)

@@ -21,6 +21,7 @@ import orjson
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Sampling
 from etude.gateway.api.fields import (
     FLAG,
+    MAX_NAME_CHARACTERS,
     OBJECT,
     TEXT,
     Fields,
@@ -39,12 +40,8 @@ from etude.types import Json
 
 PATH = "/v1/messages"
 """The path of messages."""
-
-
 COUNT_PATH = "/v1/messages/count_tokens"
 """The path of the count of their tokens."""
-
-
 UNDERSTOOD = frozenset(
     {
         *("model", "messages", "system", "max_tokens", "stream", "tools", "tool_choice"),
@@ -53,14 +50,10 @@ UNDERSTOOD = frozenset(
     }
 )
 """Fields that are read; the last two are hints, see above."""
-
-
 INFORMATIVE = frozenset(
     {"metadata", "service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id"}
 )
 """Fields that could not change the output anywhere."""
-
-
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
@@ -68,58 +61,32 @@ NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     }
 )
 """Fields that are accepted with values that ask for nothing; the longest is what Claude Code sends."""
-
-
 MAX_TEMPERATURE = 1.0
 """Anthropic's own bound."""
-
-
 MAX_TOP_K = 2**31 - 1
 """Above any vocabulary."""
-
-
 MAX_TOKENS = 2**31 - 1
 """Above any context."""
-
-
 MAX_STOPS = 16
 """Each is looked for behind every token; as many as in the other APIs."""
-
-
 MAX_STOP_CHARACTERS = 1000
 """Text of this length at most is held back because it may become a stop string."""
-
-
-MAX_NAME_CHARACTERS = 256
-"""Characters of a model's or a tool's name: it is given back with every reply."""
-
-
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
 """Ways to ask for thinking."""
-
-
 THINKING_DISPLAYS = ("summarized", "omitted")
 """Ways to ask for how it is shown."""
-
-
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
 """Ways to ask for more of it."""
-
-
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)}
 )
 """Fields of a tool that are accepted with values that ask for nothing."""
-
-
 TOOL_FIELDS = frozenset(
     {"type", "name", "description", "input_schema", "cache_control", "eager_input_streaming", "strict"}
 )
 """Fields of a tool that are read or have no effect. ``strict`` asks that sampling be held to the schema: it is not, and
 a call that breaks the schema is delivered and graded like any other.
 """
-
-
 ERROR_MARK = "[error] "
 """Prefix of a tool's text when its caller says ``is_error``: a template has no other place for that."""
 
@@ -153,20 +120,19 @@ def _call(fields: Fields) -> Call:
     fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
     _check_hints(fields)
     tools, single_call = _tools(fields)
-    top_p = fields.number("top_p", low=0, high=1, above=True)
     return Call(
         messages=(*_system(fields), *_messages(fields)),
         tools=tools,
         sampling=Sampling(
             temperature=fields.temperature(high=MAX_TEMPERATURE),
-            top_p=1.0 if top_p is None else top_p,
+            top_p=fields.top_p(),
             top_k=fields.integer("top_k", low=0, high=MAX_TOP_K) or 0,
             max_tokens=fields.integer("max_tokens", low=1, high=MAX_TOKENS),
             stops=_stops(fields),
         ),
         stream=fields.flag("stream"),
         single_call=single_call,
-        model=_name(fields, "model"),
+        model=fields.short_text("model"),
     )
 
 
@@ -182,13 +148,6 @@ def _check_hints(fields: Fields) -> None:
     if output is not None:
         output.only(("effort",))
         output.choice("effort", EFFORTS)
-
-
-def _name(fields: Fields, field: str) -> str:
-    name = fields.text(field)
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise fields.invalid(field, f"a name of 1 to {MAX_NAME_CHARACTERS} characters")
-    return name
 
 
 def _stops(fields: Fields) -> tuple[str, ...]:
@@ -225,7 +184,7 @@ def _tool(fields: Fields) -> Tool:
     if fields.value("input_schema") is None:
         raise fields.invalid("input_schema", "a JSON schema")
     schema = fields.document("input_schema")
-    return Tool(name=_name(fields, "name"), description=fields.text("description", ""), parameters=schema)
+    return Tool(name=fields.short_text("name"), description=fields.text("description", ""), parameters=schema)
 
 
 def _system(fields: Fields) -> Iterator[ChatMessage]:
@@ -308,7 +267,7 @@ def _tool_use(block: Fields) -> ToolCall:
     if block.value("input") is None:
         raise block.invalid("input", "an object")
     arguments = orjson.dumps(block.document("input")).decode()
-    return ToolCall(call_id=block.text("id"), name=_name(block, "name"), arguments=arguments)
+    return ToolCall(call_id=block.text("id"), name=block.short_text("name"), arguments=arguments)
 
 
 def _texts(fields: Fields, name: str) -> str:
@@ -333,16 +292,10 @@ def _text(block: Fields) -> str:
 
 NAME_SCHEMA = short_text(MAX_NAME_CHARACTERS)
 """Schema of a name."""
-
-
 TEXT_SCHEMA = object_schema("type text", type=enum_schema("text"), text=TEXT, cache_control=OBJECT)
 """Schema of a text block."""
-
-
 TEXTS_SCHEMA = any_of(TEXT, array_schema(TEXT_SCHEMA))
 """Schema of content that is text."""
-
-
 RESULT_SCHEMA = object_schema(
     "type tool_use_id",
     type=enum_schema("tool_result"),
@@ -352,18 +305,12 @@ RESULT_SCHEMA = object_schema(
     cache_control=OBJECT,
 )
 """Schema of the output of a tool."""
-
-
 THINKING_SCHEMA = object_schema("type thinking", type=enum_schema("thinking"), thinking=TEXT, signature=TEXT)
 """Schema of thinking in the history."""
-
-
 USE_SCHEMA = object_schema(
     "type id name input", type=enum_schema("tool_use"), id=TEXT, name=NAME_SCHEMA, input=OBJECT, cache_control=OBJECT
 )
 """Schema of a call in the history."""
-
-
 TOOL_SCHEMA = object_schema(
     "name input_schema",
     type=enum_schema("custom"),
@@ -374,8 +321,6 @@ TOOL_SCHEMA = object_schema(
     strict=FLAG,
 )
 """Schema of a tool; no two have the same name."""
-
-
 MESSAGE_SCHEMA = any_of(
     object_schema(
         "role content",
@@ -390,8 +335,6 @@ MESSAGE_SCHEMA = any_of(
     object_schema("role content", role=enum_schema("system"), content=TEXTS_SCHEMA),
 )
 """Schema of a message."""
-
-
 FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
     {
         "model": NAME_SCHEMA,
@@ -417,20 +360,12 @@ FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
     }
 )
 """Schema of each field of a body."""
-
-
 SCHEMA = object_schema("model messages max_tokens", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages``. Besides, the last message is not an assistant's."""
-
-
 COUNT_SCHEMA = object_schema("model messages", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages/count_tokens``."""
-
-
 SIGNATURE = "etude"
 """The signature that clients get and send back as the proof of thinking."""
-
-
 STOP_REASONS: Mapping[FinishReason, str] = MappingProxyType(
     {
         FinishReason.STOP: "end_turn",
@@ -440,8 +375,6 @@ STOP_REASONS: Mapping[FinishReason, str] = MappingProxyType(
     }
 )
 """Finish reason → Anthropic's word."""
-
-
 ERROR_TYPES: Mapping[int, str] = MappingProxyType(
     {
         401: "authentication_error",

@@ -20,7 +20,7 @@ import orjson
 from etude.gateway.api.calls import MODEL, Answer, ApiError, FinishReason, Sampling
 from etude.gateway.api.fields import (
     FLAG,
-    OBJECT,
+    MAX_NAME_CHARACTERS,
     Fields,
     any_of,
     array_schema,
@@ -81,8 +81,6 @@ MAX_STOPS = 16
 """Stop strings of one call; OpenAI takes 4, but harnesses for other servers send more."""
 MAX_STOP_CHARACTERS = 1000
 """Text of this length at most is held back because it may become a stop string."""
-MAX_NAME_CHARACTERS = 256
-"""Characters of a model's or a tool's name."""
 LEAST_LOGPROB = -9999.0
 """OpenAI's number for the logprob of the impossible; JSON has no infinity."""
 
@@ -118,18 +116,14 @@ PLAIN = View()
 
 def read_model(fields: Fields) -> str:
     """The name the caller has for the model; any will do, because harnesses write names into their code."""
-    name = fields.text("model", MODEL)
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise fields.invalid("model", f"a name of 1 to {MAX_NAME_CHARACTERS} characters")
-    return name
+    return fields.short_text("model", MODEL)
 
 
 def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
     """The options of the sampler; how many tokens there may be is spelt differently by the two bodies."""
-    top_p = fields.number("top_p", low=0, high=1, above=True)
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
-        top_p=1.0 if top_p is None else top_p,
+        top_p=fields.top_p(),
         top_k=max(fields.integer("top_k", low=-1, high=MAX_TOP_K) or 0, 0),  # −1 is vLLM's way to say: off
         max_tokens=max_tokens,
         stops=_read_stops(fields),
@@ -217,35 +211,21 @@ def failure_event(api_error: ApiError) -> bytes:
     return event({"error": _error(api_error)})
 
 
-NULL: Json = {"type": "null"}
-"""Schema of null, which is the same as nothing."""
-
-
-def nullable(schema: Json) -> Json:
-    """The schema of a field that may be null."""
-    return any_of(schema, NULL)
-
-
-NULLABLE_OBJECT = nullable(OBJECT)
-"""Schema of advice that is passed over."""
-
-STREAM_OPTIONS_SCHEMA = nullable(object_schema("", include_usage=nullable(FLAG), include_obfuscation=nullable(FLAG)))
+STREAM_OPTIONS_SCHEMA = object_schema("", include_usage=FLAG, include_obfuscation=FLAG)
 """Schema of ``stream_options``."""
 
 SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
     {
-        "model": nullable(short_text(MAX_NAME_CHARACTERS)),
-        "stream": nullable(FLAG),
+        "model": short_text(MAX_NAME_CHARACTERS),
+        "stream": FLAG,
         "stream_options": STREAM_OPTIONS_SCHEMA,
-        "temperature": nullable(temperature_schema(MAX_TEMPERATURE)),
-        "top_p": nullable({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
-        "top_k": nullable(integer_schema(-1, MAX_TOP_K)),
-        "seed": nullable(integer_schema(0, MAX_WHOLE)),
-        "n": nullable(integer_schema(1, MAX_COUNT)),
-        "stop": nullable(
-            any_of(short_text(MAX_STOP_CHARACTERS), array_schema(short_text(MAX_STOP_CHARACTERS), most=MAX_STOPS))
-        ),
-        "return_token_ids": nullable(FLAG),
+        "temperature": temperature_schema(MAX_TEMPERATURE),
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_k": integer_schema(-1, MAX_TOP_K),
+        "seed": integer_schema(0, MAX_WHOLE),
+        "n": integer_schema(1, MAX_COUNT),
+        "stop": any_of(short_text(MAX_STOP_CHARACTERS), array_schema(short_text(MAX_STOP_CHARACTERS), most=MAX_STOPS)),
+        "return_token_ids": FLAG,
         **dict.fromkeys(INFORMATIVE, True),
     }
 )

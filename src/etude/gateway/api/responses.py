@@ -29,6 +29,7 @@ import orjson
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Sampling
 from etude.gateway.api.fields import (
     FLAG,
+    MAX_NAME_CHARACTERS,
     OBJECT,
     TEXT,
     Fields,
@@ -42,7 +43,6 @@ from etude.gateway.api.fields import (
     temperature_schema,
 )
 from etude.gateway.api.openai import (
-    MAX_NAME_CHARACTERS,
     MAX_TEMPERATURE,
     MAX_WHOLE,
     error_body,
@@ -56,12 +56,8 @@ from etude.types import Json
 
 PATH = "/v1/responses"
 """The path of responses."""
-
-
 ID_PREFIX = "resp_"
 """Prefix of the id of a response; the rest is the answer's."""
-
-
 UNDERSTOOD = frozenset(
     {
         *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls"),
@@ -70,8 +66,6 @@ UNDERSTOOD = frozenset(
     }
 )
 """Fields that are read."""
-
-
 INFORMATIVE = frozenset(
     {
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -81,14 +75,10 @@ INFORMATIVE = frozenset(
     }
 )
 """Fields that could not change the output anywhere."""
-
-
 NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"background": (False,), "truncation": ("disabled",), "top_logprobs": (0,), "context_management": ([],)}
 )
 """Fields that are accepted with the value that asks for nothing."""
-
-
 INCLUDABLE = frozenset(
     {
         *("file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
@@ -97,38 +87,22 @@ INCLUDABLE = frozenset(
     }
 )
 """Additions to a response that may be asked for: no reply here has what they would be added to."""
-
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Ways to ask for more reasoning."""
-
-
 SUMMARIES = ("auto", "concise", "detailed")
 """Ways to ask for a summary of it."""
-
-
 CONTEXTS = ("auto", "current_turn", "all_turns")
 """Ways to ask for the reasoning that is shown to the model again."""
-
-
 VERBOSITIES = ("low", "medium", "high")
 """Ways to ask for more words."""
-
-
 ROLES: Mapping[str, Role] = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 )
 """Role on the wire → role of a message."""
-
-
 PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text")
 """Types of parts that are text."""
-
-
 PART_FIELDS = frozenset({"type", "text", "annotations", "prompt_cache_breakpoint"})
 """Fields of a part; the last two stand beside its text."""
-
-
 ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "message": frozenset({"type", "id", "status", "phase", "role", "content"}),
@@ -140,26 +114,16 @@ ITEM_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
 """Fields by type of item. An ``id``, a ``status`` and a ``phase`` were given by a server and say nothing to a model;
 ``encrypted_content`` is another server's reasoning, which cannot be read here.
 """
-
-
 ITEM_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({"caller": ({"type": "direct"},)})
 """Fields of any item that are accepted with the value that asks for nothing."""
-
-
 TOOL_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 )
 """Fields of a tool that are accepted with the value that asks for nothing."""
-
-
 MAX_METADATA = 16
 """Pairs in ``metadata``: OpenAI's own bound, as the next two."""
-
-
 MAX_METADATA_KEY = 64
 """Characters."""
-
-
 MAX_METADATA_VALUE = 512
 """Characters."""
 
@@ -207,10 +171,9 @@ def _check_options(fields: Fields) -> None:
 
 
 def _sampling(fields: Fields) -> Sampling:
-    top_p = fields.number("top_p", low=0, high=1, above=True)
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
-        top_p=1.0 if top_p is None else top_p,
+        top_p=fields.top_p(),
         max_tokens=fields.integer("max_output_tokens", low=1, high=MAX_WHOLE),
     )
 
@@ -229,14 +192,9 @@ def _tool(tool: Fields) -> Tool:
         raise tool.unsupported("type", "no tool runs on this side, declare it as a function")
     tool.only(("type", "name", "description", "parameters", "strict"), TOOL_NEUTRAL)
     tool.flag("strict")
-    return Tool(name=_name(tool), description=tool.text("description", ""), parameters=tool.document("parameters"))
-
-
-def _name(fields: Fields) -> str:
-    name = fields.text("name")
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise fields.invalid("name", f"a name of 1 to {MAX_NAME_CHARACTERS} characters")
-    return name
+    return Tool(
+        name=tool.short_text("name"), description=tool.text("description", ""), parameters=tool.document("parameters")
+    )
 
 
 def _messages(fields: Fields) -> Iterator[ChatMessage]:
@@ -275,7 +233,7 @@ def _item(item: Fields) -> ChatMessage:
     if kind == "reasoning":
         return ChatMessage(role="assistant", thinking=_parts(item, "content") or _parts(item, "summary"))
     if kind == "function_call":
-        call = ToolCall(call_id=item.text("call_id"), name=_name(item), arguments=item.text("arguments"))
+        call = ToolCall(call_id=item.text("call_id"), name=item.short_text("name"), arguments=item.text("arguments"))
         return ChatMessage(role="assistant", tool_calls=(call,))
     if kind == "function_call_output":
         return ChatMessage(role="tool", content=_text(item, "output"), tool_call_id=item.text("call_id"))
@@ -356,16 +314,10 @@ def _tool_echo(tool: Fields) -> dict[str, object]:
 
 NAME_SCHEMA = short_text(MAX_NAME_CHARACTERS)
 """Schema of a name."""
-
-
 PART_SCHEMA = object_schema("type text", type=enum_schema("input_text", "output_text"), text=TEXT)
 """Schema of a part of a message."""
-
-
 TEXTS_SCHEMA = any_of(TEXT, array_schema(PART_SCHEMA))
 """Schema of content that is text."""
-
-
 ITEM_SCHEMA = any_of(
     object_schema("role content", type=enum_schema("message"), role=enum_schema(*ROLES), content=TEXTS_SCHEMA),
     object_schema(
@@ -379,14 +331,10 @@ ITEM_SCHEMA = any_of(
     object_schema("type call_id output", type=enum_schema("function_call_output"), call_id=TEXT, output=TEXTS_SCHEMA),
 )
 """Schema of an item of the input."""
-
-
 TOOL_SCHEMA = object_schema(
     "type name", type=enum_schema("function"), name=NAME_SCHEMA, description=TEXT, parameters=OBJECT, strict=FLAG
 )
 """Schema of a tool; no two have the same name."""
-
-
 SCHEMA = object_schema(
     "input",
     model=NAME_SCHEMA,
@@ -416,8 +364,6 @@ SCHEMA = object_schema(
     **dict.fromkeys(sorted(INFORMATIVE), True),
 )
 """JSON schema of the body of ``/v1/responses``."""
-
-
 Shape = dict[str, object]
 """An object that is about to be written as JSON."""
 
@@ -432,8 +378,6 @@ class Kind(StrEnum):
 
 PREFIXES: Mapping[Kind, str] = MappingProxyType({Kind.REASONING: "rs", Kind.MESSAGE: "msg", Kind.CALL: "fc"})
 """Prefix of the id of an item."""
-
-
 TEXT_EVENTS: Mapping[Kind, str] = MappingProxyType(
     {
         Kind.REASONING: "response.reasoning_text",
@@ -442,8 +386,6 @@ TEXT_EVENTS: Mapping[Kind, str] = MappingProxyType(
     }
 )
 """Names of the events that carry an item's text, without ``.delta`` and ``.done``."""
-
-
 RATE_LIMITED = 429
 """The one status that a failed response has a code of its own for; all others are the server's errors."""
 

@@ -10,8 +10,16 @@ from types import MappingProxyType
 
 from etude.gateway.api import chat, completions, messages, responses
 from etude.gateway.api.calls import KINDS, MODEL
-from etude.gateway.api.fields import FLAG, TEXT, any_of, array_schema, enum_schema, integer_schema, object_schema
-from etude.gateway.api.openai import nullable
+from etude.gateway.api.fields import (
+    FLAG,
+    TEXT,
+    any_of,
+    array_schema,
+    enum_schema,
+    integer_schema,
+    nullable,
+    object_schema,
+)
 from etude.gateway.http.auth import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
 from etude.types import Json
 

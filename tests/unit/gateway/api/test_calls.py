@@ -3,19 +3,19 @@
 import pytest
 
 from etude.gateway.api.calls import ApiError, Call, turn_kind_of
-from etude.tokens.messages import Message
+from etude.tokens.messages import ChatMessage
 from etude.types import TurnKind
 
 ACT, SUMMARY = TurnKind.ACT, TurnKind.SUMMARY
-SUMMARY_CALL = Call(messages=(Message(role="user", content="PASS\nSum up the work."),))
+SUMMARY_CALL = Call(messages=(ChatMessage(role="user", content="PASS\nSum up the work."),))
 ANSWERED = Call(
     messages=(
         *SUMMARY_CALL.messages,
-        Message(role="assistant", content="Done."),
-        Message(role="user", content="go on"),
+        ChatMessage(role="assistant", content="Done."),
+        ChatMessage(role="user", content="go on"),
     )
 )
-QUOTED = Call(messages=(*SUMMARY_CALL.messages, Message(role="tool", content="Sum up the work.", tool_call_id="1")))
+QUOTED = Call(messages=(*SUMMARY_CALL.messages, ChatMessage(role="tool", content="Sum up the work.", tool_call_id="1")))
 
 
 @pytest.mark.parametrize(

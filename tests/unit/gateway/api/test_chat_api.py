@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply, Sampling
 from etude.gateway.api.chat import CHAT_FIELDS, CHAT_NEUTRAL, PROTOCOL, parse
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, Tool, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, Tool, ToolCall
 from etude.types import Finish, Json, Turn
 
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
@@ -78,9 +78,9 @@ def test_a_whole_conversation_is_read() -> None:
     ]
     parsed = parse(body_of(messages, tools=[BASH], model="gpt-9", parallel_tool_calls=False, stream=True))
     assert parsed.call.messages == (
-        Message(role="system", content="be brief"),
-        Message(role="user", content="go"),
-        Message(
+        ChatMessage(role="system", content="be brief"),
+        ChatMessage(role="user", content="go"),
+        ChatMessage(
             role="assistant",
             thinking="hm",
             tool_calls=(
@@ -88,10 +88,10 @@ def test_a_whole_conversation_is_read() -> None:
                 ToolCall(call_id="b", name="bash", arguments="cut sh"),
             ),
         ),
-        Message(role="tool", content="x", tool_call_id="a"),
-        Message(role="tool", content="y", tool_call_id="b"),
-        Message(role="assistant", thinking="so"),
-        Message(role="system"),
+        ChatMessage(role="tool", content="x", tool_call_id="a"),
+        ChatMessage(role="tool", content="y", tool_call_id="b"),
+        ChatMessage(role="assistant", thinking="so"),
+        ChatMessage(role="system"),
     )
     assert parsed.call.tools == (Tool(name="bash", description="runs", parameters={"type": "object"}),)
     assert (parsed.call.model, parsed.call.single_call, parsed.call.stream) == ("gpt-9", True, True)
@@ -100,7 +100,7 @@ def test_a_whole_conversation_is_read() -> None:
 
 def test_a_short_body_is_the_defaults() -> None:
     call = parse(body_of()).call
-    assert call.messages == (Message(role="user", content="go"),)
+    assert call.messages == (ChatMessage(role="user", content="go"),)
     assert (call.tools, call.sampling, call.stream, call.single_call, call.model) == (
         *((), Sampling(), False, False, "policy"),
     )
@@ -241,7 +241,7 @@ def turn(tokens: int = 8, version: int = 12) -> Turn:
 
 
 def answer_of(
-    *messages: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None
+    *messages: ChatMessage, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None
 ) -> Answer:
     replies = [
         Reply(message=message, finish_reason=finish_reason, stop_text=stop_text, turn=turn()) for message in messages
@@ -249,11 +249,11 @@ def answer_of(
     return Answer(answer_id="0" * 24, created=1_700_000_000, model="policy", replies=tuple(replies), reused_tokens=3)
 
 
-def scripted(content: str = "done", thinking: str = "", calls: tuple[ToolCall, ...] = ()) -> Message:
-    return Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
+def scripted(content: str = "done", thinking: str = "", calls: tuple[ToolCall, ...] = ()) -> ChatMessage:
+    return ChatMessage(role="assistant", content=content, thinking=thinking, tool_calls=calls)
 
 
-def deltas_of(message: Message) -> list[Delta]:
+def deltas_of(message: ChatMessage) -> list[Delta]:
     """A message in small pieces, as a reader gives it."""
     deltas: list[Delta] = [ThinkingDelta(letter) for letter in message.thinking]
     deltas += [TextDelta(letter) for letter in message.content]
@@ -424,7 +424,7 @@ def test_each_reply_has_its_index_in_the_stream(count: int) -> None:
     split=st.lists(st.integers(0, 60), min_size=3, max_size=3).map(sorted),
     logprobs=st.booleans(),
 )
-def test_the_sdk_adds_a_stream_up_to_the_body(message: Message, split: list[int], logprobs: bool) -> None:
+def test_the_sdk_adds_a_stream_up_to_the_body(message: ChatMessage, split: list[int], logprobs: bool) -> None:
     answer = answer_of(message, finish_reason=FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP)
     parsed = body_of(stream=True, logprobs=logprobs, stream_options={"include_usage": True})
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()

@@ -10,7 +10,7 @@ from openai.types import Completion
 from etude.gateway.api.calls import Answer, ApiError, FinishReason, Reply
 from etude.gateway.api.completions import COMPLETION_FIELDS, COMPLETION_NEUTRAL, PROTOCOL, parse
 from etude.protocols import TokenChunk
-from etude.tokens.messages import Delta, Message, TextDelta, ThinkingDelta
+from etude.tokens.messages import ChatMessage, Delta, TextDelta, ThinkingDelta
 from etude.types import Finish, Json, Turn
 
 JSON = st.recursive(
@@ -36,7 +36,7 @@ def answer_of(text: str = "done", finish_reason: FinishReason = FinishReason.STO
         versions=np.array([4, 4, 4], np.int32),
         finish=Finish.STOP,
     )
-    scripted = Message(role="assistant", content=text, thinking="hm, ")
+    scripted = ChatMessage(role="assistant", content=text, thinking="hm, ")
     reply = Reply(message=scripted, finish_reason=finish_reason, stop_text=None, turn=turn)
     return Answer(answer_id="a" * 24, created=5, model="policy", replies=(reply,), reused_tokens=0)
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.gateway.api.calls import ApiError, Call, Sampling
+from etude.gateway.api.fields import MAX_NAME_CHARACTERS
 from etude.gateway.api.messages import (
     COUNT_SCHEMA,
-    MAX_NAME_CHARACTERS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     NEUTRAL,

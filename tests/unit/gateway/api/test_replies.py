@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import orjson
 import pytest
-from anthropic.types import Message as AnthropicMessage
+from anthropic.types import ChatMessage as AnthropicMessage
 from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from etude.gateway.api import messages, responses
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, FinishReason, ParsedRequest, Reply
 from etude.protocols import TokenChunk
-from etude.tokens.messages import CallDelta, Delta, Message, TextDelta, ThinkingDelta, ToolCall
+from etude.tokens.messages import CallDelta, ChatMessage, Delta, TextDelta, ThinkingDelta, ToolCall
 from etude.types import Finish, Json, Turn
 
 ANTHROPIC_EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -43,7 +43,7 @@ CALLS = st.builds(
     ),
 )
 MESSAGES = st.builds(
-    Message,
+    ChatMessage,
     role=st.just("assistant"),
     content=TEXT,
     thinking=TEXT,
@@ -80,7 +80,10 @@ def chunks(draw: st.DrawFn, text: str) -> list[str]:
 
 
 def answer_of(
-    message: Message, finish_reason: FinishReason = FinishReason.STOP, stop_text: str | None = None, sampled: int = 4
+    message: ChatMessage,
+    finish_reason: FinishReason = FinishReason.STOP,
+    stop_text: str | None = None,
+    sampled: int = 4,
 ) -> Answer:
     turn = Turn(
         prompt_ids=np.zeros(PROMPT, np.int32),
@@ -216,7 +219,7 @@ def test_a_streamed_response_is_the_whole_one(scripted: ScriptedAnswer) -> None:
 
 def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
     call = ToolCall(call_id="c", name="f", arguments="{}")
-    answer = answer_of(Message(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
+    answer = answer_of(ChatMessage(role="assistant", content="ab", tool_calls=(call,)), FinishReason.TOOL_CALLS)
     scripted = ScriptedAnswer(answer, (TextDelta("a"), CallDelta(0, "c", "f", "{}"), TextDelta("b")))
     with anthropic_client(scripted).messages.stream(
         model="m", max_tokens=9, messages=[{"role": "user", "content": "go"}]
@@ -228,7 +231,7 @@ def test_text_between_calls_streams_in_the_order_it_was_said() -> None:
 
 
 def test_an_empty_reply_still_has_a_message_item() -> None:
-    scripted = ScriptedAnswer(answer_of(Message(role="assistant")), ())
+    scripted = ScriptedAnswer(answer_of(ChatMessage(role="assistant")), ())
     assert [item.type for item in openai_client(scripted).responses.create(input="go").output] == ["message"]
 
 
@@ -276,7 +279,7 @@ def test_failures_inside_a_stream_reach_the_clients() -> None:
         answer.get_final_message()
 
     scripted = responses.parse(orjson.dumps(RESPONSE_BODY)).events()
-    turn = answer_of(Message(role="assistant")).replies[0].turn
+    turn = answer_of(ChatMessage(role="assistant")).replies[0].turn
     chunk = TokenChunk(token_ids=turn.completion_ids, logprobs=turn.logprobs, versions=turn.versions)
     begun = scripted.opening("0", 1) + scripted.delta(0, [TextDelta("half")], chunk)
     event = OPENAI_EVENTS.validate_python(data_of(begun + scripted.failure(api_error))[-1])

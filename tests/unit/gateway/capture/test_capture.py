@@ -25,7 +25,7 @@ from etude.gateway.service import truncated
 from etude.protocols import Completion, SamplingParams, turn_of
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import JinjaFormat, read_checkpoint
-from etude.tokens.messages import ChatFormat, Message, Tool
+from etude.tokens.messages import ChatFormat, ChatMessage, Tool
 from etude.trainer.batching.build import build_trajectories
 from etude.types import Finish, Ids, Rollout, RolloutStatus, Trajectory, Turn
 
@@ -83,7 +83,7 @@ def chat_format(kind: str) -> ChatFormat:
 class RecordedReply:
     """A conversation as a client remembers it."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...]
 
 
@@ -128,7 +128,7 @@ class SimulatedSession:
     def _request(self) -> RecordedReply:
         """A conversation that waits for an answer: a new agent's, or one that goes on, edited or not."""
         if not self.recorded or self.draw(False, False, False, True):
-            system = Message(role="system", content=str(self.draw("main", "sub-agent")))
+            system = ChatMessage(role="system", content=str(self.draw("main", "sub-agent")))
             tools = TOOLS if self.draw(True, False) else ()
             return RecordedReply(messages=(system, self._user()), tools=tools)
         before = self.recorded[self.data.draw(st.integers(0, len(self.recorded) - 1))]
@@ -139,17 +139,19 @@ class SimulatedSession:
                 edited = replace(messages[place], content=messages[place].content + "~")
                 messages = (*messages[:place], edited, *messages[place + 1 :])
             case "summarise":
-                messages = (messages[0], Message(role="user", content="so far: " + messages[-1].content))
+                messages = (messages[0], ChatMessage(role="user", content="so far: " + messages[-1].content))
                 return replace(before, messages=messages)
             case "ask again":
                 return replace(before, messages=messages[:-1])
-        outputs = [Message(role="tool", content="ok", tool_call_id=call.call_id) for call in messages[-1].tool_calls]
+        outputs = [
+            ChatMessage(role="tool", content="ok", tool_call_id=call.call_id) for call in messages[-1].tool_calls
+        ]
         return replace(before, messages=(*messages, *(outputs or [self._user()])))
 
-    def _user(self) -> Message:
-        return Message(role="user", content=str(self.draw("go", "on <|end|>", " \n", "é")))
+    def _user(self) -> ChatMessage:
+        return ChatMessage(role="user", content=str(self.draw("go", "on <|end|>", " \n", "é")))
 
-    def _sent_back(self, message: Message) -> Message:
+    def _sent_back(self, message: ChatMessage) -> ChatMessage:
         """What a client makes of a reply."""
         if message.role != "assistant":
             return message
@@ -222,7 +224,7 @@ class SimulatedSession:
             assert prompt_ids == self.chat.open(call.messages, call.tools)
 
 
-def begins_with(messages: Sequence[Message], start: Sequence[Message]) -> bool:
+def begins_with(messages: Sequence[ChatMessage], start: Sequence[ChatMessage]) -> bool:
     return len(start) <= len(messages) and all(map(alike, messages, start))
 
 
@@ -272,7 +274,7 @@ def test_what_an_engine_saw_and_said_is_trained_exactly_once(kind: str, data: st
 @pytest.mark.parametrize("kind", ["built-in", "jinja"])
 def test_an_undisturbed_conversation_is_one_trajectory(kind: str) -> None:
     chat = chat_format(kind)
-    conversation, messages = Conversation("s", chat), [Message(role="user", content="go")]
+    conversation, messages = Conversation("s", chat), [ChatMessage(role="user", content="go")]
     for number in range(5):
         call = Call(messages=tuple(messages), tools=TOOLS)
         prompt = conversation.prompt(call)
@@ -286,7 +288,7 @@ def test_an_undisturbed_conversation_is_one_trajectory(kind: str) -> None:
         reply = Reply(message=reader.message(), finish_reason=FinishReason.STOP, stop_text=None, turn=turn)
         answer = Answer(answer_id=str(number), created=0, model="policy", replies=(reply,), reused_tokens=prompt.reused)
         conversation.record(call, answer)
-        messages += [reply.message, Message(role="tool", content="<|end|>", tool_call_id="x")]
+        messages += [reply.message, ChatMessage(role="tool", content="<|end|>", tool_call_id="x")]
     (trajectory,) = trajectories_of(conversation.turns)
     assert len(trajectory.turn_starts) == 5
     assert int(trajectory.loss_mask.sum()) == sum(len(turn.completion_ids) for turn in conversation.turns)

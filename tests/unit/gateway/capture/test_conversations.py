@@ -1,4 +1,4 @@
-"""Conversations, token for token, in a format where every character is a token; their messages as a tree; their turns."""
+"""Conversations, token for token, in a format where every character is a token; their trees and their turns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ from etude.gateway.capture.conversations import (
     new_root,
     twins_of,
 )
-from etude.tokens.messages import NO_KWARGS, Message, ReplyReader, TemplateKwargs, Tool, ToolCall
+from etude.tokens.messages import NO_KWARGS, ChatMessage, ReplyReader, TemplateKwargs, Tool, ToolCall
 from etude.types import Finish, Ids, Json, TokenIds, Turn
 
 END, ALSO_END, FIRST_LETTER = 0, 1, 8
@@ -48,7 +48,7 @@ class LetterFormat:
         return "".join(chr(token - FIRST_LETTER) for token in token_ids if token >= FIRST_LETTER)
 
     def open(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] = (), kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
         if messages[0].role == "tool":
             raise ValueError("a conversation cannot begin with a tool's output")
@@ -57,8 +57,8 @@ class LetterFormat:
 
     def extend(
         self,
-        reply: Message,
-        messages: Sequence[Message],
+        reply: ChatMessage,
+        messages: Sequence[ChatMessage],
         tools: Sequence[Tool] = (),
         kwargs: TemplateKwargs = NO_KWARGS,
     ) -> list[int]:
@@ -77,7 +77,7 @@ class LetterFormat:
     ) -> ReplyReader:
         raise NotImplementedError("conversations read no reply")
 
-    def _rendered(self, messages: Sequence[Message]) -> list[int]:
+    def _rendered(self, messages: Sequence[ChatMessage]) -> list[int]:
         output = [token for one in messages for token in (ROLES[one.role], *self.encode(one.content), END)]
         return [*output, ROLES["assistant"]]
 
@@ -89,15 +89,15 @@ def new_conversation(max_turns: int = 512, max_tokens: int = 10_000) -> Conversa
     return Conversation("s", FORMAT, TurnStore(max_turns=max_turns, max_tokens=max_tokens))
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
-def assistant(content: str, *, thinking: str = "") -> Message:
-    return Message(role="assistant", content=content, thinking=thinking)
+def assistant(content: str, *, thinking: str = "") -> ChatMessage:
+    return ChatMessage(role="assistant", content=content, thinking=thinking)
 
 
-def call_of(*messages: Message, count: int = 1, tools: Sequence[str] = (), previous: str | None = None) -> Call:
+def call_of(*messages: ChatMessage, count: int = 1, tools: Sequence[str] = (), previous: str | None = None) -> Call:
     return Call(
         messages=messages,
         tools=tuple(Tool(name=name) for name in tools),
@@ -106,7 +106,7 @@ def call_of(*messages: Message, count: int = 1, tools: Sequence[str] = (), previ
     )
 
 
-def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
+def reply_of(prompt_ids: Ids, ids: Sequence[int], message: ChatMessage) -> Reply:
     turn = Turn(
         prompt_ids=prompt_ids,
         completion_ids=np.array(ids, np.int32),
@@ -118,7 +118,7 @@ def reply_of(prompt_ids: Ids, ids: Sequence[int], message: Message) -> Reply:
 
 
 def answer_of(
-    conversation: Conversation, call: Call, *output: tuple[Sequence[int], Message], answer_id: str = ""
+    conversation: Conversation, call: Call, *output: tuple[Sequence[int], ChatMessage], answer_id: str = ""
 ) -> Answer:
     """An answer as an engine would give it; not yet recorded."""
     prompt = conversation.prompt(call)
@@ -132,8 +132,8 @@ def answer_of(
 
 
 def play(
-    conversation: Conversation, call: Call, ids: Sequence[int], message: Message | None = None
-) -> tuple[list[int], Message]:
+    conversation: Conversation, call: Call, ids: Sequence[int], message: ChatMessage | None = None
+) -> tuple[list[int], ChatMessage]:
     """One call and its record: what is known now, and the reply as its caller sees it."""
     message = message or assistant(FORMAT.decode(ids))
     answer = answer_of(conversation, call, (ids, message))
@@ -141,7 +141,7 @@ def play(
     return [*answer.replies[0].turn.prompt_ids.tolist(), *ids], message
 
 
-def ids_for(conversation: Conversation, *messages: Message, tools: Sequence[str] = ()) -> list[int]:
+def ids_for(conversation: Conversation, *messages: ChatMessage, tools: Sequence[str] = ()) -> list[int]:
     ids: list[int] = conversation.prompt(call_of(*messages, tools=tools)).token_ids.tolist()
     return ids
 
@@ -151,7 +151,7 @@ def letters(text: str) -> list[int]:
 
 
 def test_a_fresh_conversation_is_rendered_whole() -> None:
-    messages = [Message(role="system", content="fix"), user("go")]
+    messages = [ChatMessage(role="system", content="fix"), user("go")]
     prompt = new_conversation().prompt(call_of(*messages, tools=["read"]))
     assert prompt.token_ids.tolist() == FORMAT.open(messages, [Tool(name="read")])
     assert prompt.token_ids.dtype == np.int32
@@ -227,14 +227,14 @@ def test_what_clients_change_on_the_way_back_does_not_break_a_branch() -> None:
     back = replace(
         assistant("I look."), tool_calls=(ToolCall(call_id="toolu_7", name="read", arguments='{"n":1,"path":"a"}'),)
     )
-    output = Message(role="tool", content="1: x", tool_call_id="toolu_7")
+    output = ChatMessage(role="tool", content="1: x", tool_call_id="toolu_7")
     assert ids_for(conversation, question, back, output)[: len(recorded)] == recorded
 
 
 def test_where_the_template_cannot_be_put_behind_a_reply_all_is_rendered_afresh() -> None:
     conversation, question = new_conversation(), user("go")
     _, reply = play(conversation, call_of(question), [9, END])
-    request = [question, reply, Message(role="system", content="late"), user("on")]
+    request = [question, reply, ChatMessage(role="system", content="late"), user("on")]
     prompt = conversation.prompt(call_of(*request))
     assert prompt.token_ids.tolist() == FORMAT.open(request)
     assert prompt.reused == 0
@@ -242,7 +242,7 @@ def test_where_the_template_cannot_be_put_behind_a_reply_all_is_rendered_afresh(
 
 def test_what_no_template_takes_is_the_callers_fault() -> None:
     with pytest.raises(ValueError, match="cannot begin with a tool's output"):
-        new_conversation().prompt(call_of(Message(role="tool")))
+        new_conversation().prompt(call_of(ChatMessage(role="tool")))
     with pytest.raises(ValueError, match="nothing to answer"):
         new_conversation().prompt(call_of())
 
@@ -307,7 +307,7 @@ def test_a_caller_without_ids_that_tries_again_gets_the_newest_answer_to_an_equa
 
 
 def test_an_answer_can_be_continued_by_its_id() -> None:
-    conversation, instructed = new_conversation(), Message(role="system", content="be brief")
+    conversation, instructed = new_conversation(), ChatMessage(role="system", content="be brief")
     recorded, first = play(conversation, call_of(user("go")), [9, END])
     following = call_of(user("on"), previous=f"{0:024x}")
     assert conversation.prompt(following).token_ids.tolist() == [*recorded, *FORMAT.extend(first, [user("on")])]
@@ -437,7 +437,7 @@ def test_every_prompt_is_the_deepest_known_branch_and_then_only_new_text(
 ) -> None:
     """Random conversations with edits, against a model that compares whole histories."""
     conversation, seen = new_conversation(), list[list[int]]()
-    recorded: dict[tuple[Message, ...], list[int]] = {}
+    recorded: dict[tuple[ChatMessage, ...], list[int]] = {}
     for number, (pick, edits, where, content, completion) in enumerate(moves):
         history = list(recorded)[pick % len(recorded)] if recorded else ()
         if edits and history:
@@ -458,10 +458,10 @@ def test_every_prompt_is_the_deepest_known_branch_and_then_only_new_text(
 
 
 CALL = ToolCall(call_id="call_1", name="edit", arguments='{"path": "a.py", "line": 3, "by": 1.0}')
-REPLY = Message(role="assistant", content="I edit.\n", thinking="hm", tool_calls=(CALL,))
+REPLY = ChatMessage(role="assistant", content="I edit.\n", thinking="hm", tool_calls=(CALL,))
 
 
-def called(arguments: str, name: str = "edit") -> Message:
+def called(arguments: str, name: str = "edit") -> ChatMessage:
     return replace(REPLY, tool_calls=(ToolCall(call_id="other", name=name, arguments=arguments),))
 
 
@@ -474,7 +474,7 @@ def called(arguments: str, name: str = "edit") -> Message:
         called('{"by":1,"line":3,"path":"a.py"}'),
     ],
 )
-def test_what_clients_change_on_the_way_back_does_not_matter(back: Message) -> None:
+def test_what_clients_change_on_the_way_back_does_not_matter(back: ChatMessage) -> None:
     assert alike(back, REPLY)
     assert alike(REPLY, back)
 
@@ -491,7 +491,7 @@ def test_what_clients_change_on_the_way_back_does_not_matter(back: Message) -> N
         called(CALL.arguments, name="read"),
     ],
 )
-def test_anything_else_is_another_message(other: Message) -> None:
+def test_anything_else_is_another_message(other: ChatMessage) -> None:
     assert not alike(other, REPLY)
     assert not alike(REPLY, other)
 
@@ -505,7 +505,7 @@ def test_arguments_that_are_no_json_are_compared_as_text() -> None:
 
 
 def test_whose_call_an_output_answers_does_not_matter_but_what_it_says_does() -> None:
-    output = Message(role="tool", content="ok\n", tool_call_id="call_1")
+    output = ChatMessage(role="tool", content="ok\n", tool_call_id="call_1")
     assert alike(output, replace(output, tool_call_id="x"))
     assert not alike(output, replace(output, content="ok"))
 
@@ -524,7 +524,9 @@ def test_an_unknown_conversation_is_not_found_and_can_be_put_in() -> None:
 def test_the_deepest_reply_is_found_through_an_unsampled_message() -> None:
     root = new_root()
     first = root.add(user("a")).add(REPLY, turn=0)
-    second = first.add(user("b")).add(Message(role="assistant", content="by hand")).add(user("c")).add(REPLY, turn=1)
+    second = (
+        first.add(user("b")).add(ChatMessage(role="assistant", content="by hand")).add(user("c")).add(REPLY, turn=1)
+    )
     match = find(root, [*second.path(), user("d")])
     assert (match.reply, match.depth) == (second, 6)
     match = find(root, [*second.path()[:4], user("d")])
@@ -596,7 +598,7 @@ def test_a_copy_of_a_tree_is_as_deep_as_it_and_grows_by_itself() -> None:
 
 TEXTS = st.sampled_from(["", " ", "a", "a ", "b", "\n"])
 MESSAGES = st.builds(
-    Message,
+    ChatMessage,
     role=st.sampled_from(["user", "assistant", "tool", "system"]),
     content=TEXTS,
     thinking=TEXTS,
@@ -610,7 +612,7 @@ MESSAGES = st.builds(
 
 
 @given(MESSAGES, MESSAGES, MESSAGES)
-def test_being_alike_is_an_equivalence(one: Message, two: Message, three: Message) -> None:
+def test_being_alike_is_an_equivalence(one: ChatMessage, two: ChatMessage, three: ChatMessage) -> None:
     assert alike(one, one)
     assert alike(one, two) == alike(two, one)
     if alike(one, two) and alike(two, three):
@@ -618,8 +620,10 @@ def test_being_alike_is_an_equivalence(one: Message, two: Message, three: Messag
 
 
 @given(st.lists(st.lists(MESSAGES, max_size=4), max_size=6), st.lists(MESSAGES, max_size=4))
-def test_finding_agrees_with_comparing_whole_histories(recorded: list[list[Message]], request: list[Message]) -> None:
-    root, sampled = new_root(), list[list[Message]]()
+def test_finding_agrees_with_comparing_whole_histories(
+    recorded: list[list[ChatMessage]], request: list[ChatMessage]
+) -> None:
+    root, sampled = new_root(), list[list[ChatMessage]]()
     for turn, messages in enumerate(recorded):
         insert(find(root, messages), messages).add(REPLY, turn=turn)
         sampled.append([*messages, REPLY])

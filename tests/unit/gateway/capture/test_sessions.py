@@ -13,7 +13,7 @@ from etude.gateway.routing.admission import TrafficClass
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json
 from gateways import CHAT, Caller, Setting, fake_engine, gateway
-from patience import PATIENCE_S
+from waiting import WAIT_S
 
 ROLLOUT, PRODUCTION = TrafficClass.ROLLOUT, TrafficClass.PRODUCTION
 
@@ -199,6 +199,6 @@ def test_a_session_is_told_how_its_calls_fared() -> None:
 
 async def _answered(caller: Caller, key: str) -> None:
     """Once the engine was heard of again."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while (await caller.chat(key)).status != 200:
             await asyncio.sleep(0.05)
