@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import orjson
 import pytest
-from anthropic.types import ChatMessage as AnthropicMessage
+from anthropic.types import Message as AnthropicMessage
 from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
