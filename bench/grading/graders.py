@@ -16,7 +16,7 @@ from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.functions import SUBMITTED, GraderByKind
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.script import ScriptGrader
-from etude.rewards.graders.test_runs import ENVIRONMENT, Run, module_of
+from etude.rewards.graders.test_runs import ENVIRONMENT, HiddenTestRun, module_of
 from etude.rollouts.sandbox import Limits
 from etude.rollouts.worker import grade_work
 from etude.sandbox_spec import SandboxSpec
@@ -79,7 +79,7 @@ async def _status_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> 
 
 async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
     checks = _checks(task)
-    run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
+    run = HiddenTestRun(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
     try:
         copy = await examiner.fresh(task, sandbox)
     except ValueError:

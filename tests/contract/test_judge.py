@@ -28,7 +28,7 @@ from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
 from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
 from etude.rewards.judge.judge import JudgeLimits
-from etude.rewards.judge.prompts import Fault, JudgeInput, JudgeParams
+from etude.rewards.judge.prompts import JudgeInput, JudgeParams, ReplyFault
 from etude.rewards.judge.rules import SUMMARY_RULES, rules_app
 from etude.rewards.judge.votes import Judgement
 from etude.run.gateway import GatewaySpec, open_gateway
@@ -125,7 +125,7 @@ def test_the_native_engine_with_a_model_that_knows_nothing_gives_invalid_votes()
 
     judgement = asyncio.run(scenario())
     assert (judgement.score, judgement.votes, len(judgement.invalid)) == (None, (), 2)
-    assert set(judgement.invalid) <= {Fault.CUT, Fault.NOT_JSON}
+    assert set(judgement.invalid) <= {ReplyFault.CUT, ReplyFault.NOT_JSON}
 
 
 def test_our_gateway_refuses_a_schema_and_the_error_says_what_to_do() -> None:

@@ -14,14 +14,21 @@ from typing import Any
 
 import pytest
 
-from etude.rewards.graders.postgres_client import Step, answer
-from etude.rewards.graders.queries import Verdict, check_ours, is_right, judge, migration_steps, unseen_step
+from etude.rewards.graders.postgres_client import QueryStep, answer
+from etude.rewards.graders.queries import MigrationResult, check_ours, is_right, judge, migration_steps, unseen_step
 from etude.types import QueryChecks
 
 UNPRIVILEGED = 65534
 START_TIMEOUT_S = 60.0
 OPTIONS = "-c fsync=off -c full_page_writes=off -c autovacuum=off -c listen_addresses= -c timezone=UTC -c jit=off"
-OURS: Step = {"user": "postgres", "database": "app", "settings": {}, "scripts": [], "timeout_s": 60.0, "vital": True}
+OURS: QueryStep = {
+    "user": "postgres",
+    "database": "app",
+    "settings": {},
+    "scripts": [],
+    "timeout_s": 60.0,
+    "vital": True,
+}
 """A step of the test's own, to which its scripts are added."""
 BEFORE_QUESTIONS = 2
 """Steps of a migration before the first question: the migration, the role that asks."""
@@ -91,14 +98,14 @@ def temporary_postgres() -> Iterator[Path]:
 
 def ask(server: Path, *scripts: str, user: str = "postgres", database: str = "app") -> list[list[Any]]:
     """The rows of the last of some scripts, none of which may fail."""
-    step: Step = {**OURS, "user": user, "database": database, "scripts": list(scripts)}
+    step: QueryStep = {**OURS, "user": user, "database": database, "scripts": list(scripts)}
     answered = answer(str(server), step)
     assert answered["state"] == "", answered
     rows: list[list[Any]] = answered["rows"]
     return rows
 
 
-def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, patient: bool = True) -> Verdict:
+def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, patient: bool = True) -> MigrationResult:
     """What a grader finds, asked as it asks, in an empty database that is filled by ``setup``.
 
     Who is not ``patient`` is content with the right answers before the first wrong one.
@@ -119,7 +126,7 @@ def verdict(server: Path, setup: str, checks: QueryChecks, migration: str, *, pa
             and not step["vital"]
             and not is_right(request[len(answers) - BEFORE_QUESTIONS - 1], answers[-1])
         ):
-            return Verdict(True, len(answers) - BEFORE_QUESTIONS - 1, False)
+            return MigrationResult(True, len(answers) - BEFORE_QUESTIONS - 1, False)
     return judge(checks, answers)
 
 

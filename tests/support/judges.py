@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from etude.clock import VirtualClock
-from etude.rewards.judge.budget import Budget, BudgetLimit, JudgePause, Prices, Spend
+from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, Spend
 from etude.rewards.judge.calibration import Alarm, IdentityWatch
 from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits
@@ -84,7 +84,7 @@ def court(
     bounds: JudgeLimits | None = None,
     allowance: BudgetLimit | None = None,
     vouched: Sequence[str] = (),
-    hold: JudgePause | None = None,
+    pause: JudgePause | None = None,
 ) -> Court:
     """A judge over an endpoint; nothing of it is on disk but a hold."""
     alarms: list[Alarm] = []
@@ -98,12 +98,14 @@ def court(
     deps = JudgeDeps(
         endpoint=endpoint,
         cache=VoteCache(None, 100),
-        budget=Budget(allowance or BudgetLimit(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)),
+        budget=JudgeBudget(
+            allowance or BudgetLimit(calls=1_000, tokens=10_000_000), Prices(prompt=1.0, completion=2.0)
+        ),
         circuit=Breaker(60.0),
         clock=clock,
         identity=IdentityWatch(vouched),
         alarm=alarms.append,
-        hold=hold,
+        pause=pause,
         record=recorded,
     )
     return Court(Judge(deps, params or JudgeParams(model="m"), bounds or JudgeLimits()), deps, alarms, spent, clock)

@@ -7,7 +7,7 @@ write a call are read: ``<tool_call>`` with JSON, ``<function=…>`` with ``<par
 words of :mod:`etude.harnesses.tools`, and replies that are commands. A reply that is none of them has no action.
 
 Owns the nouns :class:`Action` and :class:`Finding` and how actions are read. Does not judge: what is suspicious is the
-affair of whoever looks (:mod:`etude.rewards.monitor.monitor`, :mod:`etude.tasks.honeypots`).
+affair of the detectors (:mod:`etude.rewards.monitor.monitor`, :mod:`etude.tasks.honeypots`).
 """
 
 import json
@@ -58,7 +58,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that somebody who cheats does, and where it was seen."""
+    """One sign of cheating, and its place."""
 
     detector: str
     severity: Severity

@@ -134,8 +134,8 @@ class _Work:
         if self._config.context == "truncate":
             self.context = Context(prompt, self.context.unseen)
             return
-        kept = KeptState(summaries=self.window.restarts, open_items=self._todo.open_items)
-        self.context = Context(open_again(prompt, self._summary, kept))
+        state = KeptState(summaries=self.window.restarts, open_items=self._todo.open_items)
+        self.context = Context(open_again(prompt, self._summary, state))
 
     def result(self) -> HarnessResult:
         """Result of the session."""
@@ -147,7 +147,7 @@ class _Work:
             "restarts": self.window.restarts,
         }
         if summarises and self._recall.facts:
-            measures |= {"facts_seen": self._recall.seen, "facts_kept": self._recall.kept}
+            measures |= {"facts_seen": self._recall.seen, "facts_kept": self._recall.recalled}
         return HarnessResult(reason=self.window.reason, counts=self._counts, answer=self._answer, measures=measures)
 
     async def _carry_out(self, call: tools.Call) -> str:

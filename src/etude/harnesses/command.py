@@ -3,7 +3,7 @@
     command {prompt} … ──OpenAI or Anthropic HTTP──▶ the one place that its sandbox may reach: the gateway
 
 Owns the command line, the variables by which the common clients find their model, and what the end of the program
-means. Knows nothing of the conversation: the gateway records it, whoever leads it. Does not grade.
+means. Knows nothing of the conversation: the gateway records it. Does not grade.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ class CommandHarness:
         """Raise :class:`~etude.errors.ConfigError` unless the program is there to be run."""
         program = self._config.command[0]
         variables = [f"{name}={text}" for name, text in self._config.environment.items()]
-        found = await sandbox.exec(["env", *variables, "sh", "-c", 'command -v -- "$0" >/dev/null', program])
-        if found.exit_code != 0:
+        result = await sandbox.exec(["env", *variables, "sh", "-c", 'command -v -- "$0" >/dev/null', program])
+        if result.exit_code != 0:
             raise ConfigError(
                 f"harness.command: there is no program {program!r} in a sandbox; install it, and name its folder in "
                 f"harness.mounts = {list(self._config.mounts)!r}"

@@ -70,7 +70,7 @@ class CompletionClient:
         self._http = http
         self._max_tokens = max_tokens
         self._timeout_s = timeout_s
-        self._said = {} if kind is TurnKind.ACT else {TURN: kind.value}
+        self._headers = {} if kind is TurnKind.ACT else {TURN: kind.value}
 
     async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Reply:
         """Sample the next assistant message.
@@ -85,7 +85,7 @@ class CompletionClient:
             "Authorization": f"Bearer {session.api_key}",
             "Content-Type": "application/json",
             "X-Request-Id": secrets.token_hex(REQUEST_ID_BYTES),
-            **self._said,
+            **self._headers,
         }
         trouble = Trouble("no answer to the first attempt")
         with suppress(TimeoutError):

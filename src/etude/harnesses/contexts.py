@@ -129,7 +129,7 @@ class Context:
     def __init__(self, opening: str, unseen: str = "") -> None:
         self._opening = opening
         self._unseen = unseen
-        self._said: list[Message] = []
+        self._messages: list[Message] = []
 
     @property
     def unseen(self) -> str:
@@ -143,11 +143,11 @@ class Context:
 
     def ask(self, request: str = "") -> list[Message]:
         """The messages of the next call: for an action or, with ``request``, for a summary."""
-        return [*self._said, {"role": "user", "content": self._next(request)}]
+        return [*self._messages, {"role": "user", "content": self._next(request)}]
 
     def acted(self, reply: str, result: str) -> None:
         """The model asked for an action, which came to ``result``."""
-        self._said += [{"role": "user", "content": self._next()}, {"role": "assistant", "content": reply}]
+        self._messages += [{"role": "user", "content": self._next()}, {"role": "assistant", "content": reply}]
         self._unseen = result
 
     def shorten(self) -> None:
@@ -157,7 +157,7 @@ class Context:
         self._unseen = shorter
 
     def _next(self, request: str = "") -> str:
-        if not self._said:
+        if not self._messages:
             return open_truncated(self._opening, self._unseen) if self._unseen else self._opening
         return ask_for_summary(self._unseen, request) if request else self._unseen
 
@@ -200,7 +200,7 @@ class Recall:
         self._shown: set[re.Pattern[str]] = set()
         self.seen = 0
         """Facts shown by the time of a summary, added up over summaries."""
-        self.kept = 0
+        self.recalled = 0
         """Those of them that the summary has."""
 
     def show(self, text: str) -> None:
@@ -210,4 +210,4 @@ class Recall:
     def summarise(self, summary: str) -> None:
         """The model wrote ``summary``, and this is what it will know."""
         self.seen += len(self._shown)
-        self.kept += sum(1 for pattern in self._shown if pattern.search(summary))
+        self.recalled += sum(1 for pattern in self._shown if pattern.search(summary))

@@ -52,10 +52,10 @@ def ask_for_summary(observation: str, request: str) -> str:
     return f"{observation}\n{request}" if observation else request
 
 
-def open_again(prompt: str, summary: str, kept: KeptState) -> str:
+def open_again(prompt: str, summary: str, state: KeptState) -> str:
     """The first message of a context after ``kept.summaries`` summaries: the task, the open items, the summary."""
-    items = [f"todo {number} {text}" for number, text in kept.open_items]
-    return "\n".join([prompt, *items, f"{HEADING} {kept.summaries}", summary])
+    items = [f"todo {number} {text}" for number, text in state.open_items]
+    return "\n".join([prompt, *items, f"{HEADING} {state.summaries}", summary])
 
 
 def open_truncated(prompt: str, observation: str) -> str:

@@ -164,8 +164,8 @@ def shorten(observation: str) -> str | None:
     shown = observation.removesuffix(CUT).rstrip()
     if not shown:
         return None
-    kept = shown[: len(shown) // 2].rstrip()
-    return f"{kept}\n{CUT}" if kept else CUT
+    head = shown[: len(shown) // 2].rstrip()
+    return f"{head}\n{CUT}" if head else CUT
 
 
 def _lines(text: str) -> list[str]:

@@ -22,7 +22,7 @@ class SpokenTurn:
 
     heard: str
     """New text in its context."""
-    said: str
+    text: str
     """The model's text."""
     answered: str
     """New text of the first turn that goes on from this one; empty where none does."""
@@ -60,7 +60,7 @@ def read_turns(
     return tuple(
         SpokenTurn(
             heard=heard[index],
-            said=decode(turn.completion_ids),
+            text=decode(turn.completion_ids),
             answered=answers.get(index, ""),
             kind=turn.kind,
             continues=parents[index],

@@ -4,7 +4,7 @@ Pure: counts in, a number of groups out. Legend: P groups per step, G rollouts p
 C concurrency, v the newest weight version that every engine serves.
 
     window              W(v) = min( (v + O + 1)·P,  steps·P )          groups that may ever be admitted at version v
-    groups to admit          = min( W(v) − kept,  ⌊(C − in flight) / G⌋ )
+    groups to admit          = min( W(v) − admitted,  ⌊(C − in flight) / G⌋ )
 
 (the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). The
 window belongs to the run and is checked again by the ledger, in the transaction that admits: two processes may both
@@ -31,13 +31,13 @@ class Admission:
         ahead = (version + self._config.max_staleness + 1) * self._config.groups_per_step
         return min(ahead, self.groups_needed)
 
-    def groups_to_admit(self, *, version: int, kept: int, in_flight: int) -> int:
+    def groups_to_admit(self, *, version: int, admitted: int, in_flight: int) -> int:
         """Number of groups to admit.
 
         Args:
             version: The newest weight version that every engine serves.
-            kept: Groups admitted since the start of the run, without the dropped ones.
+            admitted: Groups admitted since the start of the run, without the dropped ones.
             in_flight: Rollouts of this process that are running or waiting for their next attempt.
         """
         idle_groups = (self._config.concurrency - in_flight) // self._config.group_size
-        return max(0, min(self.window(version) - kept, idle_groups))
+        return max(0, min(self.window(version) - admitted, idle_groups))

@@ -110,8 +110,8 @@ class Breaker:
         elif self.circuit is Circuit.PROBING and probe:  # any other was under way when the circuit opened
             assert self._opened_s is not None, "who probes has opened"
             self._failed_probes += 1
-            patience_s = self._outage_s if self._ever_succeeded else min(self._outage_s, FIRST_OUTAGE_S)
-            self.gave_up = self._failed_probes >= FEWEST_PROBES and now - self._opened_s >= patience_s
+            outage_limit_s = self._outage_s if self._ever_succeeded else min(self._outage_s, FIRST_OUTAGE_S)
+            self.gave_up = self._failed_probes >= FEWEST_PROBES and now - self._opened_s >= outage_limit_s
             self._open(now)
 
     def _has_tripped(self) -> bool:

@@ -68,7 +68,7 @@ class Dispatcher:
                     look_s = self._context.clock.now() + LOOK_S
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
                 version = self._serving_version()
-                self._admit(admission, runner, kept=progress.kept, version=version)
+                self._admit(admission, runner, admitted=progress.kept, version=version)
                 while not await runner.turn(POLL_S):
                     if self._serving_version() != version or self._context.clock.now() >= look_s:
                         break
@@ -97,9 +97,9 @@ class Dispatcher:
             events=self._events,
         )
 
-    def _admit(self, admission: Admission, runner: RolloutRunner, *, kept: int, version: int) -> None:
+    def _admit(self, admission: Admission, runner: RolloutRunner, *, admitted: int, version: int) -> None:
         """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
-        for _ in range(admission.groups_to_admit(version=version, kept=kept, in_flight=len(runner))):
+        for _ in range(admission.groups_to_admit(version=version, admitted=admitted, in_flight=len(runner))):
             slots = self._ledger.admit_next(
                 partial(self._family.task, Split.TRAIN),
                 size=self._config.group_size,

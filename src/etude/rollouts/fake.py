@@ -242,7 +242,7 @@ class FakeGrader:
         return Grade(value=value, parts={"judge": value})
 
 
-class FakeWorld:
+class RolloutFakes:
     """All the parts of a context, each in reach, in the time of the loop they are run by."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]], judge: Callable[[Task], float]) -> None:

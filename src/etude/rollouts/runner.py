@@ -35,7 +35,7 @@ from etude.errors import UserError
 from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
 from etude.ledger.states import GroupState
 from etude.rollouts.branching import Bundles
-from etude.rollouts.schedule import Place, Schedule, SlotState, place_of
+from etude.rollouts.schedule import Place, Schedule, SlotPhase, place_of
 from etude.rollouts.worker import ForkSpec, RolloutContext, RolloutStart, close_start, run_rollout
 from etude.telemetry.events import OUTAGE_TOLD_S, Outage, RolloutClosed
 from etude.telemetry.log import EventLog
@@ -128,7 +128,7 @@ class RolloutRunner:
     def _start(self, slots: Iterable[OpenSlot]) -> None:
         dropped: set[int] = set()
         for slot in slots:
-            if slot.group_index in dropped or self._schedule.add(slot) is not SlotState.LOST:
+            if slot.group_index in dropped or self._schedule.add(slot) is not SlotPhase.LOST:
                 continue
             if self._lose(slot, "its attempts were used up before a restart") is GroupState.DROPPED:
                 dropped.add(slot.group_index)
@@ -177,7 +177,7 @@ class RolloutRunner:
             self._schedule.graded(slot)
         elif due is None:
             self._abandon(slot.group_index)
-        elif self._schedule.failed(slot, due=due, now=self._context.clock.now()) is SlotState.LOST:
+        elif self._schedule.failed(slot, due=due, now=self._context.clock.now()) is SlotPhase.LOST:
             self._lose(slot, rollout.reason)
         self._report_outage(rollout)
         if self._schedule.breaker.gave_up:

@@ -7,7 +7,7 @@
         BACKING_OFF ◀───────────────────┘ └─── its group was dropped ──▶ ABANDONED ◀── (from WAITING, BACKING_OFF)
 
 Owns the order in which slots start, their attempts and pauses. The oldest group goes first, retries included: batches
-are formed in admission order, so whoever started later can wait, and nobody waits for ever. Does not own what an
+are formed in admission order, so later ones can wait, and none waits for ever. Does not own what an
 attempt is (:mod:`etude.rollouts.worker`), how many groups there are (:mod:`etude.rollouts.admission`) or when machines
 are down (:mod:`etude.rollouts.breaker`). No clock, no I/O: facts and ``now`` (seconds) in, decisions out.
 """
@@ -31,7 +31,7 @@ Place: TypeAlias = tuple[int, int]
 """A slot's group and its number there: unique within a purpose, and in order of age."""
 
 
-class SlotState(StrEnum):
+class SlotPhase(StrEnum):
     """State of a slot on its way to a reward."""
 
     WAITING = "waiting"
@@ -46,27 +46,27 @@ class SlotState(StrEnum):
     """Its group was dropped."""
 
 
-SLOT_MOVES: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
+SLOT_MOVES: Mapping[SlotPhase, frozenset[SlotPhase]] = MappingProxyType(
     {
-        SlotState.WAITING: frozenset({SlotState.RUNNING, SlotState.LOST, SlotState.ABANDONED}),
-        SlotState.RUNNING: frozenset({SlotState.GRADED, SlotState.BACKING_OFF, SlotState.LOST, SlotState.ABANDONED}),
-        SlotState.BACKING_OFF: frozenset({SlotState.WAITING, SlotState.ABANDONED}),
-        SlotState.GRADED: frozenset(),
-        SlotState.LOST: frozenset(),
-        SlotState.ABANDONED: frozenset(),
+        SlotPhase.WAITING: frozenset({SlotPhase.RUNNING, SlotPhase.LOST, SlotPhase.ABANDONED}),
+        SlotPhase.RUNNING: frozenset({SlotPhase.GRADED, SlotPhase.BACKING_OFF, SlotPhase.LOST, SlotPhase.ABANDONED}),
+        SlotPhase.BACKING_OFF: frozenset({SlotPhase.WAITING, SlotPhase.ABANDONED}),
+        SlotPhase.GRADED: frozenset(),
+        SlotPhase.LOST: frozenset(),
+        SlotPhase.ABANDONED: frozenset(),
     }
 )
 """State of a slot → where it may go. One that waits is lost at once if a predecessor used up its attempts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Entry:
+class _ScheduledSlot:
     """One slot. Only :class:`Schedule` writes it."""
 
     slot: OpenSlot
-    state: SlotState = SlotState.WAITING
+    state: SlotPhase = SlotPhase.WAITING
 
-    def move(self, state: SlotState) -> None:
+    def move(self, state: SlotPhase) -> None:
         """Go to another state; only moves in ``SLOT_MOVES`` exist."""
         assert state in SLOT_MOVES[self.state], f"a slot went from {self.state} to {state}"
         self.state = state
@@ -82,7 +82,7 @@ class Schedule:
         self.breaker = Breaker(outage_s, worked=worked)
         self._concurrency = concurrency
         self._max_attempts = max_attempts
-        self._entries: dict[Place, _Entry] = {}  # those that have not ended
+        self._entries: dict[Place, _ScheduledSlot] = {}  # those that have not ended
         self._running = 0
         self._probe: Place | None = None  # the slot that runs to see whether anything can
         self._waiting: list[Place] = []  # a heap; it may hold places that wait no more
@@ -101,13 +101,13 @@ class Schedule:
         """Slots that run."""
         return self._running
 
-    def add(self, slot: OpenSlot) -> SlotState:
+    def add(self, slot: OpenSlot) -> SlotPhase:
         """Take a slot in hand: WAITING, or LOST if its attempts were used up before."""
         place = place_of(slot)
         assert place not in self._entries, f"slot {place} was launched twice"
-        entry = self._entries[place] = _Entry(slot=slot)
+        entry = self._entries[place] = _ScheduledSlot(slot=slot)
         if slot.attempt >= self._max_attempts:
-            return self._end(place, SlotState.LOST)
+            return self._end(place, SlotPhase.LOST)
         heapq.heappush(self._waiting, place)
         return entry.state
 
@@ -115,8 +115,8 @@ class Schedule:
         """Slots to start now, oldest first; they run from here on."""
         while self._pauses and self._pauses[0][0] <= now:
             _, place = heapq.heappop(self._pauses)
-            if self._state(place) is SlotState.BACKING_OFF:
-                self._entries[place].move(SlotState.WAITING)
+            if self._state(place) is SlotPhase.BACKING_OFF:
+                self._entries[place].move(SlotPhase.WAITING)
                 heapq.heappush(self._waiting, place)
         match self.breaker.ask(now):
             case Circuit.OPEN:
@@ -128,17 +128,17 @@ class Schedule:
 
     def graded(self, slot: OpenSlot) -> None:
         """A running slot has its reward."""
-        self._end(place_of(slot), SlotState.GRADED)
+        self._end(place_of(slot), SlotPhase.GRADED)
         self.breaker.succeeded()
 
-    def failed(self, slot: OpenSlot, *, due: int, now: float) -> SlotState:
+    def failed(self, slot: OpenSlot, *, due: int, now: float) -> SlotPhase:
         """An attempt of a running slot failed, and attempt ``due`` is next: BACKING_OFF, or LOST if it may not be."""
         place = place_of(slot)
         self.breaker.failed(now, probe=place == self._probe)
         if due >= self._max_attempts:
-            return self._end(place, SlotState.LOST)
+            return self._end(place, SlotPhase.LOST)
         entry = self._entries[place]
-        entry.move(SlotState.BACKING_OFF)
+        entry.move(SlotPhase.BACKING_OFF)
         entry.slot = replace(entry.slot, attempt=due)
         self._stop(place)
         heapq.heappush(self._pauses, (now + backoff_s(due), place))
@@ -147,14 +147,14 @@ class Schedule:
     def abandon(self, group_index: int) -> list[Place]:
         """A group was dropped: none of its slots runs any more. Returns those that did, to be cancelled."""
         places = [place for place in self._entries if place[0] == group_index]
-        running = [place for place in places if self._entries[place].state is SlotState.RUNNING]
+        running = [place for place in places if self._entries[place].state is SlotPhase.RUNNING]
         for place in places:
-            self._end(place, SlotState.ABANDONED)
+            self._end(place, SlotPhase.ABANDONED)
         return running
 
     def next_time(self) -> float | None:
         """When :meth:`due` has something to say even if nothing ends meanwhile."""
-        while self._pauses and self._state(self._pauses[0][1]) is not SlotState.BACKING_OFF:
+        while self._pauses and self._state(self._pauses[0][1]) is not SlotPhase.BACKING_OFF:
             heapq.heappop(self._pauses)
         times = [self._pauses[0][0]] if self._pauses else []
         if self.breaker.circuit is Circuit.OPEN and len(self._entries) > self._running:
@@ -163,13 +163,13 @@ class Schedule:
 
     def _start(self, place: Place) -> OpenSlot:
         entry = self._entries[place]
-        entry.move(SlotState.RUNNING)
+        entry.move(SlotPhase.RUNNING)
         self._running += 1
         return entry.slot
 
-    def _end(self, place: Place, state: SlotState) -> SlotState:
+    def _end(self, place: Place, state: SlotPhase) -> SlotPhase:
         entry = self._entries.pop(place)
-        if entry.state is SlotState.RUNNING:
+        if entry.state is SlotPhase.RUNNING:
             self._stop(place)
         entry.move(state)
         return state
@@ -183,7 +183,7 @@ class Schedule:
         """Up to ``number`` waiting slots, oldest first, off the heap."""
         while number > 0 and self._waiting:
             place = heapq.heappop(self._waiting)
-            if self._state(place) is SlotState.WAITING:
+            if self._state(place) is SlotPhase.WAITING:
                 number -= 1
                 yield place
 
@@ -192,12 +192,12 @@ class Schedule:
         cannot pass for an outage.
         """
         if self._probe is None:
-            waiting = (place for place, entry in self._entries.items() if entry.state is SlotState.WAITING)
+            waiting = (place for place, entry in self._entries.items() if entry.state is SlotPhase.WAITING)
             self._probe = min(waiting, key=lambda place: (self._entries[place].slot.attempt, place), default=None)
             return [] if self._probe is None else [self._probe]
         return []
 
-    def _state(self, place: Place) -> SlotState | None:
+    def _state(self, place: Place) -> SlotPhase | None:
         entry = self._entries.get(place)
         return None if entry is None else entry.state
 

@@ -65,7 +65,7 @@ class GatewaySessions:
             raise SessionLost(f"the turns of session {session_id} came damaged: {error}") from error
 
     async def discard(self, session_id: str) -> None:
-        """End a session whose turns nobody wants; asked for once, since one that is left over expires.
+        """End a session without its turns; requested once, since one that is left over expires.
 
         Raises like :meth:`close`.
         """
@@ -100,11 +100,11 @@ class GatewaySessions:
             return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
             return answer
-        refusal = f"{method} {url} → {status}: {answer[:REASON_CHARS].decode(errors='replace')}"
+        message = f"{method} {url} → {status}: {answer[:REASON_CHARS].decode(errors='replace')}"
         if status in BUSY:
-            return EngineUnavailable(refusal)
+            return EngineUnavailable(message)
         if status == 404:
-            raise SessionLost(refusal)
+            raise SessionLost(message)
         if status in (401, 403):
-            raise ConfigError(f"{refusal}; gateway and rollouts must be started with the same admin key")
-        raise EngineUnavailable(refusal)
+            raise ConfigError(f"{message}; gateway and rollouts must be started with the same admin key")
+        raise EngineUnavailable(message)

@@ -20,7 +20,7 @@ from etude.clock import SystemClock, date_utc
 from etude.config.judge import RULES, JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.rewards.judge.budget import Budget, BudgetLimit, JudgePause, Prices, SpendFile
+from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, SpendFile
 from etude.rewards.judge.calibration import (
     Alarm,
     Calibration,
@@ -34,7 +34,7 @@ from etude.rewards.judge.calibration import (
 from etude.rewards.judge.endpoint import Address, Call, ChatEndpoint, ChatReply, Endpoint
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
-from etude.rewards.judge.parts import BESIDE, DriftCheck, JudgedParts
+from etude.rewards.judge.parts import BESIDE, CalibrationShiftCheck, JudgedParts
 from etude.rewards.judge.prompts import JudgeInput, JudgeParams, Rubric, judge_fingerprint, parse_rubric
 from etude.rewards.judge.rules import MODEL, SUMMARY_RULES, SUMMARY_RULES_VERSION, Rule, rules_app
 from etude.rewards.judge.votes import Judgement, VoteCache
@@ -52,23 +52,23 @@ class JudgeState:
 
     folder: Path
     """The run's folder."""
-    seat: int = 0
+    worker_id: int = 0
     """Tells the processes of a run from each other: each has files of its own."""
 
     @property
     def votes(self) -> Path:
         """The cache."""
-        return self.folder / f"judge-{self.seat}.db"
+        return self.folder / f"judge-{self.worker_id}.db"
 
     @property
-    def hold(self) -> JudgePause:
+    def pause(self) -> JudgePause:
         """Pause of the run's judging."""
         return JudgePause(self.folder / "judge-held.txt")
 
     @property
     def spending(self) -> SpendFile:
         """Spend of this process, and of the others."""
-        return SpendFile(self.folder, self.seat)
+        return SpendFile(self.folder, self.worker_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class EndpointMonitor:
 
     async def ask(self, call: Call) -> ChatReply:
         """Delegate to the endpoint."""
-        said = await self.endpoint.ask(call)
-        self.identity = said.identity
-        return said
+        reply = await self.endpoint.ask(call)
+        self.identity = reply.identity
+        return reply
 
 
 def rules_of(config: RunConfig) -> Rules:
@@ -143,7 +143,7 @@ def judge_params(config: RunConfig) -> JudgeParams:
 
 
 def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
-    """Aspect → digest of all on our side that decides its verdicts; none where nobody judges."""
+    """Aspect → digest of all on our side that decides its verdicts; none without a judge."""
     if not config.judge.url:
         return {}
     params = judge_params(config)
@@ -162,14 +162,14 @@ def check_judge(config: RunConfig) -> None:
     if not config.judge.url:
         return
     check_budget(config)
-    calibrations, asked = calibrations_of(config.judge), config.reward.names("judge")
+    calibrations, aspects = calibrations_of(config.judge), config.reward.names("judge")
     if config.judge.url == RULES:
         missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
         if missing:
             raise ConfigError(f"judge.rubrics: there is no rule for {', '.join(sorted(missing))}")
     for aspect, pin in judge_fingerprints(config).items():
         reason = distrust(calibrations.get(aspect), pin, config.judge.min_agreement)
-        if reason and aspect in asked and not config.judge.allow_uncalibrated:
+        if reason and aspect in aspects and not config.judge.allow_uncalibrated:
             raise ConfigError(
                 f"the judge of {aspect!r} is not to be trusted: {reason}. Run `etude judge calibrate RECIPE` and name "
                 f"the report in judge.calibrations, or set judge.allow_uncalibrated = true"
@@ -180,8 +180,8 @@ def check_budget(config: RunConfig) -> None:
     """Raise :class:`~etude.errors.ConfigError` for a budget that cannot hold one judgement of all that is asked of a
     rollout.
     """
-    judge, asked = config.judge, config.reward.names("judge")
-    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in asked]
+    judge, aspects = config.judge, config.reward.names("judge")
+    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in aspects]
     needed = needed_for(rubrics, judge_params(config))
     for allowance in (per_rollout(judge), _per_run(judge)):
         if not allowance.holds(needed, _prices(judge)):
@@ -209,17 +209,19 @@ async def open_judge(
         yield None
         return
     check_judge(config)
-    asked, allowance = config.reward.names("judge"), per_rollout(config.judge)
-    rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in asked}
+    aspects, allowance = config.reward.names("judge"), per_rollout(config.judge)
+    rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
-        drift = {
-            aspect: DriftCheck(rubrics[aspect], known.items, known.agreement.hit_rate, config.judge.drift_every)
-            for aspect, known in calibrations_of(config.judge).items()
+        shift_checks = {
+            aspect: CalibrationShiftCheck(
+                rubrics[aspect], calibration.items, calibration.agreement.hit_rate, config.judge.drift_every
+            )
+            for aspect, calibration in calibrations_of(config.judge).items()
             if aspect in rubrics
         }
         yield OpenJudge(
             judge=judge,
-            parts=JudgedParts(judge, rubrics, allowance, drift),
+            parts=JudgedParts(judge, rubrics, allowance, shift_checks),
             hints=HintJudge(judge, allowance, most=config.hints.max_per_rollout),
         )
 
@@ -227,7 +229,7 @@ async def open_judge(
 async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> Mapping[str, Calibration]:
     """Have labelled items judged, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
     rubrics, params = rubrics_of(config.judge), judge_params(config)
-    found: dict[str, Calibration] = {}
+    calibrations: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         heard = EndpointMonitor(await stack.enter_async_context(endpoint_of(config, http)))
@@ -236,7 +238,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> M
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
             judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.concurrency)
-            found[aspect] = Calibration(
+            calibrations[aspect] = Calibration(
                 aspect=aspect,
                 pin=judge_fingerprint(rubrics[aspect], params),
                 model=params.model,
@@ -246,7 +248,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> M
                 bias=bias_of(of_aspect, judgements, params.model),
                 items=tuple(of_aspect),
             )
-    return found
+    return calibrations
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: int) -> Sequence[Judgement]:
@@ -295,7 +297,7 @@ def _deps(
 ) -> JudgeDeps:
     judge = config.judge
     spending = SpendFile(None) if memory is None else memory.spending
-    budget = Budget(_per_run(judge), _prices(judge), spent=spending.load())
+    budget = JudgeBudget(_per_run(judge), _prices(judge), spent=spending.load())
     budget.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
@@ -309,9 +311,9 @@ def _deps(
         budget=budget,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
-        identity=IdentityWatch(known.identity for known in calibrations_of(judge).values()),
+        identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        hold=memory.hold if memory is not None and judge.on_alarm == "hold" else None,
+        pause=memory.pause if memory is not None and judge.on_alarm == "hold" else None,
         record=spending.save,
     )
 
@@ -321,7 +323,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def per_rollout(config: JudgeConfig) -> BudgetLimit:
-    """Budget limit of one rollout's reward; as much again for its hints."""
+    """JudgeBudget limit of one rollout's reward; as much again for its hints."""
     return BudgetLimit(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
 
 

@@ -43,13 +43,13 @@ class Penalties:
         trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
         return [
             (trajectories[index].rollout_id, nats)
-            for piece in passes(trajectories, self._max_tokens)
-            for index, nats in zip(piece, reference.divergences([trajectories[i] for i in piece]), strict=True)
+            for chunk in passes(trajectories, self._max_tokens)
+            for index, nats in zip(chunk, reference.divergences([trajectories[i] for i in chunk]), strict=True)
         ]
 
 
 def passes(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Sequence[int]]:
     """Split trajectories, by their index, into passes that go through a model together where they are only scored."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
-    (pieces,) = pack(lengths, max_tokens=max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
-    return pieces
+    (chunks,) = pack(lengths, max_tokens=max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
+    return chunks

@@ -61,7 +61,7 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
-SEAT = "rollouts"
+LEASE_NAME = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
 HARNESS_FOLDER = "/harness"
 """Folder of a harness's own files, inside of a sandbox."""
@@ -75,18 +75,18 @@ class ServedVersion:
     """The weight version that the engines serve at least; −1 before the first answer."""
 
     def __init__(self, gateway_url: str, http: aiohttp.ClientSession, *, outage_s: float) -> None:
-        """``outage_s`` is how long the gateway may be silent while somebody waits."""
+        """``outage_s`` is how long the gateway may be silent while a caller waits."""
         self._url = f"{gateway_url}/healthz"
         self._http = http
         self._outage_s = outage_s
         self._version = -1
         self._heard_s = time.monotonic()
-        self._watching = asyncio.create_task(self._watch())
+        self._following = asyncio.create_task(self._follow())
 
     def __call__(self) -> int:
         """The last version heard of: never ahead of the engines, which only move forward."""
-        if self._watching.done():
-            self._watching.result()
+        if self._following.done():
+            self._following.result()
         return self._version
 
     async def reach(self, version: int) -> None:
@@ -98,9 +98,9 @@ class ServedVersion:
 
     def close(self) -> None:
         """Stop asking."""
-        self._watching.cancel()
+        self._following.cancel()
 
-    async def _watch(self) -> None:
+    async def _follow(self) -> None:
         """Ask the gateway, for ever; while it is down, the last answer stands."""
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -189,17 +189,17 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
 
 
 @contextlib.asynccontextmanager
-async def open_parts(folder: RunFolder, seat: int = 0) -> AsyncIterator[RolloutParts]:
+async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[RolloutParts]:
     """Connect to a run's gateway and ledger and start its sandboxes, for as long as the context is open."""
     config = folder.config()
-    name = f"{SEAT}-{seat}" if seat else SEAT
+    name = f"{LEASE_NAME}-{worker_id}" if worker_id else LEASE_NAME
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(EventLog(folder.events, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, seat))
+        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, worker_id))
         family = open_family(config)
         served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
@@ -228,14 +228,14 @@ def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
     return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 
-def run_rollouts(folder: RunFolder, seat: int = 0) -> None:
+def run_rollouts(folder: RunFolder, worker_id: int = 0) -> None:
     """Run the whole schedule, or what is left of it; in any seat but the first only rollouts for training."""
-    run_until_signal(_run(folder) if seat == 0 else _help(folder, seat))
+    run_until_signal(_run(folder) if worker_id == 0 else _help(folder, worker_id))
 
 
-async def _help(folder: RunFolder, seat: int) -> None:
+async def _help(folder: RunFolder, worker_id: int) -> None:
     """Fill groups beside the first process, for as long as any are wanted."""
-    async with open_parts(folder, seat) as parts:
+    async with open_parts(folder, worker_id) as parts:
         await parts.served.reach(0)
         await parts.dispatcher.train(parts.config.trainer.steps)
 
@@ -248,11 +248,11 @@ async def _run(folder: RunFolder) -> None:
         await _evaluate_alone(parts, "before", version=0)
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
-            async with background_task(_evaluate_on_the_way(parts)) as measuring:
+            async with background_task(_evaluate_on_the_way(parts)) as evaluating:
                 await parts.dispatcher.train(steps)
                 while ledger.progress().steps_done < steps:
                     await asyncio.sleep(POLL_S)
-                await measuring
+                await evaluating
         await parts.served.reach(steps)
         await _evaluate_alone(parts, "after", version=steps)
         parts.events.write(PhaseStarted(phase="done"))
@@ -283,8 +283,8 @@ async def _evaluate_on_the_way(parts: RolloutParts) -> None:
 
 def evaluations_due(steps: int, config: EvalConfig) -> range:
     """The weight versions at which RL is measured on the way: neither before nor after it, which is done anyway."""
-    wanted = config.enabled and config.every_steps
-    return range(config.every_steps, steps, config.every_steps) if wanted else range(0)
+    is_enabled = config.enabled and config.every_steps
+    return range(config.every_steps, steps, config.every_steps) if is_enabled else range(0)
 
 
 async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None:
@@ -305,13 +305,13 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 @contextlib.asynccontextmanager
 async def _rollout_context(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, seat: int
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, worker_id: int
 ) -> AsyncIterator[RolloutContext]:
     """The dependencies of rollouts."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await _stage(stack, folder, config, http)
-        memory = JudgeState(folder.path, seat)
+        memory = JudgeState(folder.path, worker_id)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(

@@ -221,7 +221,7 @@ def policy_of(config: RunConfig) -> ScorePolicy:
 def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
     """A rollout as a judge reads it: everything once, in order, and before every line its speaker."""
     turns = enumerate(spoken)
-    pages = (attributed(heard=turn.heard, said=turn.said, before=f"turn {number} ") for number, turn in turns)
+    pages = (attributed(heard=turn.heard, said=turn.text, before=f"turn {number} ") for number, turn in turns)
     return "\n".join(pages)
 
 
@@ -249,7 +249,7 @@ def _answer_of(rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> str:
     answer = rollout.result.answer
     if answer.strip() or isinstance(rollout.task.checks, AnswerChecks):
         return answer
-    texts = (THOUGHTS.sub("", turn.said).strip() for turn in reversed(spoken) if turn.kind is TurnKind.ACT)
+    texts = (THOUGHTS.sub("", turn.text).strip() for turn in reversed(spoken) if turn.kind is TurnKind.ACT)
     return next(filter(None, texts), "")
 
 

@@ -66,22 +66,22 @@ class Stage:
     """The world behind HTTP, and who works in it."""
 
     runner: asyncio.Runner
-    world: World
+    sandbox: World
     session: Session
     http: aiohttp.ClientSession
 
     def play(self, window: int, replies: Sequence[str], pages: dict[str, str], config: HarnessConfig) -> HarnessResult:
-        self.world.window, self.world.replies, self.world.exchanges = window, [*replies], []
+        self.sandbox.window, self.sandbox.replies, self.sandbox.exchanges = window, [*replies], []
         sandbox = FakeSandbox(pages, lambda _: None)
         harness = CodingHarness(config, self.http)
         return self.runner.run(harness.run(TASK, self.session, sandbox, temperature=1.0))
 
 
 @contextmanager
-def stage_of(world: World) -> Iterator[Stage]:
+def stage_of(sandbox: World) -> Iterator[Stage]:
     async def start() -> tuple[web.AppRunner, int, aiohttp.ClientSession]:
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", world.complete)
+        app.router.add_post("/v1/chat/completions", sandbox.complete)
         server = web.AppRunner(app, shutdown_timeout=0.1)
         await server.setup()
         await web.TCPSite(server, "127.0.0.1", 0).start()
@@ -90,7 +90,7 @@ def stage_of(world: World) -> Iterator[Stage]:
     with asyncio.Runner() as runner:
         server, port, http = runner.run(start())
         session = Session(session_id="s", base_url=f"http://127.0.0.1:{port}/v1", api_key="k")
-        yield Stage(runner, world, session, http)
+        yield Stage(runner, sandbox, session, http)
         runner.run(http.close())
         runner.run(server.cleanup())
 
@@ -134,7 +134,7 @@ def test_with_room_every_result_is_seen_whole(
     stage: Stage, pages: dict[str, str], replies: list[str], mode: str
 ) -> None:
     result = stage.play(ROOM, replies, pages, config_of(mode))
-    exchanges = stage.world.exchanges
+    exchanges = stage.sandbox.exchanges
     assert (result.reason, len(exchanges)) == ("turns", 24), "nothing was refused"
     for text, messages in results_shown(exchanges, pages):
         assert all(text in message and CUT not in message for message in messages)
@@ -147,5 +147,5 @@ def test_without_room_a_result_is_seen_or_said_to_be_cut(
 ) -> None:
     result = stage.play(window, replies, pages, config_of(mode))
     assert result.reason in ("turns", "context")
-    for text, messages in results_shown(stage.world.exchanges, pages):
+    for text, messages in results_shown(stage.sandbox.exchanges, pages):
         assert all(text in message or CUT in message for message in messages)

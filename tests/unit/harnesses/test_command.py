@@ -68,12 +68,12 @@ class ScriptedSandbox(FakeSandbox):
 SERVED: dict[str, Json] = {"calls": 0, "waited_s": 0.0, "unserved": False}
 
 
-def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]], *told: dict[str, Json]) -> T:
+def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaitable[T]], *times: dict[str, Json]) -> T:
     """Act beside a gateway that tells with ``status`` how the calls of the session fared, if the key is right: one
     after the other, and the last for ever.
     """
-    answers = iter(told)
-    last = told[-1] if told else SERVED
+    answers = iter(times)
+    last = times[-1] if times else SERVED
 
     async def waits(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer key"
@@ -95,7 +95,7 @@ def with_gateway(status: int, act: Callable[[aiohttp.ClientSession, str], Awaita
 
 
 def run(
-    ending: ExecResult, *told: dict[str, Json], status: int = 200, url: str | None = None, task: Task = TASK
+    ending: ExecResult, *times: dict[str, Json], status: int = 200, url: str | None = None, task: Task = TASK
 ) -> tuple[HarnessResult, ScriptedSandbox]:
     sandbox = ScriptedSandbox(ending)
 
@@ -104,7 +104,7 @@ def run(
         session = Session(session_id="s1", base_url=url or base_url, api_key="key")
         return await harness.run(task, session, sandbox, temperature=0.5)
 
-    return with_gateway(status, act, *told), sandbox
+    return with_gateway(status, act, *times), sandbox
 
 
 def test_the_command_gets_its_task_and_the_way_to_the_model() -> None:
@@ -159,7 +159,7 @@ def test_what_a_program_printed_last_is_a_line_that_does_nothing_to_a_terminal()
     assert run(ended(0))[0].printed == ""
 
 
-def test_a_success_code_means_what_the_recipe_says() -> None:
+def test_a_success_code_is_what_the_recipe_says() -> None:
     assert judge_end(ended(127), (127,)) == "submit"
     assert judge_end(ended(0), (1,)) == "exit 0"
     assert judge_end(ended(0, timed_out=True), (0,)) == "timeout"

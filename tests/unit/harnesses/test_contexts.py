@@ -87,7 +87,7 @@ def test_the_last_context_grows() -> None:
     assert (one.step, one.reason) == (Step.STOP, "context")
 
 
-def test_no_summary_is_asked_for_that_nobody_could_go_on_from() -> None:
+def test_no_summary_is_asked_for_that_no_model_could_go_on_from() -> None:
     one = window(max_turns=2)
     one.replied(100)
     assert one.step is Step.ACT
@@ -134,7 +134,7 @@ def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
 
 
 @given(courses())
-def test_whatever_the_world_answers(lived: tuple[HarnessConfig, Window, ContestantRun]) -> None:
+def test_whatever_the_sandbox_answers(lived: tuple[HarnessConfig, Window, ContestantRun]) -> None:
     config, one, course = lived
     assert course.calls <= config.max_turns
     assert course.refusals <= 6 * config.max_turns + 4
@@ -198,10 +198,10 @@ def test_what_summaries_keep_is_counted_at_each_of_them() -> None:
     recall = Recall(("tax 42", "fee 7", "rate 19"))
     recall.show("1 tax 42\n2 cost 3")
     recall.summarise("tax 42")
-    assert (recall.seen, recall.kept) == (1, 1)
+    assert (recall.seen, recall.recalled) == (1, 1)
     recall.show("1 fee 7")
     recall.summarise("fee 7 and rate 19")
-    assert (recall.seen, recall.kept) == (3, 2), "tax is lost for good, and a value that was never shown does not count"
+    assert (recall.seen, recall.recalled) == (3, 2), "tax is lost, and a value that was never shown does not count"
 
 
 @pytest.mark.parametrize("text", ["tax 421", "surtax 42", "tax  42", "tax\n42", "tax_42", "TAX 42"])
@@ -209,11 +209,11 @@ def test_a_fact_is_kept_as_it_stands_or_not_at_all(text: str) -> None:
     recall = Recall(("tax 42",))
     recall.show("tax 42")
     recall.summarise(text)
-    assert (recall.seen, recall.kept) == (1, 0)
+    assert (recall.seen, recall.recalled) == (1, 0)
 
 
 def test_facts_may_have_any_letters() -> None:
     recall = Recall(("a.b(c) = [1]",))
     recall.show("x a.b(c) = [1], y")
     recall.summarise("keep: a.b(c) = [1]")
-    assert (recall.seen, recall.kept) == (1, 1)
+    assert (recall.seen, recall.recalled) == (1, 1)

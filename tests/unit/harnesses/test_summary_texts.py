@@ -37,8 +37,8 @@ def test_the_request_stands_behind_the_result() -> None:
 
 
 def test_a_context_begins_with_task_open_items_and_summary() -> None:
-    kept = KeptState(summaries=2, open_items=((1, "read p3"), (4, "answer")))
-    assert open_again("give tax", "tax 42", kept) == "give tax\ntodo 1 read p3\ntodo 4 answer\nsummary 2\ntax 42"
+    stored = KeptState(summaries=2, open_items=((1, "read p3"), (4, "answer")))
+    assert open_again("give tax", "tax 42", stored) == "give tax\ntodo 1 read p3\ntodo 4 answer\nsummary 2\ntax 42"
     assert open_again("give tax", "", KeptState(summaries=1)) == "give tax\nsummary 1\n"
 
 

@@ -164,9 +164,9 @@ def test_an_observation_is_halved_until_nothing_but_the_sign_is_left(observation
     shown, steps = observation, 0
     while (shorter := shorten(shown)) is not None:
         assert shorter.endswith(CUT)
-        kept = shorter.removesuffix(CUT).rstrip()
-        assert observation.startswith(kept)
-        assert 2 * len(kept) <= len(shown)
+        stored = shorter.removesuffix(CUT).rstrip()
+        assert observation.startswith(stored)
+        assert 2 * len(stored) <= len(shown)
         shown, steps = shorter, steps + 1
     assert steps <= len(observation).bit_length()
     assert shown.removesuffix(CUT).strip() == ""

@@ -27,9 +27,9 @@ def decode(token_ids: Ids) -> str:
 def test_a_conversation_that_grows_is_read_once() -> None:
     turns = [make_turn("fix.", "read"), make_turn("fix.read|1 x|", "edit"), make_turn("fix.read|1 x|edit|ok|", "end")]
     first, second, third = read_turns(turns, decode)
-    assert (first.heard, first.said, first.answered) == ("fix.", "read", "|1 x|")
-    assert (second.heard, second.said, second.answered) == ("|1 x|", "edit", "|ok|")
-    assert (third.heard, third.said, third.answered) == ("|ok|", "end", "")
+    assert (first.heard, first.text, first.answered) == ("fix.", "read", "|1 x|")
+    assert (second.heard, second.text, second.answered) == ("|1 x|", "edit", "|ok|")
+    assert (third.heard, third.text, third.answered) == ("|ok|", "end", "")
     assert [turn.continues for turn in (first, second, third)] == [None, 0, 1]
 
 
@@ -59,13 +59,13 @@ def test_a_turn_that_said_nothing_is_gone_on_from_by_none() -> None:
 
 def plainly(turns: list[Turn]) -> list[int | None]:
     """By comparing everything with everything."""
-    found: list[int | None] = []
+    results: list[int | None] = []
     for index, turn in enumerate(turns):
         text = decode(turn.prompt_ids)
         wholes = [(decode(t.prompt_ids) + decode(t.completion_ids), n) for n, t in enumerate(turns[:index])]
         fitting = [(len(w), n) for w, n in wholes if text.startswith(w) and len(turns[n].completion_ids)]
-        found.append(max(fitting)[1] if fitting else None)
-    return found
+        results.append(max(fitting)[1] if fitting else None)
+    return results
 
 
 few = st.text(alphabet="ab", max_size=5)
@@ -78,7 +78,7 @@ def test_any_tree_is_found_as_by_comparing_everything(pairs: list[tuple[str, str
     spoken = read_turns(turns, decode)
     for index, turn in enumerate(spoken):
         before = (
-            "" if turn.continues is None else decode(turns[turn.continues].prompt_ids) + spoken[turn.continues].said
+            "" if turn.continues is None else decode(turns[turn.continues].prompt_ids) + spoken[turn.continues].text
         )
         assert before + turn.heard == decode(turns[index].prompt_ids)
 

@@ -14,7 +14,7 @@ def test_the_window_opens_by_a_step_with_each_version_up_to_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "kept", "in_flight", "groups", "why"),
+    ("version", "admitted", "in_flight", "groups", "why"),
     [
         (0, 0, 0, 8, "the window of two steps is empty"),
         (0, 5, 0, 3, "the window has three places left"),
@@ -28,14 +28,14 @@ def test_the_window_opens_by_a_step_with_each_version_up_to_the_last() -> None:
     ],
 )
 def test_admission_takes_the_tightest_of_three_limits(
-    version: int, kept: int, in_flight: int, groups: int, why: str
+    version: int, admitted: int, in_flight: int, groups: int, why: str
 ) -> None:
     admission = Admission(SMALL, steps=10)
-    assert admission.groups_to_admit(version=version, kept=kept, in_flight=in_flight) == groups, why
+    assert admission.groups_to_admit(version=version, admitted=admitted, in_flight=in_flight) == groups, why
 
 
 def test_without_staleness_the_next_batch_waits_for_the_weights_of_this_one() -> None:
     admission = Admission(RolloutConfig(groups_per_step=4, group_size=2, max_staleness=0, concurrency=8), steps=10)
-    assert admission.groups_to_admit(version=0, kept=0, in_flight=0) == 4
-    assert admission.groups_to_admit(version=0, kept=4, in_flight=0) == 0
-    assert admission.groups_to_admit(version=1, kept=4, in_flight=0) == 4
+    assert admission.groups_to_admit(version=0, admitted=0, in_flight=0) == 4
+    assert admission.groups_to_admit(version=0, admitted=4, in_flight=0) == 0
+    assert admission.groups_to_admit(version=1, admitted=4, in_flight=0) == 4

@@ -12,7 +12,7 @@ from etude.config.loading import parse_config
 from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
-from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
+from etude.rollouts.fake import FakeSandbox, RolloutFakes, run_virtually
 from etude.rollouts.sandbox import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
 from etude.rollouts.worker import run_rollout
 from etude.types import Finish, Rollout, RolloutStatus, Task, Turn
@@ -62,11 +62,11 @@ Act = Callable[[Sandbox], Awaitable[None]]
 class Agent:
     """A harness that does one thing, after its first model call."""
 
-    world: FakeWorld
+    fakes: RolloutFakes
     act: Act
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        self.world.sessions.capture(session, TURN)
+        self.fakes.sessions.capture(session, TURN)
         await self.act(sandbox)
         return HarnessResult(reason="submit", counts={})
 
@@ -93,12 +93,12 @@ def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
     async def play(task: Task, session: Session) -> str:
         raise NotImplementedError
 
-    world = FakeWorld(play, lambda task: 1.0)
+    fakes = RolloutFakes(play, lambda task: 1.0)
     context = replace(
-        world.context, harness=Agent(world, act), sandboxes=Ground(sandbox), grader=TestingGrader(), limits=limits
+        fakes.context, harness=Agent(fakes, act), sandboxes=Ground(sandbox), grader=TestingGrader(), limits=limits
     )
     ended = run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
-    assert len(world.sessions) == 0
+    assert len(fakes.sessions) == 0
     return ended
 
 

@@ -102,7 +102,7 @@ def test_it_gives_up_after_the_outage_that_a_recipe_allows() -> None:
     assert 300.0 <= gave_up_s <= 300.0 * (1.0 + OUTAGE_SHARE) ** 2 + MAX_PAUSE_S
 
 
-def test_whoever_went_on_after_it_gave_up_may_hope_again() -> None:
+def test_a_runner_that_went_on_after_it_gave_up_may_hope_again() -> None:
     breaker = tripped(300.0)
     give_up_time(breaker)
     breaker.ask(breaker.until_s)

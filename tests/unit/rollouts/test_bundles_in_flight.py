@@ -14,7 +14,7 @@ from etude.errors import SandboxError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.branching import Branching
-from etude.rollouts.fake import FakeSandbox, FakeWorld, run_virtually
+from etude.rollouts.fake import FakeSandbox, RolloutFakes, run_virtually
 from etude.rollouts.runner import RolloutRunner
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
@@ -45,8 +45,8 @@ class Walkers:
 
         ``trouble`` is called with the run and the turn behind each that is the run's own, and may raise.
         """
-        self.world = FakeWorld(self._unused, lambda task: 1.0)
-        self.context = replace(self.world.context, harness=self, grader=self, branching=Branching.of(CREDIT, 1))
+        self.fakes = RolloutFakes(self._unused, lambda task: 1.0)
+        self.context = replace(self.fakes.context, harness=self, grader=self, branching=Branching.of(CREDIT, 1))
         self.runs = 0
         self.left: list[str | None] = []
         self._lengths = lengths
@@ -58,7 +58,7 @@ class Walkers:
         for turn in range(1, 100):
             await asyncio.sleep(0.1)
             own = said(SUBMIT if turn >= length else GO_ON, number)
-            reply = self.world.sessions.capture(session, own)
+            reply = self.fakes.sessions.capture(session, own)
             if reply.completion_ids[0] == SUBMIT:
                 break
             if reply is own:
@@ -97,7 +97,7 @@ def played(folder: Path, walkers: Walkers, purpose: str = TRAIN) -> Group:
     """The group, once all of its slots have ended."""
     with runner_of(folder, walkers, purpose) as (runner, ledger):
         run_virtually(complete(runner, ledger, purpose))
-        assert walkers.world.is_tidy
+        assert walkers.fakes.is_tidy
         return ledger.group(purpose, 0)
 
 
@@ -111,7 +111,7 @@ def walk(rollout: Rollout) -> list[float]:
     return [round(float(turn.logprobs[0]), 3) for turn in rollout.turns]
 
 
-def test_branches_share_their_parents_turns_and_its_world(tmp_path: Path) -> None:
+def test_branches_share_their_parents_turns_and_its_sandbox(tmp_path: Path) -> None:
     walkers = Walkers([4, 5, 4, 4])
     group = played(tmp_path, walkers)
     one, two, three, four = group.rollouts
@@ -212,7 +212,7 @@ def test_a_fork_that_fails_is_the_parents_failure(tmp_path: Path) -> None:
     assert sum(rollout.branch is not None for rollout in group.rollouts) == 2
 
 
-def test_whoever_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_runner_left_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
     walkers = Walkers([50])
 
     async def leave(runner: RolloutRunner, ledger: Ledger, after_s: float) -> None:
@@ -226,7 +226,7 @@ def test_whoever_leaves_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> N
         (tmp_path / str(number)).mkdir()
         with runner_of(tmp_path / str(number), walkers) as (runner, ledger):
             run_virtually(leave(runner, ledger, after_s))
-            assert walkers.world.is_tidy
+            assert walkers.fakes.is_tidy
 
 
 def test_an_evaluation_does_not_branch(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Session
 from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.rollouts.schedule import backoff_s
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
@@ -68,12 +68,12 @@ class Bench:
         self.log = EventLog(self.folder / "events", "rollouts")
         self.random = Random(0)
         self.most_in_flight = 0
-        self.world = FakeWorld(self._play, lambda task: self.random.choice([0.0, 1.0]))
+        self.fakes = RolloutFakes(self._play, lambda task: self.random.choice([0.0, 1.0]))
         self.dispatcher = Dispatcher(
             self.config,
             ledger=self.ledger,
             family=self.family,
-            context=self.world.context,
+            context=self.fakes.context,
             events=self.log,
             serving_version=self.version,
         )
@@ -83,8 +83,8 @@ class Bench:
 
     async def _play(self, task: Task, session: Session) -> str:
         for _ in range(self.random.randint(1, 3)):
-            self.world.sessions.capture(session, self.turn())
-            self.most_in_flight = max(self.most_in_flight, len(self.world.sessions))
+            self.fakes.sessions.capture(session, self.turn())
+            self.most_in_flight = max(self.most_in_flight, len(self.fakes.sessions))
             await asyncio.sleep(self.random.random() * 0.004)
         if self.play:
             await self.play(task)
@@ -185,7 +185,7 @@ def test_training_gets_its_batches_and_no_token_is_too_stale(
     assert (progress.consumed, progress.admitted, progress.steps_done) == (12, 12, 6)
     assert [group.task.task_id for group in here.ledger.groups(TRAIN)] == [f"train-{n}" for n in range(12)]
     assert len({event.rollout_id for event in here.closed()}) == 24
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
@@ -222,7 +222,7 @@ def test_a_group_out_of_attempts_is_dropped_and_replaced(bench: MakeBench) -> No
     claimed = here.ledger.claim_batch(1, 2)
     assert claimed
     assert [group.task.prompt for group in claimed] == ["1", "2"]
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_a_dropped_group_cancels_its_other_rollouts(bench: MakeBench) -> None:
@@ -239,12 +239,12 @@ def test_a_dropped_group_cancels_its_other_rollouts(bench: MakeBench) -> None:
     run_virtually(here.dispatcher.train(1))
     counts = here.ledger.rollout_counts(TRAIN)
     assert (counts[RolloutStatus.FAILED_INFRA], counts[RolloutStatus.DROPPED]) == (3, 1)
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_training_stops_when_nothing_succeeds(bench: MakeBench) -> None:
     here = bench(config())
-    here.world.sandboxes.broken = "no namespaces on this machine"
+    here.fakes.sandboxes.broken = "no namespaces on this machine"
 
     async def run() -> float:
         with pytest.raises(UserError, match="no namespaces on this machine"):
@@ -252,7 +252,7 @@ def test_training_stops_when_nothing_succeeds(bench: MakeBench) -> None:
         return asyncio.get_running_loop().time()
 
     assert FIRST_OUTAGE_S <= run_virtually(run()) <= 2 * FIRST_OUTAGE_S
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_an_outage_costs_no_slot_its_attempts(bench: MakeBench) -> None:
@@ -261,9 +261,9 @@ def test_an_outage_costs_no_slot_its_attempts(bench: MakeBench) -> None:
     async def run() -> None:
         training = asyncio.create_task(here.dispatcher.train(2))
         trainer = asyncio.create_task(here.trainer(2))
-        here.world.sandboxes.broken = "the machine is down"
+        here.fakes.sandboxes.broken = "the machine is down"
         await asyncio.sleep(40.0)
-        here.world.sandboxes.broken = ""
+        here.fakes.sandboxes.broken = ""
         await asyncio.gather(training, trainer)
 
     run_virtually(run())
@@ -288,10 +288,10 @@ def test_machines_that_stay_away_are_waited_for_and_told_of(bench: MakeBench) ->
 
     run_virtually(run())
     assert here.ledger.progress().steps_done == 3
-    told = [one.event for one in EventReader(here.folder / "events").new() if isinstance(one.event, Outage)]
-    assert "the region is away" in told[0].reason
-    assert max(event.seconds for event in told) > 60.0
-    assert told[-1].seconds == 0.0, "it is over"
+    message = [one.event for one in EventReader(here.folder / "events").new() if isinstance(one.event, Outage)]
+    assert "the region is away" in message[0].reason
+    assert max(event.seconds for event in message) > 60.0
+    assert message[-1].seconds == 0.0, "it is over"
 
 
 def test_a_group_is_complete_without_the_slots_it_lost(bench: MakeBench) -> None:
@@ -331,7 +331,7 @@ def test_a_group_of_which_too_few_are_left_is_dropped_at_once(bench: MakeBench) 
     assert run_virtually(run()) < 100.0
     assert here.ledger.progress().dropped == 1
     assert here.ledger.rollout_counts(TRAIN)[RolloutStatus.DROPPED] == 1
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_a_restart_gives_up_slots_whose_attempts_were_used_up(bench: MakeBench) -> None:
@@ -343,7 +343,7 @@ def test_a_restart_gives_up_slots_whose_attempts_were_used_up(bench: MakeBench) 
     run_virtually(here.dispatcher.train(1))
     assert [len(here.ledger.group(TRAIN, index).rollouts) for index in range(3)] == [3, 0, 4]
     assert here.ledger.progress().dropped == 1
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_slots_that_another_process_left_behind_are_taken_over(bench: MakeBench) -> None:
@@ -368,10 +368,10 @@ def test_a_bug_in_a_rollout_stops_training_at_once(bench: MakeBench) -> None:
     here = bench(config(), play=fail)
     with pytest.raises(KeyError, match="a bug"):
         run_virtually(here.dispatcher.train(1))
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
-def test_a_rollout_that_somebody_else_cancelled_stops_training(bench: MakeBench) -> None:
+def test_a_rollout_that_was_cancelled_from_outside_stops_training(bench: MakeBench) -> None:
     async def cancelled(task: Task) -> None:
         raise asyncio.CancelledError
 
@@ -384,7 +384,7 @@ def test_a_rollout_that_somebody_else_cancelled_stops_training(bench: MakeBench)
     with pytest.raises(RuntimeError, match="group 0 was cancelled"):
         run_virtually(run())
     assert len(here.ledger.open_slots(TRAIN)) == 4
-    assert here.world.is_tidy
+    assert here.fakes.is_tidy
 
 
 def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
@@ -403,7 +403,7 @@ def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
             await training
 
     run_virtually(interrupted())
-    assert first.world.is_tidy
+    assert first.fakes.is_tidy
     assert [(slot.group_index, slot.attempt) for slot in first.ledger.open_slots(TRAIN)] == [(1, 0), (1, 0)]
     second = bench(config(max_staleness=0, concurrency=4))
     run_virtually(second.dispatcher.train(1))
@@ -414,12 +414,12 @@ def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
 @pytest.mark.parametrize(("pass_at", "passed"), [(1.0, False), (0.4, True)])
 def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at: float, passed: bool) -> None:
     here = bench(config())
-    here.world = FakeWorld(here._play, lambda task: 0.405)
+    here.fakes = RolloutFakes(here._play, lambda task: 0.405)
     dispatcher = Dispatcher(
         here.config,
         ledger=here.ledger,
         family=here.family,
-        context=replace(here.world.context, pass_at=pass_at),
+        context=replace(here.fakes.context, pass_at=pass_at),
         events=here.log,
         serving_version=lambda: 0,
     )

@@ -11,7 +11,7 @@ from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Session
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.telemetry.log import EventLog
 from etude.types import Finish, RolloutStatus, Split, Task, Turn
 from records import CHECKS
@@ -39,18 +39,18 @@ def test_hundreds_of_rollouts_in_flight_end_as_whole_groups_in_order(
     random, most = Random(0), [0]
 
     async def play(task: Task, session: Session) -> str:
-        most[0] = max(most[0], len(world.sessions))
+        most[0] = max(most[0], len(fakes.sessions))
         await asyncio.sleep(random.random())
-        world.sessions.capture(session, TURN)
+        fakes.sessions.capture(session, TURN)
         return "submit"
 
-    world = FakeWorld(play, lambda task: random.random())
+    fakes = RolloutFakes(play, lambda task: random.random())
     with Ledger.open(tmp_path / "ledger.db") as ledger, EventLog(tmp_path / "events", "rollouts") as events:
         dispatcher = Dispatcher(
             config,
             ledger=ledger,
             family=Tasks(),
-            context=world.context,
+            context=fakes.context,
             events=events,
             serving_version=lambda: ledger.progress().steps_done,
         )
@@ -69,4 +69,4 @@ def test_hundreds_of_rollouts_in_flight_end_as_whole_groups_in_order(
         assert run_virtually(train()) == list(range(STEPS * groups_per_step))
         assert ledger.rollout_counts(TRAIN)[RolloutStatus.GRADED] == STEPS * config.rollouts_per_step
     assert config.concurrency - group_size < most[0] <= config.concurrency
-    assert world.is_tidy
+    assert fakes.is_tidy

@@ -16,7 +16,7 @@ from etude.errors import EngineUnavailable, SandboxError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.fake import FakeSandbox, FakeSessions, FakeWorld, run_virtually
+from etude.rollouts.fake import FakeSandbox, FakeSessions, RolloutFakes, run_virtually
 from etude.rollouts.sandbox import Limits
 from etude.telemetry.log import EventLog
 from etude.types import Finish, RolloutStatus, Split, Task, Turn
@@ -140,7 +140,7 @@ async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) 
     """The rollouts process, restarted when it is killed, and a trainer beside it."""
     misery = Misery(troubles)
     context = replace(
-        FakeWorld(_unused, lambda task: 0.0).context,
+        RolloutFakes(_unused, lambda task: 0.0).context,
         sessions=Doors(misery),
         sandboxes=Grounds(misery),
         harness=misery,
@@ -203,11 +203,11 @@ def test_a_short_group_does_not_overtake_a_long_one() -> None:
     """Batches follow admission order: the first group trains first, however late it ends."""
 
     async def play(task: Task, session: Session) -> str:
-        world.sessions.capture(session, TURN)
+        fakes.sessions.capture(session, TURN)
         await asyncio.sleep(100.0 if task.task_id == "train-0" else 1.0)
         return "submit"
 
-    world = FakeWorld(play, lambda task: 1.0)
+    fakes = RolloutFakes(play, lambda task: 1.0)
 
     async def run(dispatcher: Dispatcher, ledger: Ledger) -> None:
         training = asyncio.create_task(dispatcher.train(2))
@@ -227,6 +227,6 @@ def test_a_short_group_does_not_overtake_a_long_one() -> None:
         EventLog(Path(folder) / "events", "rollouts") as events,
     ):
         dispatcher = Dispatcher(
-            config, ledger=ledger, family=Tasks(), context=world.context, events=events, serving_version=lambda: 0
+            config, ledger=ledger, family=Tasks(), context=fakes.context, events=events, serving_version=lambda: 0
         )
         run_virtually(run(dispatcher, ledger))

@@ -116,7 +116,7 @@ def test_an_unknown_session_is_lost() -> None:
         with_gateway(lambda sessions: sessions.close("s2"))
 
 
-def test_a_refusal_is_quoted() -> None:
+def test_an_error_body_is_quoted() -> None:
     with pytest.raises(EngineUnavailable, match="503: later"):
         with_gateway(lambda sessions: sessions.close("busy"), timeout_s=3.0)
 
@@ -169,7 +169,7 @@ def test_a_session_that_was_closed_without_an_answer_is_lost() -> None:
         with_gateway(lambda sessions: sessions.close("s2"), troubles=[0, 503])
 
 
-def test_what_nobody_wants_is_ended_at_once_or_left_to_expire() -> None:
+def test_an_unneeded_session_is_ended_at_once_or_left_to_expire() -> None:
     with_gateway(lambda sessions: sessions.discard("s1"))
     with pytest.raises(EngineUnavailable):
         with_gateway(lambda sessions: sessions.discard("busy"))

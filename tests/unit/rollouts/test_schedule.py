@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.breaker import MAX_PAUSE_S, STREAK, Circuit
-from etude.rollouts.schedule import MAX_BACKOFF_S, SLOT_MOVES, Place, Schedule, SlotState, backoff_s, place_of
+from etude.rollouts.schedule import MAX_BACKOFF_S, SLOT_MOVES, Place, Schedule, SlotPhase, backoff_s, place_of
 from records import TASK
 
 CONCURRENCY, MAX_ATTEMPTS = 3, 3
@@ -42,7 +42,7 @@ def test_the_oldest_run_first_and_no_more_than_there_are_places() -> None:
 def test_a_failed_slot_comes_back_before_younger_ones() -> None:
     here = schedule(slot(0), slot(1), slot(2), concurrency=1)
     (first,) = here.due(0.0)
-    assert here.failed(first, due=1, now=0.0) is SlotState.BACKING_OFF
+    assert here.failed(first, due=1, now=0.0) is SlotPhase.BACKING_OFF
     assert here.next_time() == backoff_s(1)
     assert places(here.due(0.0)) == [(1, 0)]
     here.graded(slot(1))
@@ -53,9 +53,9 @@ def test_a_failed_slot_comes_back_before_younger_ones() -> None:
 def test_a_slot_without_an_attempt_left_is_lost() -> None:
     here = schedule(slot(0, attempt=MAX_ATTEMPTS - 1))
     (last,) = here.due(0.0)
-    assert here.failed(last, due=MAX_ATTEMPTS, now=0.0) is SlotState.LOST
+    assert here.failed(last, due=MAX_ATTEMPTS, now=0.0) is SlotPhase.LOST
     assert len(here) == here.running == 0
-    assert here.add(slot(1, attempt=MAX_ATTEMPTS)) is SlotState.LOST
+    assert here.add(slot(1, attempt=MAX_ATTEMPTS)) is SlotPhase.LOST
     assert slot(1) not in here
 
 
@@ -119,7 +119,7 @@ def test_a_slot_that_waits_out_an_outage_is_woken_by_its_end() -> None:
 
 def test_ends_are_ends() -> None:
     ends = {state for state, moves in SLOT_MOVES.items() if not moves}
-    assert ends == {SlotState.GRADED, SlotState.LOST, SlotState.ABANDONED}
+    assert ends == {SlotPhase.GRADED, SlotPhase.LOST, SlotPhase.ABANDONED}
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
@@ -141,7 +141,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(size=st.integers(1, 4))
     def admit(self, size: int) -> None:
         for number in range(size):
-            assert self.here.add(slot(self.groups, number)) is SlotState.WAITING
+            assert self.here.add(slot(self.groups, number)) is SlotPhase.WAITING
             self.open.add((self.groups, number))
         self.groups += 1
 
@@ -165,8 +165,8 @@ class ScheduleMachine(RuleBasedStateMachine):
             return
         self.attempts[place] += 1
         state = self.here.failed(one, due=self.attempts[place], now=self.now)
-        assert (state is SlotState.LOST) == (self.attempts[place] == MAX_ATTEMPTS)
-        if state is SlotState.LOST:
+        assert (state is SlotPhase.LOST) == (self.attempts[place] == MAX_ATTEMPTS)
+        if state is SlotPhase.LOST:
             self.open.remove(place)
 
     @precondition(lambda self: self.open)

@@ -145,20 +145,20 @@ class Factory:
     def moves(self, *, failing: bool = True) -> list[Move]:
         """All that can happen next; without ``failing`` everything that does leads on."""
         failing = failing and self.failures < MAX_FAILURES
-        found = self.trainer.moves()
-        found += [partial(self.trainer.lose_sight, engine) for engine in (0, 1)] * failing
-        found += [partial(self.trainer.lose_sight, None)] * (self.trainer.missing is not None)
+        matches = self.trainer.moves()
+        matches += [partial(self.trainer.lose_sight, engine) for engine in (0, 1)] * failing
+        matches += [partial(self.trainer.lose_sight, None)] * (self.trainer.missing is not None)
         for one in self.dispatchers:
-            found += [partial(self.hear, one)] * (one.heard < self.hearable())
-            found += [partial(self.count, one)] * (not one.may_admit)
-            found += [partial(self.admit, one)] * (2 * bool(one.may_admit))
-            found += [partial(self.take_over, one)] * self.orphaned
-            found += [partial(self.kill, one)] * (failing and bool(one.slots))
+            matches += [partial(self.hear, one)] * (one.heard < self.hearable())
+            matches += [partial(self.count, one)] * (not one.may_admit)
+            matches += [partial(self.admit, one)] * (2 * bool(one.may_admit))
+            matches += [partial(self.take_over, one)] * self.orphaned
+            matches += [partial(self.kill, one)] * (failing and bool(one.slots))
             for slot in one.slots.values():
-                found += [partial(self.sample, one, slot)]
-                found += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
-                found += [partial(self.fail, one, slot)] * failing
-        return found
+                matches += [partial(self.sample, one, slot)]
+                matches += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
+                matches += [partial(self.fail, one, slot)] * failing
+        return matches
 
     def run(self, random: Random, *, failing: bool = True) -> None:
         """Let anything happen until the last step is done."""
@@ -175,8 +175,8 @@ class Factory:
         one.heard = self.hearable()
 
     def count(self, one: Dispatcher) -> None:
-        kept = self.ledger.progress().kept - self.rules.extra
-        one.may_admit = self.admission.groups_to_admit(version=one.heard, kept=kept, in_flight=len(one.slots))
+        admitted = self.ledger.progress().kept - self.rules.extra
+        one.may_admit = self.admission.groups_to_admit(version=one.heard, admitted=admitted, in_flight=len(one.slots))
 
     def admit(self, one: Dispatcher) -> None:
         one.may_admit -= 1
@@ -214,8 +214,8 @@ class Factory:
         if due < self.config.max_attempts:
             self.hold(one, replace(slot, attempt=due))
         elif self.ledger.lose_slot(TRAIN, slot.group_index, slot.slot, "infra") == "dropped":
-            for held in [held for held in one.slots if held[0] == slot.group_index]:
-                del one.slots[held]
+            for lease in [lease for lease in one.slots if lease[0] == slot.group_index]:
+                del one.slots[lease]
 
     def kill(self, one: Dispatcher) -> None:
         """Everything in memory is gone; the next process hears and counts anew."""
@@ -225,9 +225,9 @@ class Factory:
         one.slots, one.tokens = {}, {}
 
     def take_over(self, one: Dispatcher) -> None:
-        held = {place for other in self.dispatchers for place in other.slots}
+        lease = {place for other in self.dispatchers for place in other.slots}
         for slot in self.ledger.open_slots(TRAIN):
-            if place_of(slot) not in held:
+            if place_of(slot) not in lease:
                 self.hold(one, slot)
         self.orphaned = False
 

@@ -25,7 +25,7 @@ from etude.errors import SandboxError
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.advantage import group_advantages, group_weight
@@ -54,7 +54,7 @@ class Coin:
     """Plays and grades rollouts; machines die at a rate per second, or refuse a share of rollouts at once."""
 
     random: Random
-    world: FakeWorld
+    fakes: RolloutFakes
     deaths_per_s: float = 0.0
     refused: float = 0.0
 
@@ -67,7 +67,7 @@ class Coin:
         await asyncio.sleep(min(seconds, dies_s))
         if dies_s < seconds:
             raise SandboxError("the machine died")
-        self.world.sessions.capture(session, TURN)
+        self.fakes.sessions.capture(session, TURN)
         return HarnessResult(reason="submit", counts={"long": int(is_long)})
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
@@ -113,8 +113,8 @@ def history(
     async def unused(task: Task, session: Session) -> str:
         raise NotImplementedError
 
-    world = FakeWorld(unused, lambda task: 0.0)
-    coin = Coin(Random(seed), world, deaths_per_s=deaths_per_s, refused=refused)
+    fakes = RolloutFakes(unused, lambda task: 0.0)
+    coin = Coin(Random(seed), fakes, deaths_per_s=deaths_per_s, refused=refused)
     place = MEMORY if MEMORY.is_dir() else None
     with TemporaryDirectory(dir=place) as name, Ledger.open(Path(name) / "ledger.db") as ledger:
         with EventLog(Path(name) / "events", "rollouts") as events:
@@ -122,7 +122,7 @@ def history(
                 config,
                 ledger=ledger,
                 family=Tasks(),
-                context=replace(world.context, harness=coin, grader=coin),
+                context=replace(fakes.context, harness=coin, grader=coin),
                 events=events,
                 serving_version=lambda: ledger.progress().steps_done,
             )

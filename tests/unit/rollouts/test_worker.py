@@ -12,7 +12,7 @@ from etude.errors import EngineUnavailable, JudgeUnavailable, SandboxError
 from etude.harnesses.actions import Finding
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Grade, HarnessResult, Sandbox, Score, Session
-from etude.rollouts.fake import FakeWorld, run_virtually
+from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.rollouts.sandbox import Limits
 from etude.rollouts.worker import GradedRollout, ScoredRollout, run_rollout
 from etude.types import Disposition, Finish, Rollout, RolloutStatus, ScriptChecks, Split, Task, Turn, Verdict
@@ -25,11 +25,11 @@ SLOT = OpenSlot(task=TASK, group_index=3, slot=1, attempt=2)
 LIMITS = Limits()
 
 
-class World(FakeWorld):
+class Fakes(RolloutFakes):
     """A world in which a session has one turn and then goes as the test says."""
 
     def __init__(
-        self, after: Callable[["World"], Awaitable[str]], judge: Callable[[Task], float] = lambda task: 1.0
+        self, after: Callable[["Fakes"], Awaitable[str]], judge: Callable[[Task], float] = lambda task: 1.0
     ) -> None:
         async def play(task: Task, session: Session) -> str:
             self.sessions.capture(session, TURN)
@@ -41,14 +41,14 @@ class World(FakeWorld):
         return await run_rollout(SLOT, self.context, rollout_id="r", temperature=1.0)
 
 
-async def submit(world: World) -> str:
+async def submit(fakes: Fakes) -> str:
     await asyncio.sleep(2.5)
     return "submit"
 
 
 def test_a_played_and_judged_rollout_is_graded() -> None:
-    world = World(submit, judge=lambda task: 0.25)
-    rollout = run_virtually(world.attempt())
+    fakes = Fakes(submit, judge=lambda task: 0.25)
+    rollout = run_virtually(fakes.attempt())
     assert rollout == Rollout(
         rollout_id="r",
         group_index=3,
@@ -61,7 +61,7 @@ def test_a_played_and_judged_rollout_is_graded() -> None:
         turns=(TURN,),
         seconds=2.5,
     )
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 @pytest.mark.parametrize(
@@ -75,34 +75,34 @@ def test_a_played_and_judged_rollout_is_graded() -> None:
     ],
 )
 def test_trouble_with_machines_is_no_reward(error: Exception, reason: str) -> None:
-    async def fail(world: World) -> str:
+    async def fail(fakes: Fakes) -> str:
         raise error
 
-    world = World(fail)
-    rollout = run_virtually(world.attempt())
+    fakes = Fakes(fail)
+    rollout = run_virtually(fakes.attempt())
     assert (rollout.status, rollout.reward, rollout.reason) == (RolloutStatus.FAILED_INFRA, None, reason)
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_a_harness_that_falls_silent_is_infrastructure() -> None:
-    async def hang(world: World) -> str:
+    async def hang(fakes: Fakes) -> str:
         await asyncio.sleep(1e6)
         return "submit"
 
-    world = World(hang)
-    rollout = run_virtually(world.attempt())
+    fakes = Fakes(hang)
+    rollout = run_virtually(fakes.attempt())
     assert rollout.status is RolloutStatus.FAILED_INFRA
     assert rollout.reason == "InfrastructureError: the agent: no sign of life within 600 s"
     assert rollout.seconds == pytest.approx(LIMITS.silence_s)
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_a_sandbox_that_does_not_start_closes_the_session() -> None:
-    world = World(submit)
-    world.sandboxes.broken = "no namespaces"
-    rollout = run_virtually(world.attempt())
+    fakes = Fakes(submit)
+    fakes.sandboxes.broken = "no namespaces"
+    rollout = run_virtually(fakes.attempt())
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "SandboxError: no namespaces")
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_trouble_while_grading_is_infrastructure() -> None:
@@ -112,18 +112,18 @@ def test_trouble_while_grading_is_infrastructure() -> None:
         tries.append(task.task_id)
         raise SandboxError("died under the grader")
 
-    world = World(submit, judge)
-    assert run_virtually(world.attempt()).reason == "SandboxError: died under the grader"
+    fakes = Fakes(submit, judge)
+    assert run_virtually(fakes.attempt()).reason == "SandboxError: died under the grader"
     assert len(tries) == LIMITS.gradings
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_work_whose_grading_failed_once_is_graded_again_not_done_again() -> None:
     troubles = iter([SandboxError("died under the grader")])
-    plays: list[World] = []
+    plays: list[Fakes] = []
 
-    async def play(world: World) -> str:
-        plays.append(world)
+    async def play(fakes: Fakes) -> str:
+        plays.append(fakes)
         return "submit"
 
     def judge(task: Task) -> float:
@@ -131,7 +131,7 @@ def test_work_whose_grading_failed_once_is_graded_again_not_done_again() -> None
             raise trouble
         return 1.0
 
-    rollout = run_virtually(World(play, judge).attempt())
+    rollout = run_virtually(Fakes(play, judge).attempt())
     assert (rollout.status, rollout.reward, len(plays)) == (RolloutStatus.GRADED, 1.0, 1)
 
 
@@ -150,7 +150,7 @@ class SlowGrader:
 @pytest.mark.parametrize(("runs", "status"), [(3, RolloutStatus.GRADED), (5, RolloutStatus.FAILED_INFRA)])
 def test_every_run_of_a_verifier_has_its_whole_time(runs: int, status: RolloutStatus) -> None:
     slot = replace(SLOT, task=replace(TASK, checks=ScriptChecks(files={})))
-    context = replace(World(submit).context, grader=SlowGrader(runs))
+    context = replace(Fakes(submit).context, grader=SlowGrader(runs))
     rollout = run_virtually(run_rollout(slot, context, rollout_id="r", temperature=1.0))
     assert rollout.status is status
     if status is RolloutStatus.FAILED_INFRA:
@@ -158,72 +158,72 @@ def test_every_run_of_a_verifier_has_its_whole_time(runs: int, status: RolloutSt
 
 
 def test_a_gateway_that_forgot_the_session_is_infrastructure() -> None:
-    async def restart(world: World) -> str:
-        world.sessions.forget()
+    async def restart(fakes: Fakes) -> str:
+        fakes.sessions.forget()
         return "submit"
 
-    world = World(restart)
-    rollout = run_virtually(world.attempt())
+    fakes = Fakes(restart)
+    rollout = run_virtually(fakes.attempt())
     assert (rollout.status, rollout.turns) == (RolloutStatus.FAILED_INFRA, ())
     assert rollout.reason.startswith("SessionLost: ")
 
 
 def test_tokens_of_older_weights_than_the_group_was_admitted_at_are_infrastructure() -> None:
     for admitted_version, status in ((1, RolloutStatus.GRADED), (2, RolloutStatus.FAILED_INFRA)):
-        world, slot = World(submit), replace(SLOT, admitted_version=admitted_version)
-        rollout = run_virtually(run_rollout(slot, world.context, rollout_id="r", temperature=1.0))
+        fakes, slot = Fakes(submit), replace(SLOT, admitted_version=admitted_version)
+        rollout = run_virtually(run_rollout(slot, fakes.context, rollout_id="r", temperature=1.0))
         assert rollout.status is status
     assert "sampled with weight version 1; every engine had served 2" in rollout.reason
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_the_first_failure_is_reported_not_what_it_broke() -> None:
-    async def fail(world: World) -> str:
-        world.sessions.forget()
+    async def fail(fakes: Fakes) -> str:
+        fakes.sessions.forget()
         raise EngineUnavailable("no engine")
 
-    assert run_virtually(World(fail).attempt()).reason == "EngineUnavailable: no engine"
+    assert run_virtually(Fakes(fail).attempt()).reason == "EngineUnavailable: no engine"
 
 
 def test_a_session_without_a_turn_is_infrastructure() -> None:
     async def play(task: Task, session: Session) -> str:
         return "submit"
 
-    world = FakeWorld(play, lambda task: 1.0)
-    rollout = run_virtually(run_rollout(SLOT, world.context, rollout_id="r", temperature=1.0))
+    fakes = RolloutFakes(play, lambda task: 1.0)
+    rollout = run_virtually(run_rollout(SLOT, fakes.context, rollout_id="r", temperature=1.0))
     assert rollout.status is RolloutStatus.FAILED_INFRA
     assert rollout.reason.endswith(
         "no turn: the harness never reached the gateway (submit); it printed: the end is submit"
     )
-    assert world.is_tidy
+    assert fakes.is_tidy
 
 
 def test_a_bug_is_raised_and_cleans_up() -> None:
-    async def fail(world: World) -> str:
+    async def fail(fakes: Fakes) -> str:
         raise KeyError("a bug")
 
-    world = World(fail)
+    fakes = Fakes(fail)
     with pytest.raises(KeyError, match="a bug"):
-        run_virtually(world.attempt())
-    assert world.is_tidy
+        run_virtually(fakes.attempt())
+    assert fakes.is_tidy
 
 
 def test_a_cancelled_rollout_cleans_up() -> None:
-    async def hang(world: World) -> str:
+    async def hang(fakes: Fakes) -> str:
         await asyncio.sleep(60)
         return "submit"
 
-    async def cancel(world: World) -> None:
-        rollout = asyncio.create_task(world.attempt())
+    async def cancel(fakes: Fakes) -> None:
+        rollout = asyncio.create_task(fakes.attempt())
         await asyncio.sleep(0.01)
-        assert not world.is_tidy
+        assert not fakes.is_tidy
         rollout.cancel()
         with pytest.raises(asyncio.CancelledError):
             await rollout
 
-    world = World(hang)
-    run_virtually(cancel(world))
-    assert world.is_tidy
+    fakes = Fakes(hang)
+    run_virtually(cancel(fakes))
+    assert fakes.is_tidy
 
 
 class Lookout:
@@ -268,7 +268,7 @@ VERDICT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy"
 
 def scored(scorer: FixedScorer, lookout: Lookout | None = None) -> Rollout:
     """A rollout whose grade is 1."""
-    context = replace(World(submit).context, scorer=scorer, monitor=lookout)
+    context = replace(Fakes(submit).context, scorer=scorer, monitor=lookout)
     return run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
 
 
@@ -289,7 +289,7 @@ def test_where_nothing_is_trained_a_masked_rollout_has_failed() -> None:
     """A measurement would take its 0 for a failure of the model."""
     scorer = FixedScorer(Score(value=0.0, parts={}, verdict=VERDICT, masked="no judge"))
     assert scored(scorer).is_quarantined
-    context = replace(World(submit).context, scorer=scorer).for_eval()
+    context = replace(Fakes(submit).context, scorer=scorer).for_eval()
     rollout = run_virtually(run_rollout(SLOT, context, rollout_id="r", temperature=1.0))
     assert (rollout.status, rollout.reason) == (RolloutStatus.FAILED_INFRA, "InfrastructureError: no judge")
 

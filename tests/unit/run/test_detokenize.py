@@ -35,7 +35,7 @@ def session(chat: ChatFormat) -> Iterator[Turn]:
 def test_calls_that_were_turned_away_are_found_in_every_format(formats: dict[str, ChatFormat], family: str) -> None:
     chat = formats[family]
     spoken = turn_reader(chat)(list(session(chat)))
-    assert [turn.said for turn in spoken] == list(SAID)
+    assert [turn.text for turn in spoken] == list(SAID)
     assert [turn.answered for turn in spoken] == [*ANSWERED, ""]
     assert malformed_call_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
     assert [(hint.turn, hint.source) for hint in ruled(spoken, TOOL_RULES)] == [(0, "malformed call"), (2, "bad edit")]

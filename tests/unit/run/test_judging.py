@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 import pytest
 
-from etude.cli.commands.judge import Check, calibrate_beside, check
+from etude.cli.commands.judge import JudgeCheck, calibrate_beside, check
 from etude.cli.main import main
 from etude.config.loading import default_recipe, load_recipe
 from etude.config.recipe import RunConfig
@@ -226,11 +226,11 @@ def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: p
     assert orjson.loads(capsys.readouterr().out)["score"] == 2
 
 
-def checked(say: Callable[[str], str], *overrides: str) -> tuple[Check, int]:
+def checked(say: Callable[[str], str], *overrides: str) -> tuple[JudgeCheck, int]:
     """What is found out about a judge of hints alone, and in how many calls."""
     model = ScriptedModel(lambda messages: say(str(messages[-1]["content"])))
 
-    async def scenario() -> Check:
+    async def scenario() -> JudgeCheck:
         async with serving(model) as session:
             recipe = [f"judge.url={session.base_url}", "judge.model=m", "hints.weight=1.0", "hints.judge=true"]
             return await asyncio.to_thread(check, default_recipe([*recipe, *overrides]))

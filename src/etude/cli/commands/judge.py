@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 from etude.rewards.judge.budget import Spend
 from etude.rewards.judge.calibration import Calibration, Estimate, Item, distrust, dump_calibration, parse_items
 from etude.rewards.judge.hints import HintJudge
-from etude.rewards.judge.prompts import Fault, JudgeInput
+from etude.rewards.judge.prompts import JudgeInput, ReplyFault
 from etude.rewards.judge.votes import Judgement
 from etude.run.judging import (
     calibrate,
@@ -38,7 +38,7 @@ SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class JudgeCheck:
     """Result of a check of a judge."""
 
     passed: bool
@@ -51,14 +51,14 @@ class _Answers:
 
     judgements: Mapping[str, Judgement]
     """By aspect."""
-    hints: Sequence[Hint] | Fault | None
+    hints: Sequence[Hint] | ReplyFault | None
     """``None``: it was not asked for any."""
     alarms: Sequence[JudgeAlarm]
     spent: Spend
     cost: float
 
 
-def check(config: RunConfig) -> Check:
+def check(config: RunConfig) -> JudgeCheck:
     """Have one small text judged on every aspect, and ask for hints where the recipe does; say what that cost and
     whether a run would trust the judge.
 
@@ -70,21 +70,21 @@ def check(config: RunConfig) -> Check:
     check_budget(config)
     answers = asyncio.run(_ask(config, dict.fromkeys(config.judge.rubrics, SAMPLE), hints=config.hints.judge))
     calibrations, pins = calibrations_of(config.judge), judge_fingerprints(config)
-    lines, passed = [], not isinstance(answers.hints, Fault)
+    lines, passed = [], not isinstance(answers.hints, ReplyFault)
     for aspect, judgement in answers.judgements.items():
-        known = calibrations.get(aspect)
-        reason = distrust(known, pins[aspect], config.judge.min_agreement)
+        calibration = calibrations.get(aspect)
+        reason = distrust(calibration, pins[aspect], config.judge.min_agreement)
         readable = f"{len(judgement.votes)} of {config.judge.votes} votes readable"
         trust = f"not trusted: {reason}" if reason else "trusted"
         lines += [f"{aspect}: {readable}; {trust}; pin {pins[aspect][:12]}"]
-        lines += _figures(known) if known is not None else []
+        lines += _figures(calibration) if calibration is not None else []
         passed = passed and bool(judgement.votes) and (not reason or config.judge.allow_uncalibrated)
     if answers.hints is not None:
-        unreadable = isinstance(answers.hints, Fault)
+        unreadable = isinstance(answers.hints, ReplyFault)
         lines += [f"hints: its reply could not be read: {answers.hints}" if unreadable else "hints: readable"]
     lines += [f"alarm: {alarm.detail}" for alarm in answers.alarms]
     passed = passed and not (answers.alarms and config.judge.on_alarm == "hold")
-    return Check(passed=passed, lines=[*lines, _costs(answers, config.judge)])
+    return JudgeCheck(passed=passed, lines=[*lines, _costs(answers, config.judge)])
 
 
 def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) -> list[str]:
@@ -103,10 +103,10 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the labelled texts of {aspect!r} cannot be read: {error}") from error
     lines: list[str] = []
-    for aspect, found in asyncio.run(calibrate(config, items)).items():
+    for aspect, calibration in asyncio.run(calibrate(config, items)).items():
         report = folder / f"{aspect}.calibration.json"
-        report.write_text(dump_calibration(found), encoding="utf-8")
-        lines += [f"{aspect}: {report}", *_figures(found)]
+        report.write_text(dump_calibration(calibration), encoding="utf-8")
+        lines += [f"{aspect}: {report}", *_figures(calibration)]
     return lines
 
 

@@ -151,7 +151,7 @@ class RolloutReader:
                 kind=turn.kind,
                 continues=words.continues,
                 heard=words.heard,
-                said=words.said,
+                said=words.text,
                 finish=turn.finish,
                 temperature=turn.temperature,
                 prompt_tokens=len(turn.prompt_ids),
@@ -311,7 +311,7 @@ def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], t
     """What became of a turn's context, if the turn summarised it."""
     if turns[number].kind is not TurnKind.SUMMARY:
         return None
-    summary = read_summary(spoken[number].said)
+    summary = read_summary(spoken[number].text)
     begun = next((later for later in range(number + 1, len(turns)) if spoken[later].continues is None), None)
     facts = task.checks.facts if isinstance(task.checks, AnswerChecks) else ()
     heard = [turn.heard for turn in spoken[: number + 1]]
@@ -330,7 +330,7 @@ def _kept(fact: str, heard: Sequence[str], summary: str) -> bool | None:
     for text in heard:
         recall.show(text)
     recall.summarise(summary)
-    return bool(recall.kept) if recall.seen else None
+    return bool(recall.recalled) if recall.seen else None
 
 
 def _parts(recorded: Mapping[str, float], config: RunConfig) -> tuple[ReadPart, ...]:

@@ -7,7 +7,7 @@
 The agent's files replace the original ones, and what it deleted is deleted. Three kinds of things are the grader's
 ground, which stays as it was, whatever the agent has there: hidden tests, and the folders named ``tests`` that they
 lie in; files that tell a test runner or the interpreter what to do before any test is run; and compiled files, which
-nobody can read. Links that lead out of the working folder are left behind, too. Being left behind is no offence: it is
+none can read. Links that lead out of the working folder are left behind, too. Being left behind is no offence: it is
 counted, and the rest is graded.
 """
 
@@ -28,8 +28,8 @@ RUNNERS = frozenset({"pytest", "_pytest", "pluggy", "sitecustomize", "usercustom
 """Folders that stand for such files."""
 METADATA = (".dist-info", ".egg-info")
 """Suffixes of folders that announce plugins."""
-COMPILED = re.compile(r"\.(pyc|pyo|pyd|dll|dylib|pth|egg-link|egg)$|\.so(\.[0-9.]+)?$")
-"""Files that nobody can read, or that run, or redirect, what an interpreter imports when it starts."""
+BINARIES = re.compile(r"\.(pyc|pyo|pyd|dll|dylib|pth|egg-link|egg)$|\.so(\.[0-9.]+)?$")
+"""Files that no person can read, or that run, or redirect, what an interpreter imports when it starts."""
 SCRIPTS = (".py", ".sh", ".ini", ".cfg", ".toml")
 """Suffixes of a command's words that name files."""
 TEST_FOLDERS = frozenset({"test", "tests"})
@@ -71,7 +71,7 @@ class Ground:
     def holds(self, name: str) -> bool:
         """True for a file or folder that is the grader's."""
         parts = PurePosixPath(name).parts
-        if parts[-1] in SETTINGS or COMPILED.search(parts[-1]) or not RUNNERS.isdisjoint(parts):
+        if parts[-1] in SETTINGS or BINARIES.search(parts[-1]) or not RUNNERS.isdisjoint(parts):
             return True
         if any(part.endswith(METADATA) for part in parts):
             return True
@@ -80,7 +80,7 @@ class Ground:
 
 
 def carry(original: Iterable[Entry], agents: Iterable[Entry], ground: Ground) -> Carried:
-    """Decide what is taken along of ``agents`` entries; ``original`` are those at the same paths of an untouched world.
+    """Decide what is taken along of ``agents`` entries; ``original`` are those of an untouched sandbox.
 
     Folders that hold nothing of the agent's are harmless, and are taken along wherever they are not the grader's.
     """

@@ -188,7 +188,7 @@ class Rows:
 
 def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
     """Columns of literals, by the parameter that gets them, which the test reads once."""
-    found: dict[str, Rows] = {}
+    matches: dict[str, Rows] = {}
     loads = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     for call in function.decorator_list:
         if not isinstance(call, ast.Call) or called(call) != "parametrize" or len(call.args) != 2:
@@ -200,8 +200,8 @@ def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
             cells = [row if len(names) == 1 else _cell(row, place, len(names)) for row in rows]
             whole = [cell for cell in cells if cell is not None and is_literal(cell)]
             if rows and len(whole) == len(rows) and loads.count(name) == 1:
-                found[name] = Rows(call.args[1], tuple(whole))
-    return found
+                matches[name] = Rows(call.args[1], tuple(whole))
+    return matches
 
 
 def _parameters(node: ast.expr) -> Sequence[str]:
@@ -289,7 +289,7 @@ BASES = frozenset({"BaseException", "Exception", "ArithmeticError", "NameError",
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class CanarySite:
     """A place of a test where it can be made to fail."""
 
     kind: SiteKind
@@ -338,9 +338,9 @@ class TestSource:
             return name
         owner, _, leaf = name.rpartition("::")
         for base in self._bases.get(owner, ()):
-            found = self.definition_of(f"{base}::{leaf}") if base != owner else None
-            if found:
-                return found
+            matches = self.definition_of(f"{base}::{leaf}") if base != owner else None
+            if matches:
+                return matches
         return None
 
     @property
@@ -358,11 +358,11 @@ class TestSource:
         """Line of the test, counted from 1."""
         return self._functions[definition].lineno
 
-    def sites(self, definition: str) -> tuple[Site, ...]:
+    def sites(self, definition: str) -> tuple[CanarySite, ...]:
         """Sites at which the test can be made to fail; there is always one."""
         function = self._functions[definition]
-        found = tuple(_Surgeon(self._lines, function).sites())
-        return found or (_planted(self._lines, function),)
+        matches = tuple(_Surgeon(self._lines, function).sites())
+        return matches or (_planted(self._lines, function),)
 
     def alteration(self, definition: str, rng: random.Random) -> Alteration:
         """One change, at random, that makes the test fail; with nothing left undone, if there is such a place."""
@@ -394,13 +394,13 @@ class _Surgeon:
         self._assigned = assigned_once(function)
         self._rows = rows_by_parameter(function)
 
-    def sites(self) -> Iterator[Site]:
+    def sites(self) -> Iterator[CanarySite]:
         """From top to bottom."""
         if any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(self._function)):
-            return  # what a generator does is up to whoever runs it
+            return  # what a generator does is up to its caller
         yield from self._of(self._function.body)
 
-    def _of(self, body: Sequence[ast.stmt]) -> Iterator[Site]:
+    def _of(self, body: Sequence[ast.stmt]) -> Iterator[CanarySite]:
         for number, statement in enumerate(body, start=1):
             leaves_work = not all(map(_is_assertion, body[number:]))
             for site in self._of_statement(statement):
@@ -408,7 +408,7 @@ class _Surgeon:
             if any(isinstance(node, ast.Return) for node in ast.walk(statement)):
                 return  # what comes after may not be reached
 
-    def _of_statement(self, statement: ast.stmt) -> Iterator[Site]:
+    def _of_statement(self, statement: ast.stmt) -> Iterator[CanarySite]:
         if isinstance(statement, ast.Assert):
             yield from self._of_assertion(statement.test)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -416,7 +416,7 @@ class _Surgeon:
         elif isinstance(statement, ast.With | ast.AsyncWith):
             yield from self._of_with(statement)
 
-    def _of_with(self, statement: ast.With | ast.AsyncWith) -> Iterator[Site]:
+    def _of_with(self, statement: ast.With | ast.AsyncWith) -> Iterator[CanarySite]:
         calls = [item.context_expr for item in statement.items]
         names = [called(call) for call in calls]
         if len(calls) == 1 and names[0] in RAISING:
@@ -424,13 +424,13 @@ class _Surgeon:
         if all(name and not name.lower().startswith(SWALLOWING) for name in names):
             yield from self._of(statement.body)
 
-    def _of_raises(self, call: ast.expr) -> Iterator[Site]:
+    def _of_raises(self, call: ast.expr) -> Iterator[CanarySite]:
         assert isinstance(call, ast.Call)
         expected = call.args[0] if call.args else None
         if isinstance(expected, ast.Name | ast.Attribute) and last_name(expected) not in BASES:
             yield self._site(SiteKind.RAISES, expected, lambda rng: rng.choice(UNRELATED))
 
-    def _of_assertion(self, test: ast.expr) -> Iterator[Site]:
+    def _of_assertion(self, test: ast.expr) -> Iterator[CanarySite]:
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             yield from self._of_comparison(test)
         elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -440,7 +440,7 @@ class _Surgeon:
             is_simple = isinstance(test, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
             yield self._fixed(SiteKind.FLIPPED, test, f"not {text}" if is_simple else f"not ({text})")
 
-    def _of_comparison(self, test: ast.Compare) -> Iterator[Site]:
+    def _of_comparison(self, test: ast.Compare) -> Iterator[CanarySite]:
         left, right, operator = test.left, test.comparators[0], test.ops[0]
         if isinstance(operator, ast.Eq):
             yield from self._of_equality(left, right)
@@ -450,8 +450,8 @@ class _Surgeon:
             text = f"{self._operand(left)} {FLIPPED_OPERATORS[type(operator)]} {self._operand(right)}"
             yield self._fixed(SiteKind.FLIPPED, test, text)
 
-    def _of_equality(self, left: ast.expr, right: ast.expr) -> Iterator[Site]:
-        literal = next((found for side in (right, left) if (found := self._literal(side))), None)
+    def _of_equality(self, left: ast.expr, right: ast.expr) -> Iterator[CanarySite]:
+        literal = next((matches for side in (right, left) if (matches := self._literal(side))), None)
         rows = self._rows.get(last_name(right)) or self._rows.get(last_name(left))
         if literal is not None and not (is_literal(left) and is_literal(right)):
             yield self._site(SiteKind.VALUE, literal, lambda rng: changed_literal(self._lines.text(literal), rng))
@@ -481,7 +481,7 @@ class _Surgeon:
             return self._assigned.get(node.id)
         return node if is_literal(node) else None
 
-    def _of_method(self, call: ast.Call) -> Iterator[Site]:
+    def _of_method(self, call: ast.Call) -> Iterator[CanarySite]:
         method = call.func
         if not isinstance(method, ast.Attribute) or not isinstance(method.value, ast.Name):
             return
@@ -493,9 +493,9 @@ class _Surgeon:
             _, end = self._lines.span(method)
             start = end - len(method.attr.encode())
             opposite = FLIPPED_METHODS[method.attr]
-            yield Site(SiteKind.FLIPPED, start, end, lambda rng: opposite)
+            yield CanarySite(SiteKind.FLIPPED, start, end, lambda rng: opposite)
 
-    def _wrapped(self, node: ast.expr) -> Site:
+    def _wrapped(self, node: ast.expr) -> CanarySite:
         text = self._lines.text(node)
         return self._site(SiteKind.WRAPPED, node, lambda rng: rng.choice((f"[{text}]", f"({text},)")))
 
@@ -504,12 +504,12 @@ class _Surgeon:
         is_simple = isinstance(node, ast.Call | ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
         return text if is_simple else f"({text})"
 
-    def _fixed(self, kind: SiteKind, node: ast.expr, text: str) -> Site:
+    def _fixed(self, kind: SiteKind, node: ast.expr, text: str) -> CanarySite:
         return self._site(kind, node, lambda rng: text)
 
-    def _site(self, kind: SiteKind, node: ast.expr, write: Write) -> Site:
+    def _site(self, kind: SiteKind, node: ast.expr, write: Write) -> CanarySite:
         start, end = self._lines.span(node)
-        return Site(kind, start, end, write)
+        return CanarySite(kind, start, end, write)
 
 
 def _is_assertion(statement: ast.stmt) -> bool:
@@ -520,7 +520,7 @@ def _is_assertion(statement: ast.stmt) -> bool:
     )
 
 
-def _planted(lines: Lines, function: FunctionNode) -> Site:
+def _planted(lines: Lines, function: FunctionNode) -> CanarySite:
     """A false comparison before the first statement."""
     first = function.body[0]
     decorators = first.decorator_list if isinstance(first, FunctionNode | ast.ClassDef) else []
@@ -533,4 +533,4 @@ def _planted(lines: Lines, function: FunctionNode) -> Site:
         first, second = rng.sample(range(2, 100), 2)
         return f"assert {first} == {second}{joint}"
 
-    return Site(SiteKind.PLANTED, start, start, write)
+    return CanarySite(SiteKind.PLANTED, start, start, write)

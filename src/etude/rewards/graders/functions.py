@@ -81,11 +81,11 @@ class AnswerGrader:
         if not isinstance(checks, AnswerChecks):
             raise ValueError(f"task {task.task_id!r} is graded by {type(checks).__name__}, not by its answer")
         submitted = result.reason == SUBMITTED
-        said = result.answer.split()
-        right = submitted and said == checks.answer.split()
-        parts = {"submitted": float(submitted), "wrong": float(submitted and bool(said) and not right)}
+        words = result.answer.split()
+        right = submitted and words == checks.answer.split()
+        parts = {"submitted": float(submitted), "wrong": float(submitted and bool(words) and not right)}
         if checks.facts:
-            answer = " ".join(said)
+            answer = " ".join(words)
             parts["facts_answered"] = sum(fact in answer for fact in checks.facts) / len(checks.facts)
         return Grade(value=float(right), parts=parts)
 

@@ -1,6 +1,6 @@
 """The reward of a task with hidden test files: judged where the agent has never been, by means it cannot know.
 
-    agent's world ──export──▶ artefacts ──carry──▶ base world: the original image and what is carried, nothing else
+    agent's sandbox ──export──▶ artefacts ──carry──▶ base sandbox: the original image and what is carried, nothing else
                                                     ├─fork─▶ real plan: every named test has to pass
                                                     ├─fork─▶ probes: arguments in, results out      (if there are any)
                                                     └─fork─▶ mixed plans: canaries among them; which, is drawn
@@ -9,15 +9,15 @@ Hidden tests come into a fork after the artefacts and never into another place. 
 counts by its name alone, and a pass counts for nothing by itself: code under test can do anything to the process that
 tests it, so a reward takes that no canary passed (:mod:`etude.rewards.graders.test_runs`). Only work that passes every
 test is put to that proof; for the rest one run of the tests is all. Which tests can have canaries is seen once per task
-in a world that nobody has touched: none of which anything passes there. Where there is neither a canary nor a probe,
+in an untouched sandbox: none of which anything passes there. Where there is neither a canary nor a probe,
 nothing could prove any work, so that there is no reward, not even of zero.
 
 Whose fault is it? A test that fails, hangs, kills its process or leaves no report is the agent's, as long as the same
-tests run in a world that nobody has touched: there they must be started, come to their end in time and, of those that
+tests run in an untouched sandbox: there they must be started, come to their end in time and, of those that
 passed before, pass some. Where they do not, and wherever a sandbox fails, it is ours:
 :class:`~etude.errors.SandboxError`, and no reward at all. Where only time was short, machines are slower here than
 where the task was made, an emulated processor perhaps, or busy: the work is judged again with as much time as the
-untouched world took. The task keeps that until it is measured anew, which is when its tests next run out of time.
+untouched sandbox took. The task keeps that until it is measured anew, which is when its tests next run out of time.
 
 An agent that takes up all of the room that its work is given here has itself to blame
 (:class:`~etude.errors.AgentFault`).
@@ -47,8 +47,8 @@ from etude.rewards.graders.test_runs import (
     REPORT_LIMIT,
     HiddenTestPlan,
     HiddenTestPlanner,
+    HiddenTestRun,
     Report,
-    Run,
     module_of,
     test_of,
 )
@@ -69,13 +69,13 @@ def probe(*arguments):
 
 
 async def check_interpreter(sandbox: Sandbox) -> None:
-    """See that a world can be probed; to be asked before anything of an agent's is in it.
+    """See that a sandbox can be probed; to be asked before anything of an agent's is in it.
 
     Raises :class:`~etude.errors.SandboxError`.
     """
     result = await sandbox.exec(["python", "-c", ""], timeout_s=START_TIMEOUT_S)
     if result.exit_code != 0:
-        raise SandboxError(f"no Python starts in this world, so it cannot be probed: {result.stderr.strip()[-200:]}")
+        raise SandboxError(f"no Python starts in this sandbox, so it cannot be probed: {result.stderr.strip()[-200:]}")
 
 
 async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: float) -> int:
@@ -100,17 +100,17 @@ ARTEFACT_LIMIT_BYTES = 64 << 20
 ARCHIVE_LIMIT_BYTES = 1 << 40
 """Limit of what is written again: as much as was read, which was limited."""
 PREPARE_TIMEOUT_S = 60.0
-"""For a world to be made ready."""
+"""For a sandbox to be made ready."""
 GRACE_S = 600.0
 """Life of a sandbox beyond its grading."""
 PACE = 4.0
 """Factor by which a task's tests are given more time, again and again, until it is enough on a slow machine."""
 SOUND_TASKS = 4096
-"""Tasks that are remembered to run in an untouched world."""
+"""Tasks that are remembered to run in an untouched sandbox."""
 
 
 class _TooSlow(Exception):
-    """A world that nobody has touched takes longer for its tests than the agent's was given."""
+    """An untouched sandbox takes longer for its tests than the agent's was given."""
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"{timeout_s:g} s are what it takes")
@@ -119,7 +119,7 @@ class _TooSlow(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Untouched:
-    """Result of a task's tests in a world that nobody has touched."""
+    """Result of a task's tests in an untouched sandbox."""
 
     needed_s: float
     """Seconds that they may take here."""
@@ -141,7 +141,7 @@ class HiddenTestGrader:
         """``sandboxes`` stay the caller's to close; they must be able to fork.
 
         ``slack_s`` is what a grading may take beyond the task's own time (``rollouts.grading_timeout_s``): half of it
-        is for tests on a slow machine, the rest for worlds to be made. ``rng`` draws canaries (default: the system's
+        is for tests on a slow machine, the rest for sandboxes to be made. ``rng`` draws canaries (default: the system's
         own randomness).
         """
         self._sandboxes = sandboxes
@@ -166,8 +166,8 @@ class HiddenTestGrader:
         left: tuple[Entry, ...] | None = None
         with suppress(ValueError):  # once for all runs: that sandbox need not live as long as they take
             left = await _artefacts(sandbox, task)
-        known = self._sound.get(task.task_id)
-        timeout_s = known.needed_s if known else _test_checks(task).timeout_s
+        measured = self._sound.get(task.task_id)
+        timeout_s = measured.needed_s if measured else _test_checks(task).timeout_s
         while True:
             try:
                 return await self._grade(task, left, timeout_s, submitted=float(result.reason == SUBMITTED))
@@ -177,10 +177,10 @@ class HiddenTestGrader:
     async def guarded(self, task: Task) -> frozenset[str]:
         """The node ids that can be canaries. A task that has none, and no probe, cannot be graded.
 
-        Raises :class:`~etude.errors.SandboxError`, also for tests that do not run in a world that nobody has touched.
+        Raises :class:`~etude.errors.SandboxError`, also for tests that do not run in an untouched sandbox.
         """
-        async with self._untouched(task) as world:
-            seen = await _read_modules(world, _test_checks(task))
+        async with self._untouched(task) as sandbox:
+            seen = await _read_modules(sandbox, _test_checks(task))
         return (await self._planner(task, seen, math.inf)).guarded
 
     async def _grade(self, task: Task, left: Sequence[Entry] | None, timeout_s: float, *, submitted: float) -> Grade:
@@ -240,7 +240,7 @@ class HiddenTestGrader:
         return HiddenTestPlanner(checks.files, checks.must_pass, checks.about, self._rng, seen=seen, idle=idle)
 
     async def _check_sound(self, task: Task, timeout_s: float, *, has_time: bool) -> Untouched:
-        """Raise :class:`~etude.errors.SandboxError` unless the tests run in a world that nobody has touched.
+        """Raise :class:`~etude.errors.SandboxError` unless the tests run in an untouched sandbox.
 
         :class:`_TooSlow` if they take longer there than ``timeout_s``. Asked once per task; without ``has_time``
         always, since a machine may be too busy now.
@@ -249,18 +249,18 @@ class HiddenTestGrader:
             return self._sound[task.task_id]
         checks = _test_checks(task)
         longest_s = checks.timeout_s * (1 + self._slack_s / 2 / checks.grading_s)
-        async with self._untouched(task) as world:
+        async with self._untouched(task) as sandbox:
             try:
-                report = await _run(world, task, HiddenTestPlan(), longest_s)
+                report = await _run(sandbox, task, HiddenTestPlan(), longest_s)
             except AgentFault as fault:  # where no agent was
-                raise SandboxError(f"the world of task {task.task_id} is too small for its tests: {fault}") from fault
+                raise SandboxError(f"the sandbox of task {task.task_id} is too small for its tests: {fault}") from fault
         others = checks.must_pass[checks.about :]
         in_time = report.ended and not report.result.timed_out
         if not (report.started and in_time and (not others or report.passed.intersection(others))):
             more = ", or raise rollouts.grading_timeout_s: machines are slow" if report.result.timed_out else ""
             raise SandboxError(
-                f"the hidden tests of task {task.task_id} ({task.template}) do not run in a world that nobody has "
-                f"touched (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
+                f"the hidden tests of task {task.task_id} ({task.template}) do not run in an untouched "
+                f"sandbox (exit code {report.result.exit_code}, {report.result.seconds:.0f} s): repair the task, or "
                 f"set it aside{more}\n{report.tail}"
             )
         needed_s = checks.timeout_s
@@ -277,7 +277,7 @@ class HiddenTestGrader:
 
     @asynccontextmanager
     async def _untouched(self, task: Task) -> AsyncIterator[Sandbox]:
-        """A world of the task as its agent found it."""
+        """A sandbox of the task as its agent found it."""
         environment = task.environment or EnvironmentSpec()
         spec = replace(self._spec(environment), ttl_s=_test_checks(task).grading_s + self._slack_s + GRACE_S)
         if not environment.services:
@@ -334,13 +334,13 @@ class Findings:
         return parts
 
 
-async def _artefacts(world: Sandbox, task: Task) -> tuple[Entry, ...]:
+async def _artefacts(sandbox: Sandbox, task: Task) -> tuple[Entry, ...]:
     """Entries at the paths of a task's artefacts. ``ValueError`` for what cannot be carried."""
-    return read_archive(await world.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
+    return read_archive(await sandbox.export(_test_checks(task).artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES))
 
 
 async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry], agents: Sequence[Entry]) -> int:
-    """Put the agent's files into an untouched world; returns how many were left behind.
+    """Put the agent's files into an untouched sandbox; returns how many were left behind.
 
     ``ValueError`` for files that cannot be there.
     """
@@ -351,7 +351,7 @@ async def _furnish(base: Sandbox, checks: TestChecks, original: Sequence[Entry],
         names = "\0".join(carried.removed)
         done = await base.exec(["xargs", "-0", "rm", "-rf", "--"], stdin=names, timeout_s=PREPARE_TIMEOUT_S)
         if done.exit_code != 0:
-            raise SandboxError(f"a world to grade in could not be made ready: {done.stderr.strip()[-200:]}")
+            raise SandboxError(f"a sandbox to grade in could not be made ready: {done.stderr.strip()[-200:]}")
     await base.load(tar)
     return len(carried.left)
 
@@ -365,15 +365,15 @@ async def _run_in_fork(base: Sandbox, task: Task, plan: HiddenTestPlan, timeout_
         await fork.close()
 
 
-async def _run(world: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: float) -> Report:
-    """Put the hidden tests into a world, as a plan has them, and run them there."""
+async def _run(sandbox: Sandbox, task: Task, plan: HiddenTestPlan, timeout_s: float) -> Report:
+    """Put the hidden tests into a sandbox, as a plan has them, and run them there."""
     checks = _test_checks(task)
     if len(checks.must_pass) > REPORT_LIMIT:
         raise SandboxError(f"task {task.task_id} names {len(checks.must_pass)} tests, at most {REPORT_LIMIT}: split it")
-    run = Run(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
+    run = HiddenTestRun(command=checks.command, paths=tuple(dict.fromkeys(map(module_of, checks.must_pass))))
     for path, text in {**checks.files, **plan.files, **run.files}.items():
-        await world.write_file(path, text)
-    done = await world.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
+        await sandbox.write_file(path, text)
+    done = await sandbox.exec(run.argv, stdin=run.secret, timeout_s=timeout_s, environment=ENVIRONMENT)
     return run.read(done, plan.canaries.union(checks.must_pass, map(test_of, checks.must_pass)))
 
 
@@ -387,7 +387,7 @@ async def _probe(base: Sandbox, checks: TestChecks, timeout_s: float) -> int:
 
 
 async def _read_modules(base: Sandbox, checks: TestChecks) -> dict[str, str]:
-    """The modules that an agent finds where the hidden ones will be; and see that the world can be probed."""
+    """The modules that an agent finds where the hidden ones will be; and see that the sandbox can be probed."""
     seen: dict[str, str] = {}
     for path in checks.files:
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""A client of PostgreSQL in the standard library alone, for the world in which migrations are graded.
+"""A client of PostgreSQL in the standard library alone, for the sandbox in which migrations are graded.
 
 ``psql`` obeys backslash commands in the scripts that it is fed, ``\\!`` among them; here a script is text that the
 server is sent as it is (the simple query protocol, version 3.0), so it can do what its role may do and no more. Every
@@ -38,7 +38,7 @@ class ServerFault(Exception):
         self.state = state
 
 
-class Step(TypedDict):
+class QueryStep(TypedDict):
     """Some scripts that are run over one connection, until one of them fails."""
 
     user: str
@@ -52,10 +52,10 @@ class Step(TypedDict):
     """True if its failure makes the steps after it pointless."""
 
 
-class Connection:
+class PostgresConnection:
     """One connection over a socket file; every wait ends at ``deadline``, in seconds of ``time.monotonic``."""
 
-    def __init__(self, folder: str, step: Step, deadline: float) -> None:
+    def __init__(self, folder: str, step: QueryStep, deadline: float) -> None:
         """Log in without a password. Raises ``ServerFault``, ``OSError``, ``TimeoutError``."""
         self._deadline = deadline
         self._socket = socket.socket(socket.AF_UNIX)
@@ -118,11 +118,11 @@ class Connection:
         """The next message: its kind, and its body unless that is too long for anything that is of use."""
         head = self._exactly(5)
         size_bytes = struct.unpack("!I", head[1:])[0] - 4
-        kept = self._exactly(min(size_bytes, ROWS_BYTES + 1))
-        remaining = size_bytes - len(kept)
+        value = self._exactly(min(size_bytes, ROWS_BYTES + 1))
+        remaining = size_bytes - len(value)
         while remaining > 0:
             remaining -= len(self._exactly(min(remaining, CHUNK_BYTES)))
-        return head[:1], kept
+        return head[:1], value
 
     def _exactly(self, size_bytes: int) -> bytes:
         while len(self._pending) < size_bytes:
@@ -145,7 +145,7 @@ class Connection:
         self._socket.settimeout(remaining_s)
 
 
-def answer(folder: str, step: Step) -> dict[str, Any]:
+def answer(folder: str, step: QueryStep) -> dict[str, Any]:
     """The answer to the last script of one step, or to the first that failed: a dict.
 
     Beside :meth:`Connection.ask`'s: ``state``, an SQLSTATE, ``LOST``, ``LATE`` or nothing; ``message``; ``done``, how
@@ -153,7 +153,7 @@ def answer(folder: str, step: Step) -> dict[str, Any]:
     """
     result: dict[str, Any] = {"rows": [], "cut": False, "open": False, "state": "", "message": "", "done": 0}
     try:
-        connection = Connection(folder, step, time.monotonic() + step["timeout_s"])
+        connection = PostgresConnection(folder, step, time.monotonic() + step["timeout_s"])
         try:
             for sql in step["scripts"]:
                 result.update(connection.ask(sql))

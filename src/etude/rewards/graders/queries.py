@@ -1,6 +1,6 @@
 """The reward of a database migration: does the database hold, and refuse, what it should once it was applied?
 
-    agent's world ──migration.sql, as text──▶ a new world ── unseen rows ── migration ── questions
+    agent's sandbox ──migration.sql, as text──▶ a new sandbox ── unseen rows ── migration ── questions
 
 Only the migration is taken over. It is applied to a fresh copy of the database, with rows that the agent has not seen,
 as the role that owns it and has no other rights; questions are asked by a role that did not exist when it ran. Names in
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from etude.errors import SandboxError
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders import postgres_client
-from etude.rewards.graders.postgres_client import LOST, Step
+from etude.rewards.graders.postgres_client import LOST, QueryStep
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.function_calls import same_value
 from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, ServicedSandboxes, sandbox_spec
@@ -56,7 +56,7 @@ PINNED = {
     "client_min_messages": "error",
     "statement_timeout": f"{QUESTION_TIMEOUT_S:.0f}s",
 }
-"""Settings of whoever asks; those that a session starts with outrank those of the database."""
+"""Settings of the asker; those that a session starts with outrank those of the database."""
 PIN = "SELECT " + ", ".join(f"pg_catalog.set_config('{name}', '{value}', true)" for name, value in PINNED.items())
 """Again, after SQL that may have run functions of the migration's: they can change settings, too."""
 NOW = "SET CONSTRAINTS ALL IMMEDIATE"
@@ -64,7 +64,7 @@ NOW = "SET CONSTRAINTS ALL IMMEDIATE"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MigrationResult:
     """Result of one attempt."""
 
     applied: bool
@@ -83,7 +83,7 @@ class QueryGrader:
     def __init__(
         self, sandboxes: ServicedSandboxes, *, spec_of: Callable[[EnvironmentSpec], SandboxSpec] = sandbox_spec
     ) -> None:
-        """``sandboxes`` stays the caller's to close; ``spec_of`` knows the images that worlds refer to."""
+        """``sandboxes`` stays the caller's to close; ``spec_of`` knows the images that sandboxes refer to."""
         self._sandboxes = sandboxes
         self._spec_of = spec_of
 
@@ -93,29 +93,29 @@ class QueryGrader:
         Parts: ``applied``, 0 or 1; ``queries_right``, the share of questions that were answered right, 0 if it was not
         applied; ``submitted``. A migration that is missing, fails, hangs, leaves a transaction open or takes the server
         down with it is not applied. Raises :class:`~etude.errors.SandboxError` when no database comes up, and like
-        ``sandboxes``; ``ValueError`` for a task without a world or with other checks.
+        ``sandboxes``; ``ValueError`` for a task without a sandbox or with other checks.
         """
         checks, environment = task.checks, task.environment
-        if not isinstance(checks, QueryChecks) or environment is None or not (asked := len(checks.queries)):
+        if not isinstance(checks, QueryChecks) or environment is None or not (questions := len(checks.queries)):
             raise ValueError(f"task {task.task_id} of family {task.family!r} has no database to ask")
         try:
             text = await sandbox.read_file(checks.path)
         except ValueError:
-            text = None  # a folder, a link out of the world, a device
-        verdict = Verdict(False, 0, False)
+            text = None  # a folder, a link out of the sandbox, a device
+        verdict = MigrationResult(False, 0, False)
         if text is not None and len(text) <= MIGRATION_CHARACTERS and "\0" not in text:
             verdict = await self._judge(checks, environment, text)
         submitted = result.reason == SUBMITTED
         return Grade(
-            value=float(submitted and verdict.applied and verdict.right == asked),
+            value=float(submitted and verdict.applied and verdict.right == questions),
             parts={
                 "applied": float(verdict.applied),
-                "queries_right": verdict.right / asked,
+                "queries_right": verdict.right / questions,
                 "submitted": float(submitted),
             },
         )
 
-    async def _judge(self, checks: QueryChecks, environment: EnvironmentSpec, migration: str) -> Verdict:
+    async def _judge(self, checks: QueryChecks, environment: EnvironmentSpec, migration: str) -> MigrationResult:
         steps = migration_steps(checks, migration, f"asker_{secrets.token_hex(8)}")
         for _ in range(ATTEMPTS):
             fresh = await self._sandboxes.create({}, self._spec_of(environment), environment.services)
@@ -129,7 +129,7 @@ class QueryGrader:
         return verdict
 
 
-def unseen_step(checks: QueryChecks) -> Step:
+def unseen_step(checks: QueryChecks) -> QueryStep:
     """Step on a fresh database before the migration: its rows are replaced by those that are unseen."""
     timeout_s = 2 * MIGRATION_TIMEOUT_S
     return _step(
@@ -137,7 +137,7 @@ def unseen_step(checks: QueryChecks) -> Step:
     )
 
 
-def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[Step]:
+def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[QueryStep]:
     """Steps after that, in order: the migration, the asker's role, a step for each question."""
     role = f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
     return [
@@ -160,19 +160,19 @@ def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
         raise SandboxError(f"the unseen rows of a task were refused: {answers[0]['state']} {answers[0]['message']}")
 
 
-def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> Verdict:
+def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> MigrationResult:
     """Result in the answers to :func:`migration_steps`; ``None`` stands for a client that did not live to write them.
 
     Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
     """
     gone = not answers or any(answer["state"] in SERVER_GONE for answer in answers)
     if not answers or gone or answers[0]["state"] or answers[0]["open"]:
-        return Verdict(False, 0, gone)
+        return MigrationResult(False, 0, gone)
     _, role, *answered = answers
     if role["state"]:
         raise SandboxError(f"no role to ask a migrated database: {role['state']} {role['message']}")
     right = sum(is_right(query, answer) for query, answer in zip(checks.queries, answered, strict=True))
-    return Verdict(True, right, False)
+    return MigrationResult(True, right, False)
 
 
 def is_right(query: Query, answer: dict[str, Json]) -> bool:
@@ -191,7 +191,7 @@ def _question(query: Query) -> list[str]:
 
 def _step(
     user: str, database: str, settings: dict[str, str], scripts: list[str], timeout_s: float, *, vital: bool = True
-) -> Step:
+) -> QueryStep:
     return {
         "user": user,
         "database": database,
@@ -202,7 +202,7 @@ def _step(
     }
 
 
-async def _answers(sandbox: Sandbox, steps: Sequence[Step]) -> list[dict[str, Json]] | None:
+async def _answers(sandbox: Sandbox, steps: Sequence[QueryStep]) -> list[dict[str, Json]] | None:
     """The answers to some steps, or ``None`` if the client in there did not live to write them all."""
     file = f".answers-{secrets.token_hex(8)}"
     timeout_s = sum(step["timeout_s"] for step in steps) + GRACE_S

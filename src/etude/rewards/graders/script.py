@@ -1,27 +1,27 @@
 """The reward of a task that brings its own verifier: a program that writes a reward file (Harbor).
 
-    agent's world ──export──▶ declared artefacts ──load──▶ fresh world of the same image, as root     (for each run)
+    agent's sandbox ──export──▶ declared artefacts ──load──▶ fresh sandbox of the same image, as root     (for each run)
                                                             ├── reward files cleared, /tests put in place
                                                             ├── verifier, with its own deadline
                                                             ├── what it left running is killed
                                                             └── /logs/verifier/reward.json or reward.txt
 
-The agent has never been where it is graded; of its world the verifier sees the artefacts alone, as the agent left them:
+The agent has never been where it is graded; of its sandbox the verifier sees the artefacts alone, as it left them:
 what it deleted of them is deleted there, too, and links that lead elsewhere are left behind. What the verifier prints
 is its log, never a verdict.
 
-Who is to blame for a verifier that crashes, hangs or writes no reward? Once per task the verifier is run in a world
+Who is to blame for a verifier that crashes, hangs or writes no reward? Once per task the verifier is run in a sandbox
 that no agent has touched. If it gives no verdict there, it is broken: :class:`~etude.errors.SandboxError` with its log,
 and the task is to be set aside. If it does, what differs is the agent's work: it is graded once more, and when there is
-no verdict again the reward is 0 with the part ``verified`` at 0. So nobody gains by breaking the verifier, and nobody
+no verdict again the reward is 0 with the part ``verified`` at 0. So no agent gains by breaking the verifier, and none
 pays for a verifier that was broken before.
 
 A verdict is as good as its verifier: one that runs the agent's code as root, or in its own process, can be told
-anything by it. ``/tests`` and ``/logs`` are root's and nobody else's to write, and the working folder is the user
+anything by it. ``/tests`` and ``/logs`` are root's alone to write, and the working folder is the user
 ``agent``'s, so a verifier that runs what the agent left as ``agent`` keeps its word to itself.
 
 Where the verifier runs tests, a task may name a file of them as *canary*: whatever is rewarded is then verified again,
-each time in another fresh world, as it was or with a test made to fail (:mod:`etude.rewards.graders.canaries`), by a
+each time in another fresh sandbox, as it was or with a test made to fail (:mod:`etude.rewards.graders.canaries`), by a
 coin that falls on either side. It must be paid the same for the one, and less, by a step of what the task pays, for the
 other. Code that cannot tell which is which, and would be paid all the same, is right one time in 2^runs − 1, and gets 0
 else.
@@ -60,7 +60,7 @@ PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
 """Limits of a reward's parts, and of the name of one."""
 ARTEFACT_LIMIT_BYTES = 256 << 20
 PREPARE_TIMEOUT_S = 60.0
-"""For a world to be made ready; removing a large working folder takes a while."""
+"""For a sandbox to be made ready; removing a large working folder takes a while."""
 GRACE_S = 300.0
 """Life of a sandbox beyond its verifier."""
 LOG_CHARACTERS = 2000
@@ -71,12 +71,12 @@ CANARY_RUNS = 4
 """Runs of a verifier with a canary over work that it rewarded; :class:`~etude.types.ScriptChecks` has time for them."""
 ROUNDING = 1e-6
 """Largest distance of a reward that was written as a decimal from the one that the task names."""
-STANDINGS = 4096
+REMEMBERED_TASKS = 4096
 """Tasks whose verifiers' standing is remembered."""
 OPEN_GIT: Mapping[str, str] = MappingProxyType(
     {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
 )
-"""Lets git work in a folder of the agent's, as the root of a world that ends with the verdict."""
+"""Lets git work in a folder of the agent's, as the root of a sandbox that ends with the verdict."""
 IMAGE_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "opt", "etc")
 """Targets of links among the artefacts, beside the working folder: the image's own files, which the agent could
 read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``, where a verifier's command line is.
@@ -92,7 +92,7 @@ if id agent >/dev/null 2>&1; then chown -R -h agent: . ; fi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class VerifierReward:
     """Reward that a verifier wrote."""
 
     value: float
@@ -100,7 +100,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoVerdict:
+class NoReward:
     """Reason why a verifier wrote no reward."""
 
     reason: str
@@ -119,7 +119,7 @@ class ScriptGrader:
         self._sandboxes = sandboxes
         self._images = images
         self._rng = rng or random.SystemRandom()
-        self._standings: OrderedDict[str, _Standing] = OrderedDict()
+        self._untouched_runs: OrderedDict[str, _UntouchedRun] = OrderedDict()
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """The verifier's verdict on the artefacts, whether or not the agent submitted them.
@@ -133,78 +133,78 @@ class ScriptGrader:
         checks = _script_checks(task)
         artefacts = await self._export(task, checks, sandbox)
         verdict = await self._verify(task, checks, artefacts)
-        if isinstance(verdict, NoVerdict):
+        if isinstance(verdict, NoReward):
             await self._check_untouched(task, checks)
             verdict = await self._verify(task, checks, artefacts)
         submitted = float(result.reason == SUBMITTED)
-        if isinstance(verdict, NoVerdict):
+        if isinstance(verdict, NoReward):
             return Grade(value=0.0, parts={"verified": 0.0, "submitted": submitted})
         parts = {**verdict.parts, "verified": 1.0, "submitted": submitted}
         doubt = await self._doubt(task, checks, artefacts, verdict.value) if verdict.value > 0 and checks.canary else {}
         return Grade(value=0.0 if doubt else verdict.value, parts={**parts, **doubt})
 
     async def _doubt(
-        self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict, value: float
+        self, task: Task, checks: ScriptChecks, artefacts: bytes | NoReward, value: float
     ) -> Mapping[str, float]:
         """Parts that say why a verdict of ``value`` is not believed; none: it is."""
         twins = self._rng.randrange(1, 1 << CANARY_RUNS)  # one at least
         for run in range(CANARY_RUNS):
             is_twin = bool(twins >> run & 1)
             verifier = failing_twin(checks, self._rng) if is_twin else checks
-            told = await self._verify(task, verifier, artefacts)
-            paid = told.value if isinstance(told, Verdict) else 0.0
-            if is_twin and paid >= value:
+            verdict = await self._verify(task, verifier, artefacts)
+            reward = verdict.value if isinstance(verdict, VerifierReward) else 0.0
+            if is_twin and reward >= value:
                 return {"cheat_canary": 1.0}
-            if not is_twin and paid != value:
+            if not is_twin and reward != value:
                 return {"repeated": 0.0}
         return {}
 
     async def _check_untouched(self, task: Task, checks: ScriptChecks) -> None:
         """Raise :class:`~etude.errors.SandboxError` unless the verifier works where no agent has been."""
-        standing = self._standings.setdefault(task.task_id, _Standing())
-        self._standings.move_to_end(task.task_id)
-        if len(self._standings) > STANDINGS:
-            self._standings.popitem(last=False)
-        async with standing.lock:
-            if standing.verdict is None:
+        run = self._untouched_runs.setdefault(task.task_id, _UntouchedRun())
+        self._untouched_runs.move_to_end(task.task_id)
+        if len(self._untouched_runs) > REMEMBERED_TASKS:
+            self._untouched_runs.popitem(last=False)
+        async with run.lock:
+            if run.verdict is None:
                 untouched = await self._sandboxes.create(task.files, self._spec(task, checks, user="agent"))
                 try:
                     artefacts = await self._export(task, checks, untouched)
                 finally:
                     await untouched.close()
                 try:
-                    standing.verdict = await self._verify(task, checks, artefacts)
+                    run.verdict = await self._verify(task, checks, artefacts)
                 except AgentFault as fault:  # where no agent was
-                    standing.verdict = NoVerdict(reason=f"the world is too small for it: {fault}")
-        if isinstance(standing.verdict, NoVerdict):
+                    run.verdict = NoReward(reason=f"the sandbox is too small for it: {fault}")
+        if isinstance(run.verdict, NoReward):
             raise SandboxError(
-                f"the verifier of task {task.task_id} ({task.template}) gives no verdict in a world that nobody has "
-                f"touched: {standing.verdict.reason}; repair the task, or set it aside\n{standing.verdict.log}"
+                f"the verifier of task {task.task_id} ({task.template}) gives no reward in an untouched "
+                f"sandbox: {run.verdict.reason}; repair the task, or set it aside\n{run.verdict.log}"
             )
 
-    async def _export(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> bytes | NoVerdict:
+    async def _export(self, task: Task, checks: ScriptChecks, sandbox: Sandbox) -> bytes | NoReward:
         """The artefacts of ``sandbox``, once for all runs: it need not live as long as they take."""
         try:
             tar = await sandbox.export(checks.artefacts, limit_bytes=ARTEFACT_LIMIT_BYTES)
             return await asyncio.to_thread(without_far_links, tar, (task.environment or EnvironmentSpec()).workdir)
         except ValueError as error:
-            return NoVerdict(reason=f"the artefacts cannot be taken along: {error}")
+            return NoReward(reason=f"the artefacts cannot be taken along: {error}")
 
-    async def _verify(self, task: Task, checks: ScriptChecks, artefacts: bytes | NoVerdict) -> Verdict | NoVerdict:
-        """Put the artefacts into a fresh world and run the verifier there."""
-        if isinstance(artefacts, NoVerdict):
+    async def _verify(self, task: Task, checks: ScriptChecks, artefacts: bytes | NoReward) -> VerifierReward | NoReward:
+        """Put the artefacts into a fresh sandbox and run the verifier there."""
+        if isinstance(artefacts, NoReward):
             return artefacts
-        world = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
+        sandbox = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
         try:
-            await _prepare(world, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
+            await _prepare(sandbox, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
             try:
-                await world.load(artefacts)
+                await sandbox.load(artefacts)
             except ValueError as error:
-                return NoVerdict(reason=f"the artefacts cannot be unpacked: {error}")
-            verdict = await _run(world, checks)
+                return NoReward(reason=f"the artefacts cannot be unpacked: {error}")
+            verdict = await _run(sandbox, checks)
             return _paid(verdict, checks.rewards) if checks.canary else verdict
         finally:
-            await world.close()
+            await sandbox.close()
 
     def _spec(self, task: Task, checks: ScriptChecks, *, user: Literal["agent", "root"]) -> SandboxSpec:
         environment = task.environment or EnvironmentSpec()
@@ -212,12 +212,12 @@ class ScriptGrader:
         return replace(sandbox_spec(environment, image), user=user, ttl_s=checks.timeout_s + GRACE_S)
 
 
-class _Standing:
+class _UntouchedRun:
     """Result of one task's verifier where no agent has been; ``None`` before it was run."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
-        self.verdict: Verdict | NoVerdict | None = None
+        self.verdict: VerifierReward | NoReward | None = None
 
 
 def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
@@ -237,16 +237,16 @@ def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
     return replace(checks, files={**checks.files, path: source.altered([source.alteration(name, rng)])})
 
 
-def _paid(verdict: Verdict | NoVerdict, rewards: Sequence[float]) -> Verdict | NoVerdict:
+def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> VerifierReward | NoReward:
     """A verdict of exactly one of the rewards that a task pays; of anything else there is none."""
-    if isinstance(verdict, NoVerdict):
+    if isinstance(verdict, NoReward):
         return verdict
     nearest = min(rewards, key=lambda reward: abs(reward - verdict.value))
     if abs(nearest - verdict.value) > ROUNDING:
         reason = (
             f"its reward is {verdict.value!r}, and the task pays {list(rewards)}: name all in metadata.etude.rewards"
         )
-        return NoVerdict(reason=reason)
+        return NoReward(reason=reason)
     return replace(verdict, value=nearest)
 
 
@@ -274,7 +274,7 @@ def _leads_near(link: Entry, workdir: str) -> bool:
     return end.is_relative_to(workdir) or end.parts[1:2] in {(folder,) for folder in IMAGE_FOLDERS}
 
 
-def read_reward(json_text: str | None, text: str | None) -> Verdict:
+def read_reward(json_text: str | None, text: str | None) -> VerifierReward:
     """Parse a verifier's reward files; ``None`` for one that is not there.
 
     A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
@@ -286,48 +286,50 @@ def read_reward(json_text: str | None, text: str | None) -> Verdict:
     if len(written) > REWARD_LIMIT_CHARACTERS:
         raise ValueError(f"its reward file has {len(written)} characters, at most {REWARD_LIMIT_CHARACTERS}")
     if json_text is None:
-        return Verdict(value=_reward("reward", _number(written.strip())), parts={})
+        return VerifierReward(value=_reward("reward", _number(written.strip())), parts={})
     try:
         value: Json = json.loads(written)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{REWARD_JSON} is no JSON: {error}") from error
     if not isinstance(value, dict):
-        return Verdict(value=_reward("reward", value), parts={})
+        return VerifierReward(value=_reward("reward", value), parts={})
     if not value or len(value) > PARTS_LIMIT or max(map(len, value)) > NAME_LIMIT_CHARACTERS:
         raise ValueError(f"{REWARD_JSON} has {len(value)} parts, or one with a long name: expected 1 to {PARTS_LIMIT}")
     rewards = {name: _reward(name, part) for name, part in value.items()}
     if "reward" not in rewards and len(rewards) > 1:
         raise ValueError(f"{REWARD_JSON} has the parts {sorted(rewards)} and no 'reward': which one counts?")
     main = "reward" if "reward" in rewards else next(iter(rewards))
-    return Verdict(value=rewards[main], parts={name: part for name, part in rewards.items() if name != "reward"})
+    return VerifierReward(value=rewards[main], parts={name: part for name, part in rewards.items() if name != "reward"})
 
 
-async def _prepare(world: Sandbox, argv: list[str]) -> None:
-    done = await world.exec(argv, timeout_s=PREPARE_TIMEOUT_S)
+async def _prepare(sandbox: Sandbox, argv: list[str]) -> None:
+    done = await sandbox.exec(argv, timeout_s=PREPARE_TIMEOUT_S)
     if os.strerror(errno.ENOSPC) in done.stderr:
-        raise AgentFault(f"the artefacts leave a verifier's world no room: {_log(done)}")
+        raise AgentFault(f"the artefacts leave a verifier's sandbox no room: {_log(done)}")
     if done.exit_code != 0 or done.timed_out:
-        raise SandboxError(f"a verifier's world could not be made ready: exit code {done.exit_code}: {_log(done)}")
+        raise SandboxError(f"a verifier's sandbox could not be made ready: exit code {done.exit_code}: {_log(done)}")
 
 
-async def _run(world: Sandbox, checks: ScriptChecks) -> Verdict | NoVerdict:
+async def _run(sandbox: Sandbox, checks: ScriptChecks) -> VerifierReward | NoReward:
     """Put the verifier in place, run it and read what it wrote."""
-    await _prepare(world, ["sh", "-c", PREPARE])
+    await _prepare(sandbox, ["sh", "-c", PREPARE])
     for path, text in checks.files.items():
-        await world.write_file(f"{TESTS}/{path}", text)
+        await sandbox.write_file(f"{TESTS}/{path}", text)
     programs = [f"{TESTS}/{path}" for path, text in checks.files.items() if text.startswith("#!")]
     if programs:
-        await _prepare(world, ["chmod", "a+x", "--", *programs])
-    done = await world.exec(checks.command, timeout_s=checks.timeout_s, environment={**OPEN_GIT, **checks.environment})
-    await world.kill_processes()
+        await _prepare(sandbox, ["chmod", "a+x", "--", *programs])
+    done = await sandbox.exec(
+        checks.command, timeout_s=checks.timeout_s, environment={**OPEN_GIT, **checks.environment}
+    )
+    await sandbox.kill_processes()
     if done.timed_out:
-        return NoVerdict(reason=f"it was not done after {checks.timeout_s:g} s", log=_log(done))
+        return NoReward(reason=f"it was not done after {checks.timeout_s:g} s", log=_log(done))
     if done.exit_code in SIGNALS:
-        return NoVerdict(reason=f"signal {done.exit_code - SIGNALS[0] + 1} ended it", log=_log(done))
+        return NoReward(reason=f"signal {done.exit_code - SIGNALS[0] + 1} ended it", log=_log(done))
     try:
-        return read_reward(await world.read_file(REWARD_JSON), await world.read_file(REWARD_TEXT))
+        return read_reward(await sandbox.read_file(REWARD_JSON), await sandbox.read_file(REWARD_TEXT))
     except ValueError as error:
-        return NoVerdict(reason=f"exit code {done.exit_code}, and {error}", log=_log(done))
+        return NoReward(reason=f"exit code {done.exit_code}, and {error}", log=_log(done))
 
 
 def _script_checks(task: Task) -> ScriptChecks:

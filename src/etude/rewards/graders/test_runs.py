@@ -69,7 +69,7 @@ class HiddenTestPlanner:
         """``sources`` are the hidden test modules by path; those that are no Python have no canaries.
 
         The first ``about`` of ``must_pass`` are what the task is about. ``seen`` are the modules that the agent had in
-        their places. ``idle`` are node ids, without parameters, of which something passes where nobody has worked.
+        their places. ``idle`` are node ids, without parameters, of which something passes in an untouched sandbox.
         """
         self._rng = rng
         self._must_pass = tuple(must_pass)
@@ -128,7 +128,7 @@ def _modules(
             source = TestSource(sources[path])
         except (KeyError, ValueError):
             continue
-        known = _texts(seen.get(path, ""))
+        seen_texts = _texts(seen.get(path, ""))
         tests: dict[str, list[str]] = {}
         for node in about:
             definition = source.definition_of(name_of(node)) if module_of(node) == path else None
@@ -137,7 +137,7 @@ def _modules(
         order = [
             name
             for name in sorted(tests, key=source.line_of)
-            if source.text_of(name) not in known and not any(test_of(node) in telling for node in tests[name])
+            if source.text_of(name) not in seen_texts and not any(test_of(node) in telling for node in tests[name])
         ]
         if order:
             yield path, _Module(source=source, tests={name: tuple(tests[name]) for name in order})
@@ -236,11 +236,11 @@ def _reporter():
 globals().update(_reporter())
 del _open, _reporter
 '''
-"""The plugin's source. In a worker of pytest-xdist it does nothing: whoever started the worker hears of its tests."""
+"""The plugin's source. In a worker of pytest-xdist it does nothing: its controller reports the tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class HiddenTestRun:
     """One run of pytest, as it is to be started."""
 
     command: Sequence[str]
@@ -257,7 +257,7 @@ class Run:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The whole command line; the shell keeps the ``PYTHONPATH`` that the world has."""
+        """The whole command line; the shell keeps the ``PYTHONPATH`` that the sandbox has."""
         search = f'PYTHONPATH=".{self.name}${{PYTHONPATH:+:$PYTHONPATH}}" exec "$@"'
         return ("sh", "-c", search, "sh", *self.command, "-p", self.name, *OPTIONS, *self.paths)
 

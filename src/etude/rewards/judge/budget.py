@@ -34,7 +34,7 @@ class Spend:
 
     def __post_init__(self) -> None:
         if min(self.calls, self.prompt_tokens, self.completion_tokens) < 0:
-            raise ValueError(f"{self}: nobody uses less than nothing")
+            raise ValueError(f"{self}: expected no number below 0")
 
     @property
     def tokens(self) -> int:
@@ -87,11 +87,11 @@ class BudgetLimit:
         return f"judge.calls_per_{self.per} = {self.calls}, judge.tokens_per_{self.per} = {self.tokens}{cost}"
 
 
-class Budget:
+class JudgeBudget:
     """The rest of a limit, and of the budget that it is a portion of."""
 
     def __init__(
-        self, allowance: BudgetLimit, prices: Prices, *, spent: Spend | None = None, out_of: "Budget | None" = None
+        self, allowance: BudgetLimit, prices: Prices, *, spent: Spend | None = None, out_of: "JudgeBudget | None" = None
     ) -> None:
         self.spent = spent or Spend()
         """Settled use."""
@@ -102,9 +102,9 @@ class Budget:
         self._out_of = out_of
         self._reserved = Spend()
 
-    def portion(self, allowance: BudgetLimit) -> "Budget":
+    def portion(self, allowance: BudgetLimit) -> "JudgeBudget":
         """A budget of its own that is filled out of this one, at the same prices."""
-        return Budget(allowance, self._prices, out_of=self)
+        return JudgeBudget(allowance, self._prices, out_of=self)
 
     def reserve(self, most: Spend) -> bool:
         """Set aside the most that is about to be used; false, and nothing is, where there is not enough now."""
@@ -141,10 +141,10 @@ class Budget:
 class SpendFile:
     """Remembers a :class:`~etude.rewards.judge.budget.Spend`; ``None`` is a run without a folder: nothing is."""
 
-    def __init__(self, folder: Path | None, seat: int = 0) -> None:
+    def __init__(self, folder: Path | None, worker_id: int = 0) -> None:
         """``seat`` tells the processes of a run from each other."""
         self._folder = folder
-        self._name = f"judge-spend-{seat}.json"
+        self._name = f"judge-spend-{worker_id}.json"
 
     def load(self) -> Spend:
         """Spend of this process so far. Raises :class:`~etude.errors.DamagedError` for a file that does not say."""

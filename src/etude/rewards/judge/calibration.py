@@ -84,8 +84,8 @@ def correlation(a_N: Numbers, b_N: Numbers) -> Numbers:
     """Pearson's r; of ranks it is Spearman's ρ. 0 where one of the two never varies."""
     spread = a_N.std(-1) * b_N.std(-1)
     shared = (a_N * b_N).mean(-1) - a_N.mean(-1) * b_N.mean(-1)
-    found: Numbers = np.divide(shared, spread, out=np.zeros_like(spread), where=spread > 0)
-    return found
+    coefficient: Numbers = np.divide(shared, spread, out=np.zeros_like(spread), where=spread > 0)
+    return coefficient
 
 
 def ranks(values_N: Numbers) -> Numbers:
@@ -215,13 +215,13 @@ def bias_of(items: Sequence[Item], judgements: Sequence[Judgement], model: str) 
     labels_N, scores_N = _judged(items, judgements)
     errors_N = scores_N - labels_N
     own_N = np.array([item.author == model for item in judged], np.bool_)
-    known = all(item.author for item in judged) and bool(own_N.any()) and not own_N.all()
+    has_authors = all(item.author for item in judged) and bool(own_N.any()) and not own_N.all()
     return Bias(
         mean_error=_mean(errors_N),
         length=_leaning(errors_N, [float(len(item.work)) for item in judged]),
         verbosity=_leaning(errors_N, [_verbosity(item.work) for item in judged]),
         order=_order(judgements),
-        self_preference=_difference(errors_N, own_N) if known else None,
+        self_preference=_difference(errors_N, own_N) if has_authors else None,
     )
 
 
@@ -295,8 +295,9 @@ def _difference(errors_N: Numbers, own_N: Mask) -> Estimate:
         errors, own = errors_N[drawn], own_N[drawn]
         sides = own.sum(-1), (~own).sum(-1)
         mixed = (sides[0] > 0) & (sides[1] > 0)
-        means = (errors * own).sum(-1) / np.maximum(sides[0], 1), (errors * ~own).sum(-1) / np.maximum(sides[1], 1)
-        return np.where(mixed, means[0] - means[1], 0.0)
+        own_mean = (errors * own).sum(-1) / np.maximum(sides[0], 1)
+        other_mean = (errors * ~own).sum(-1) / np.maximum(sides[1], 1)
+        return np.where(mixed, own_mean - other_mean, 0.0)
 
     return estimate(gap, len(errors_N))
 
@@ -354,21 +355,21 @@ class AgreementWatch:
 
 
 class IdentityWatch:
-    """Watches what an endpoint says that it is. ``known`` is what it said when it was calibrated."""
+    """Monitors the name that an endpoint gives itself. ``calibrated`` are those that it gave at calibration."""
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
-        self._known = [identity for identity in known if identity]
-        self._calibrated = frozenset(self._known)
+    def __init__(self, calibrated: Iterable[str] = ()) -> None:
+        self._names = [identity for identity in calibrated if identity]
+        self._calibrated = frozenset(self._names)
 
     def observe(self, identity: str) -> bool:
         """True for a name that it never gave before. The first name is the calibrated one where there was none;
         an endpoint that goes back and forth between two is told of once, and one that says nothing never.
         """
-        if not identity or identity in self._known:
+        if not identity or identity in self._names:
             return False
-        self._known = [*self._known[-MOST_IDENTITIES:], identity]
+        self._names = [*self._names[-MOST_IDENTITIES:], identity]
         self._calibrated = self._calibrated or frozenset({identity})
-        return len(self._known) > 1
+        return len(self._names) > 1
 
     def vouches_for(self, identity: str) -> bool:
         """True if the last name is the calibrated one, or the first; also where the endpoint gives none."""

@@ -113,7 +113,7 @@ class Endpoint:
         return self._trouble
 
     async def ask(self, call: Call) -> ChatReply:
-        """Ask until there is an answer; whoever calls sets the deadline.
+        """Ask until there is an answer; the caller sets the deadline.
 
         Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
         :class:`~etude.errors.JudgeDeclined` where it refuses this very question.
@@ -136,8 +136,8 @@ class Endpoint:
             "seed": call.seed,
         }
         if self._address.structured:
-            wanted: Json = {"name": "verdict", "strict": True, "schema": call.schema}
-            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+            json_schema: Json = {"name": "verdict", "strict": True, "schema": call.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         return body
 
     async def _attempt(self, body: bytes) -> ChatReply | float:
@@ -166,12 +166,12 @@ class Endpoint:
                 return read_answer(answer)
         except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
             pass
-        said = raw.decode(errors="replace")
+        text = raw.decode(errors="replace")
         if self._address.key:
-            said = said.replace(self._address.key, HIDDEN_KEY)  # before it is cut: half a key is a secret, too
-        shown = said[:SHOWN]
-        words = f"the judge at {self._address.url} answered HTTP {status}: {shown!r}"
-        if status == 400 and "response_format" in shown:
+            text = text.replace(self._address.key, HIDDEN_KEY)  # before it is cut: half a key is a secret, too
+        excerpt = text[:SHOWN]
+        words = f"the judge at {self._address.url} answered HTTP {status}: {excerpt!r}"
+        if status == 400 and "response_format" in excerpt:
             raise JudgeLost(f"{words}; set judge.structured = false")
         raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
 

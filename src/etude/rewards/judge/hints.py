@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from etude.rewards.judge.budget import BudgetLimit
 from etude.rewards.judge.judge import Judge, ResponseFormat, draw_tokens
-from etude.rewards.judge.prompts import Fault, JudgeInput, Message, Tokens, conversation, guarded, spelled
+from etude.rewards.judge.prompts import JudgeInput, Message, ReplyFault, Tokens, conversation, guarded, spelled
 from etude.rewards.judge.votes import read_object
 from etude.types import Hint, Json, Task
 
@@ -59,7 +59,7 @@ SCHEMA: Json = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shown:
+class _HintLimits:
     """Limits of what is shown of a session."""
 
     most: int
@@ -82,28 +82,28 @@ class HintJudge:
 
         Raises :class:`~etude.errors.JudgeUnavailable` when the judge is down or late, or its budget is spent.
         """
-        found = await self.ask(task.prompt, transcript_turns) if transcript_turns else ()
-        return () if isinstance(found, Fault) else found
+        hints = await self.ask(task.prompt, transcript_turns) if transcript_turns else ()
+        return () if isinstance(hints, ReplyFault) else hints
 
-    async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | Fault:
+    async def ask(self, task: str, transcript_turns: Sequence[str]) -> tuple[Hint, ...] | ReplyFault:
         """Hints for a session of at least one turn, or why the last reply cannot be read. Raises like :meth:`hints`."""
         budget = self._judge.budget.portion(self._allowance)
         room = self._judge.params.text_characters // len(transcript_turns)
-        shown = _Shown(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
+        shown = _HintLimits(most=self._most, characters=max(FEWEST_CHARACTERS, min(TURN_CHARACTERS, room)))
         judged = JudgeInput(task=task, work="\n".join(transcript_turns))
-        found: tuple[Hint, ...] | Fault = ()
+        hints: tuple[Hint, ...] | ReplyFault = ()
         for attempt in range(TRIES):
             tokens = draw_tokens(judged)
             messages = ask_for_hints(task, transcript_turns, tokens, shown)
             reply_format = ResponseFormat(about="hints", schema=SCHEMA)
-            said = await self._judge.converse(messages, reply_format, budget, seed=attempt)
-            found = read_hints(said.text, len(transcript_turns), tokens.nonce)
-            if not isinstance(found, Fault):
-                return found[: self._most]
-        return found
+            reply = await self._judge.converse(messages, reply_format, budget, seed=attempt)
+            hints = read_hints(reply.text, len(transcript_turns), tokens.nonce)
+            if not isinstance(hints, ReplyFault):
+                return hints[: self._most]
+        return hints
 
 
-def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _Shown) -> tuple[Message, ...]:
+def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _HintLimits) -> tuple[Message, ...]:
     """The messages of one call about a session."""
     fences = [guarded(text, f"turn {turn}", tokens.mark, shown.characters) for turn, text in enumerate(turns)]
     question = QUESTION.format(
@@ -116,22 +116,22 @@ def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _Shown
     return conversation(tokens.mark, question)
 
 
-def read_hints(reply: str, turns: int, nonce: str) -> tuple[Hint, ...] | Fault:
+def read_hints(reply: str, turns: int, nonce: str) -> tuple[Hint, ...] | ReplyFault:
     """The hints in a reply about a session of so many turns, the first one of each turn, or why it cannot be read."""
-    found = read_object(reply)
-    if isinstance(found, Fault):
-        return found
-    if found.keys() != {"hints", "nonce"} or not isinstance(found["hints"], list):
-        return Fault.WRONG_KEYS
-    if found["nonce"] != nonce:
-        return Fault.WRONG_NONCE
+    fields = read_object(reply)
+    if isinstance(fields, ReplyFault):
+        return fields
+    if fields.keys() != {"hints", "nonce"} or not isinstance(fields["hints"], list):
+        return ReplyFault.WRONG_KEYS
+    if fields["nonce"] != nonce:
+        return ReplyFault.WRONG_NONCE
     hints: dict[int, Hint] = {}
-    for entry in found["hints"]:
+    for entry in fields["hints"]:
         match entry:
             case {"turn": int(turn), "text": str(text), **rest} if not rest and 0 <= turn < turns:
                 line = spelled(" ".join(text.split()))[:LONGEST_HINT]
                 if line and turn not in hints:
                     hints[turn] = Hint(turn=turn, text=line, source=SOURCE)
             case _:
-                return Fault.WRONG_KEYS
+                return ReplyFault.WRONG_KEYS
     return tuple(hint for _, hint in sorted(hints.items()))

@@ -23,15 +23,15 @@ from typing import Protocol, TypeVar
 from etude.aio import gather_or_cancel
 from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.protocols import Clock
-from etude.rewards.judge.budget import Budget, JudgePause, Spend
+from etude.rewards.judge.budget import JudgeBudget, JudgePause, Spend
 from etude.rewards.judge.calibration import Alarm, IdentityWatch
 from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
 from etude.rewards.judge.prompts import (
     Asking,
-    Fault,
     JudgeInput,
     JudgeParams,
     Message,
+    ReplyFault,
     Rubric,
     Tokens,
     ask,
@@ -55,7 +55,7 @@ BYTES_PER_TOKEN = 4
 T = TypeVar("T")
 
 
-class Circuit(Protocol):
+class CircuitBreaker(Protocol):
     """Says when to leave an endpoint alone (:class:`etude.rollouts.breaker.Breaker` is one)."""
 
     @property
@@ -82,13 +82,13 @@ class JudgeDeps:
 
     endpoint: ChatEndpoint
     cache: VoteCache
-    budget: Budget
+    budget: JudgeBudget
     """The run's."""
-    circuit: Circuit
+    circuit: CircuitBreaker
     clock: Clock
     identity: IdentityWatch
     alarm: Callable[[Alarm], None]
-    hold: JudgePause | None
+    pause: JudgePause | None
     """Pause of all judging after an alarm; ``None``: it is only reported."""
     record: Callable[[Spend], Spend]
     """Told what was spent so far, after every call; says what other processes of the run have spent."""
@@ -136,12 +136,12 @@ class Judge:
         self.budget = deps.budget
         self._deps = deps
         self._limits = limits
-        self._seats = asyncio.Semaphore(limits.concurrency)
+        self._permits = asyncio.Semaphore(limits.concurrency)
         self._settled = asyncio.Event()  # set for a moment whenever a call gives back what it did not use
         self._is_probing = False
         self._trouble = ""
 
-    async def judge(self, rubric: Rubric, judged: JudgeInput, budget: Budget, *, fresh: bool = False) -> Judgement:
+    async def judge(self, rubric: Rubric, judged: JudgeInput, budget: JudgeBudget, *, fresh: bool = False) -> Judgement:
         """Have one aspect judged, out of ``budget``; ``fresh``: no cached vote counts.
 
         Raises :class:`~etude.errors.JudgeUnavailable` when the endpoint is down, refuses or is late, and its kind
@@ -149,13 +149,13 @@ class Judge:
         alarm that holds.
         """
         questions = [self._question(rubric, judged, number) for number in range(self.params.votes)]
-        kept = [None if fresh else self._deps.cache.get(question.key) for question in questions]
-        missing = [question for question, vote in zip(questions, kept, strict=True) if vote is None]
-        asked = iter(await self._ask_all(missing, budget) if missing else ())
-        return tally(rubric, [next(asked) if vote is None else vote for vote in kept])
+        cached = [None if fresh else self._deps.cache.get(question.key) for question in questions]
+        missing = [question for question, vote in zip(questions, cached, strict=True) if vote is None]
+        fresh_votes = iter(await self._ask_all(missing, budget) if missing else ())
+        return tally(rubric, [next(fresh_votes) if vote is None else vote for vote in cached])
 
     async def converse(
-        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: Budget, *, seed: int
+        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
         """One call that is no vote, under the same bounds. Raises like :meth:`judge`."""
         with self._admitted():
@@ -164,18 +164,18 @@ class Judge:
     def sound(self, alarm: Alarm) -> None:
         """Tell of an alarm, and hold from then on where the recipe wants that."""
         self._deps.alarm(alarm)
-        if self._deps.hold is not None:
-            self._deps.hold.begin(alarm.detail)
+        if self._deps.pause is not None:
+            self._deps.pause.begin(alarm.detail)
 
-    def _check_hold(self) -> None:
-        if self._deps.hold is not None and (reason := self._deps.hold.reason):
+    def _check_pause(self) -> None:
+        if self._deps.pause is not None and (reason := self._deps.pause.reason):
             raise JudgeLost(reason)
 
     def _question(self, rubric: Rubric, judged: JudgeInput, number: int) -> _Question:
         parts = (judge_fingerprint(rubric, self.params), judged.task, judged.work, str(number))
         return _Question(rubric=rubric, judged=judged, number=number, key=cache_key(*parts))
 
-    async def _ask_all(self, questions: Sequence[_Question], budget: Budget) -> Sequence[Vote | Fault]:
+    async def _ask_all(self, questions: Sequence[_Question], budget: JudgeBudget) -> Sequence[Vote | ReplyFault]:
         """All of these votes; where the budget has not enough for all, those that it had enough for are cached."""
         with self._admitted():
             votes = gather_or_cancel(self._vote(question, budget) for question in questions)
@@ -188,7 +188,7 @@ class Judge:
     @contextmanager
     def _admitted(self) -> Iterator[None]:
         """Calls that the circuit lets pass; it learns how they ended, unless that is not the endpoint's fault."""
-        self._check_hold()
+        self._check_pause()
         circuit, clock = self._deps.circuit, self._deps.clock
         state = circuit.ask(clock.now())
         if state == OPEN or (state == PROBING and self._is_probing):
@@ -217,33 +217,33 @@ class Judge:
             trouble = self._deps.endpoint.trouble or "it answers slowly, or judge.concurrency is low for so many"
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 
-    async def _vote(self, question: _Question, budget: Budget) -> Vote | Fault | JudgeLost:
+    async def _vote(self, question: _Question, budget: JudgeBudget) -> Vote | ReplyFault | JudgeLost:
         """One vote, asked for a second time if it cannot be read, as far as the budget allows."""
-        reply: Vote | Fault | None = None
+        reply: Vote | ReplyFault | None = None
         reply_format = ResponseFormat(about=question.rubric.aspect, schema=schema(question.rubric))
         for attempt in range(TRIES):
             tokens = draw_tokens(question.judged)
             asking = Asking(
                 limit=self.params.text_characters,
                 descending=question.descending,
-                fault=reply if isinstance(reply, Fault) else None,
+                fault=reply if isinstance(reply, ReplyFault) else None,
             )
             messages = ask(question.rubric, question.judged, tokens, asking)
             try:
-                said = await self._call(messages, reply_format, budget, seed=TRIES * question.number + attempt)
+                completion = await self._call(messages, reply_format, budget, seed=TRIES * question.number + attempt)
             except JudgeLost as spent:
                 return spent
-            reply = read_vote(said.text, question.rubric, tokens.nonce, descending=question.descending)
+            reply = read_vote(completion.text, question.rubric, tokens.nonce, descending=question.descending)
             if isinstance(reply, Vote):
-                if self._deps.identity.vouches_for(said.identity):
+                if self._deps.identity.vouches_for(completion.identity):
                     self._deps.cache.put(question.key, reply)
                 return reply
-            reply = Fault.CUT if said.was_cut else reply
-        assert isinstance(reply, Fault)
+            reply = ReplyFault.CUT if completion.was_cut else reply
+        assert isinstance(reply, ReplyFault)
         return reply
 
     async def _call(
-        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: Budget, *, seed: int
+        self, messages: Sequence[Message], reply_format: ResponseFormat, budget: JudgeBudget, *, seed: int
     ) -> ChatReply:
         """One call, paid for; a call that was cut short is counted as if it had used all it might."""
         params = self.params
@@ -258,10 +258,10 @@ class Judge:
         await self._set_aside(most, budget)
         used = Spend()
         try:
-            async with self._seats:
+            async with self._permits:
                 used = most
-                said = await self._deps.endpoint.ask(call)
-                used = said.used or most
+                completion = await self._deps.endpoint.ask(call)
+                used = completion.used or most
         except JudgeUnavailable:
             used = Spend(calls=1)
             raise
@@ -270,12 +270,14 @@ class Judge:
             self._settled.set()
             self._settled.clear()
             self.budget.elsewhere = self._deps.record(self.budget.spent)
-        if self._deps.identity.observe(said.identity):
-            self.sound(Alarm(kind="model", aspect="", detail=f"the endpoint says that it is {said.identity!r} now"))
-        self._check_hold()  # whatever has come since an alarm may be of the model that raised it
-        return said
+        if self._deps.identity.observe(completion.identity):
+            self.sound(
+                Alarm(kind="model", aspect="", detail=f"the endpoint says that it is {completion.identity!r} now")
+            )
+        self._check_pause()  # whatever has come since an alarm may be of the model that raised it
+        return completion
 
-    async def _set_aside(self, most: Spend, budget: Budget) -> None:
+    async def _set_aside(self, most: Spend, budget: JudgeBudget) -> None:
         """Take out of the budget what a call may use, as soon as calls under way have left enough of it."""
         while not budget.reserve(most):
             if shortage := budget.shortage(most):
@@ -285,7 +287,7 @@ class Judge:
 
 
 def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
-    """Budget for one judgement on each aspect, of texts of full length that are English or code: one
+    """JudgeBudget for one judgement on each aspect, of texts of full length that are English or code: one
     call as dear as can be, which is what is set aside for the last of them, and of every other what it uses then.
     """
     judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)

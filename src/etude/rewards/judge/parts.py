@@ -23,7 +23,7 @@ from types import MappingProxyType
 
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
-from etude.rewards.judge.budget import Budget, BudgetLimit
+from etude.rewards.judge.budget import BudgetLimit, JudgeBudget
 from etude.rewards.judge.calibration import AgreementWatch, Alarm, Item
 from etude.rewards.judge.judge import Judge
 from etude.rewards.judge.prompts import About, JudgeInput, Rubric
@@ -38,7 +38,7 @@ BESIDE = (ADDRESSES_JUDGE, UNREADABLE)
 """Values that are recorded beside the aspects; no rubric may have such a name."""
 
 
-class DriftCheck:
+class CalibrationShiftCheck:
     """Judges calibration items again after every ``every`` judgements; 0: never.
 
     Items are drawn one by one, each as likely as any other, as the watch's bound on false alarms wants it: in the order
@@ -74,13 +74,17 @@ class JudgedParts:
     """Has finished rollouts judged, aspect by aspect."""
 
     def __init__(
-        self, judge: Judge, rubrics: Mapping[str, Rubric], allowance: BudgetLimit, drift: Mapping[str, DriftCheck]
+        self,
+        judge: Judge,
+        rubrics: Mapping[str, Rubric],
+        allowance: BudgetLimit,
+        shift_checks: Mapping[str, CalibrationShiftCheck],
     ) -> None:
         """``rubrics`` and ``drift`` by aspect; ``allowance`` is what one rollout may take."""
         self._judge = judge
         self._rubrics = rubrics
         self._allowance = allowance
-        self._drift = drift
+        self._shift_checks = shift_checks
 
     async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
         """Aspect → value from 0 to 1, as far as there is a verdict, and beside them what :data:`BESIDE` names.
@@ -89,23 +93,23 @@ class JudgedParts:
         """
         shown = {About.ANSWER: result.answer, About.TRANSCRIPT: transcript}
         budget = self._judge.budget.portion(self._allowance)
-        said = {aspect: rubric for aspect, rubric in self._rubrics.items() if shown[rubric.about].strip()}
-        values = dict.fromkeys(self._rubrics.keys() - said.keys(), 0.0)
+        shown_rubrics = {aspect: rubric for aspect, rubric in self._rubrics.items() if shown[rubric.about].strip()}
+        values = dict.fromkeys(self._rubrics.keys() - shown_rubrics.keys(), 0.0)
         votes = unreadable = 0
-        for aspect, rubric in said.items():
+        for aspect, rubric in shown_rubrics.items():
             judgement = await self._judged(rubric, task, shown[rubric.about], budget)
             votes += len(judgement.votes) + len(judgement.invalid)
             unreadable += len(judgement.invalid)
             value = 0.0 if judgement.is_declined else judgement.value
             if value is not None:
                 values[aspect] = value
-        addresses = any(signs_in(shown[about]) for about in {rubric.about for rubric in said.values()})
+        addresses = any(signs_in(shown[about]) for about in {rubric.about for rubric in shown_rubrics.values()})
         return values | {ADDRESSES_JUDGE: float(addresses), UNREADABLE: unreadable / max(1, votes)}
 
-    async def _judged(self, rubric: Rubric, task: Task, work: str, budget: Budget) -> Judgement:
+    async def _judged(self, rubric: Rubric, task: Task, work: str, budget: JudgeBudget) -> Judgement:
         judgement = await self._judge.judge(rubric, JudgeInput(task=task.prompt, work=work), budget)
-        if rubric.aspect in self._drift:
-            await self._drift[rubric.aspect].after_judgement(self._judge)
+        if rubric.aspect in self._shift_checks:
+            await self._shift_checks[rubric.aspect].after_judgement(self._judge)
         return judgement
 
 

@@ -47,7 +47,7 @@ from etude.types import Json
 ASPECT = re.compile(r"[a-z][a-z0-9_]{0,31}")
 """Name of an aspect: it names parts of rewards and files, and stands in prompts."""
 FEWEST_SCORES, MOST_SCORES = 2, 11
-"""A scale of one score says nothing; beyond eleven nobody, judge or human, tells neighbours apart."""
+"""A scale of one score says nothing; beyond eleven neither judge nor human tells neighbours apart."""
 LONGEST_TEXT = 2_000
 """Characters of a question or an anchor."""
 
@@ -172,7 +172,7 @@ SQUARE = re.compile(r"\[(?=/?[A-Za-z_]*[A-Z]{2})")
 
 def spelled(text: str) -> str:
     """The text with hidden characters spelled out and markers of roles broken."""
-    seen = UNUSUAL.sub(lambda found: _spell(found.group()), text)
+    seen = UNUSUAL.sub(lambda match: _spell(match.group()), text)
     return SQUARE.sub("[\\\\", ANGLE.sub("<\\\\", seen))
 
 
@@ -234,7 +234,7 @@ The score is one of {scores}, or null if the work cannot be judged on this aspec
 AGAIN = "\nYour reply to this question could not be read: {fault}. Reply with the JSON object alone."
 
 
-class Fault(StrEnum):
+class ReplyFault(StrEnum):
     """Reason why a reply cannot be read."""
 
     CUT = "it was cut before its end"
@@ -272,8 +272,8 @@ class Asking:
     """Characters that are shown of the task and of the work, each."""
     descending: bool = False
     """True: the scale is shown from best to worst. Every other vote sees it so, and the difference is measured."""
-    fault: Fault | None = None
-    """Fault of the reply to the same question before."""
+    fault: ReplyFault | None = None
+    """ReplyFault of the reply to the same question before."""
 
 
 def ask(rubric: Rubric, judged: JudgeInput, tokens: Tokens, asking: Asking) -> tuple[Message, ...]:
@@ -324,13 +324,13 @@ def prompt_digest() -> str:
     )
     judged = JudgeInput(task="a <|b|> [INST] \u200b｜", work="line\n" * 20)
     tokens = Tokens(mark="0" * 32, nonce="1" * 32)
-    faults: tuple[Fault | None, ...] = (None, *Fault)
-    asked = [
+    faults: tuple[ReplyFault | None, ...] = (None, *ReplyFault)
+    conversations = [
         ask(rubric, judged, tokens, Asking(limit=40, descending=descending, fault=fault))
         for descending in (False, True)
         for fault in faults
     ]
-    return hashlib.sha256(orjson.dumps([asked, schema(rubric)])).hexdigest()
+    return hashlib.sha256(orjson.dumps([conversations, schema(rubric)])).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

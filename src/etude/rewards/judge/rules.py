@@ -44,11 +44,11 @@ QUESTION = re.compile(
 
 def answer(question: str, rules: Mapping[str, Rule]) -> str:
     """The reply to a question. Raises ``ValueError`` for one that is not ours, or about an aspect without a rule."""
-    asked = QUESTION.match(question)
-    if asked is None or asked["aspect"] not in rules:
+    match = QUESTION.match(question)
+    if match is None or match["aspect"] not in rules:
         raise ValueError(f"expected a question about {', '.join(sorted(rules))}, as étude's judge asks them")
-    score, reason = rules[asked["aspect"]](_text(asked["task"]), _text(asked["work"]))
-    return orjson.dumps({"reason": reason, "score": score, "aspect": asked["aspect"], "nonce": asked["nonce"]}).decode()
+    score, reason = rules[match["aspect"]](_text(match["task"]), _text(match["work"]))
+    return orjson.dumps({"reason": reason, "score": score, "aspect": match["aspect"], "nonce": match["nonce"]}).decode()
 
 
 def rules_app(rules: Mapping[str, Rule], version: str) -> web.Application:
@@ -57,26 +57,26 @@ def rules_app(rules: Mapping[str, Rule], version: str) -> web.Application:
     async def complete(request: web.Request) -> web.Response:
         try:
             body = orjson.loads(await request.read())
-            said = answer(body["messages"][-1]["content"], rules)
+            summary = answer(body["messages"][-1]["content"], rules)
         except (ValueError, LookupError, TypeError) as error:
             return web.json_response({"error": {"code": "invalid_request", "message": str(error)}}, status=400)
         read = sum(len(message["content"].encode()) for message in body["messages"])
-        return web.json_response(_completion(said, read, version))
+        return web.json_response(_completion(summary, read, version))
 
     app = web.Application(client_max_size=LARGEST_REQUEST)
     app.router.add_post("/v1/chat/completions", complete)
     return app
 
 
-def _completion(said: str, read: int, version: str) -> Json:
+def _completion(summary: str, read: int, version: str) -> Json:
     """Bytes are counted as tokens."""
     return {
         "id": "chatcmpl-rules",
         "object": "chat.completion",
         "created": 0,
         "model": f"{MODEL}-{version}",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": read, "completion_tokens": len(said), "total_tokens": read + len(said)},
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": summary}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": read, "completion_tokens": len(summary), "total_tokens": read + len(summary)},
     }
 
 
@@ -113,13 +113,13 @@ def style(task: str, work: str) -> tuple[int, str]:
     prose = _without_expression(task, text)
     faults = [
         name
-        for name, found in (
+        for name, is_faulty in (
             ("it does not begin with a name and 'returns'", not OPENING.match(text)),
             ("it hedges or chats", HEDGE.search(prose)),
             ("it is ornamented", ORNAMENT.search(prose)),
             ("it is not one short line", "\n" in text or len(text) > LONGEST_LINE),
         )
-        if found
+        if is_faulty
     ]
     return max(STYLE_SCORES[0], STYLE_SCORES[1] - len(faults)), "; ".join(faults) or "plain and short"
 
@@ -130,10 +130,12 @@ def factuality(task: str, work: str) -> tuple[int, str]:
     if defined is None or not returned:
         return FACTUALITY_SCORES[0], "the task shows no function"
     names = defined[1] in WORDS.findall(work)
-    wanted, said = returned[-1].strip(), " ".join(work.split())
-    told = 2 if wanted in said else 1 if _shares_words(wanted, said) else 0
-    reason = f"the name is {'there' if names else 'missing'}, and of what it returns {('nothing', 'some', 'all')[told]}"
-    return FACTUALITY_SCORES[0] + names + told, reason
+    returned_text, summary = returned[-1].strip(), " ".join(work.split())
+    overlap = 2 if returned_text in summary else 1 if _shares_words(returned_text, summary) else 0
+    reason = (
+        f"the name is {'there' if names else 'missing'}, and of what it returns {('nothing', 'some', 'all')[overlap]}"
+    )
+    return FACTUALITY_SCORES[0] + names + overlap, reason
 
 
 SUMMARY_RULES: Mapping[str, Callable[[str, str], tuple[int, str]]] = MappingProxyType(
@@ -148,6 +150,6 @@ def _without_expression(task: str, text: str) -> str:
     return text
 
 
-def _shares_words(wanted: str, said: str) -> bool:
-    words = set(WORDS.findall(wanted))
-    return bool(words) and 2 * len(words & set(WORDS.findall(said))) >= len(words)
+def _shares_words(returned_text: str, summary: str) -> bool:
+    words = set(WORDS.findall(returned_text))
+    return bool(words) and 2 * len(words & set(WORDS.findall(summary))) >= len(words)

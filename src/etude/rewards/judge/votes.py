@@ -30,7 +30,7 @@ from pathlib import Path
 import orjson
 
 from etude.closing import Closing
-from etude.rewards.judge.prompts import KEYS, Fault, Rubric, TieRule
+from etude.rewards.judge.prompts import KEYS, ReplyFault, Rubric, TieRule
 from etude.types import Json
 
 LONGEST_REPLY = 20_000
@@ -54,41 +54,41 @@ class Vote:
     """True: it was shown the scale from best to worst."""
 
 
-def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | Fault:
+def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | ReplyFault:
     """The vote in a reply about ``rubric``, or why there is none. Raises nothing, whatever the reply."""
-    found = read_object(reply)
-    if isinstance(found, Fault):
-        return found
-    if found.keys() != KEYS or not isinstance(found["reason"], str):
-        return Fault.WRONG_KEYS
-    if found["nonce"] != nonce:
-        return Fault.WRONG_NONCE
-    if found["aspect"] != rubric.aspect:
-        return Fault.WRONG_ASPECT
-    score = found["score"]
+    fields = read_object(reply)
+    if isinstance(fields, ReplyFault):
+        return fields
+    if fields.keys() != KEYS or not isinstance(fields["reason"], str):
+        return ReplyFault.WRONG_KEYS
+    if fields["nonce"] != nonce:
+        return ReplyFault.WRONG_NONCE
+    if fields["aspect"] != rubric.aspect:
+        return ReplyFault.WRONG_ASPECT
+    score = fields["score"]
     if score is not None and (type(score) is not int or not rubric.lowest <= score <= rubric.highest):
-        return Fault.OFF_SCALE
-    return Vote(score=score, reason=found["reason"][:LONGEST_REASON], descending=descending)
+        return ReplyFault.OFF_SCALE
+    return Vote(score=score, reason=fields["reason"][:LONGEST_REASON], descending=descending)
 
 
-def read_object(reply: str) -> dict[str, Json] | Fault:
+def read_object(reply: str) -> dict[str, Json] | ReplyFault:
     """The one JSON object that a reply is, or why it is none; a key that stands twice is a fault."""
     if len(reply) > LONGEST_REPLY:
-        return Fault.TOO_LONG
+        return ReplyFault.TOO_LONG
     text = THOUGHTS.sub("", reply, count=1).strip() if THOUGHTS.match(reply) else reply.strip()
     wrapped = CODE_BLOCK.fullmatch(text)
     try:
-        found = json.loads(wrapped.group(1) if wrapped else text, object_pairs_hook=_once, parse_constant=_no_constant)
+        fields = json.loads(wrapped.group(1) if wrapped else text, object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return Fault.NOT_JSON
-    return found if isinstance(found, dict) else Fault.NOT_JSON
+        return ReplyFault.NOT_JSON
+    return fields if isinstance(fields, dict) else ReplyFault.NOT_JSON
 
 
 def _once(pairs: Sequence[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         raise ValueError("a key stands twice")
-    return found
+    return fields
 
 
 def _no_constant(name: str) -> Json:
@@ -106,7 +106,7 @@ class Judgement:
     """The score from 0 to 1."""
     votes: tuple[Vote, ...]
     """The readable ones."""
-    invalid: tuple[Fault, ...] = ()
+    invalid: tuple[ReplyFault, ...] = ()
     """Faults of the others."""
 
     @property
@@ -116,7 +116,7 @@ class Judgement:
         return 2 * blank > len(self.votes) + len(self.invalid)
 
 
-def tally(rubric: Rubric, replies: Sequence[Vote | Fault]) -> Judgement:
+def tally(rubric: Rubric, replies: Sequence[Vote | ReplyFault]) -> Judgement:
     """Count the replies of all votes that were asked for.
 
     There is a verdict where more than half of them gave a score, and the rubric's rule does not leave a tie open.
@@ -129,7 +129,7 @@ def tally(rubric: Rubric, replies: Sequence[Vote | Fault]) -> Judgement:
         score=score,
         value=None if score is None else rubric.value(score),
         votes=votes,
-        invalid=tuple(reply for reply in replies if isinstance(reply, Fault)),
+        invalid=tuple(reply for reply in replies if isinstance(reply, ReplyFault)),
     )
 
 

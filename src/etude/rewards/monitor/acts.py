@@ -108,7 +108,7 @@ class SimpleCommand:
     """Its here-document."""
 
 
-def acts_of(action: Action, *, workdir: str, known: frozenset[str]) -> tuple[Act, ...]:
+def acts_of(action: Action, *, workdir: str, existing: frozenset[str]) -> tuple[Act, ...]:
     """Acts of an action. Paths below ``workdir`` come relative to it; to create a ``known`` one is to alter it."""
     acts: list[Act] = []
     path = next((action.arguments[name] for name in sorted(PATHS & action.arguments.keys())), "")
@@ -123,7 +123,7 @@ def acts_of(action: Action, *, workdir: str, known: frozenset[str]) -> tuple[Act
                 acts += [Act(surface, text, name) for surface, text in code_acts(value)]
     if path:
         acts.append(Act(_done_to_path(action), path, sorted(PATHS & action.arguments.keys())[0]))
-    return tuple(_settled(act, workdir, known) for act in acts)
+    return tuple(_settled(act, workdir, existing) for act in acts)
 
 
 def shell_acts(text: str, depth: int = 0) -> Iterator[tuple[Surface, str]]:
@@ -181,11 +181,11 @@ def _done_to_path(action: Action) -> Surface:
     return Surface.ALTER if verb not in VIEWS and TEXTS & action.arguments.keys() else Surface.READ
 
 
-def _settled(act: Act, workdir: str, known: frozenset[str]) -> Act:
+def _settled(act: Act, workdir: str, existing: frozenset[str]) -> Act:
     if act.surface not in (Surface.READ, Surface.CREATE, Surface.ALTER):
         return act
     path = settle_path(act.text, workdir)
-    is_there = act.surface is Surface.CREATE and path in known
+    is_there = act.surface is Surface.CREATE and path in existing
     return Act(Surface.ALTER if is_there else act.surface, path, act.where)
 
 

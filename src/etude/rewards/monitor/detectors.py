@@ -3,7 +3,7 @@
 A pattern says on which surface of an action it is looked for (:class:`~etude.rewards.monitor.acts.Surface`) and what,
 found beside it, makes it harmless. Commands are matched from their start, paths and code anywhere. Each detector is
 tested with commands of both kinds: cheats, and honest ones that look alike. What lies between two words of a pattern is
-bounded, since whoever is looked at chooses the text.
+bounded, since the agent chooses the text.
 
 Sources of the ways: the leaks of SWE-bench (its issue 465), Multi-SWE-bench (70) and Commit0 (113) for git; the
 Composer 2.5 report for caches and byte code; ImpossibleBench (arXiv 2510.20270) for special cases and edited tests.

@@ -6,7 +6,7 @@
 
 A finding is a reason to look, never a proof: what follows from it is a policy's choice
 (:mod:`etude.rewards.score`). What leaves no trace in the words of a call, a program that reads a file under
-a computed name for instance, is not found here; hidden tests in a world of their own hold without this.
+a computed name for instance, is not found here; hidden tests in a sandbox of their own hold without this.
 
 Owns how patterns are applied, and the two detectors that need to know the task.
 """
@@ -49,14 +49,14 @@ class Scene:
 def scene_of(task: Task) -> Scene:
     """Scene of a task."""
     checks = task.checks
-    known = {*task.files, *(checks.files if isinstance(checks, TestChecks) else ())}
+    files = {*task.files, *(checks.files if isinstance(checks, TestChecks) else ())}
     if isinstance(checks, TestChecks):
-        known |= {node.partition("::")[0] for node in (*checks.must_pass, *checks.visible)}
+        files |= {node.partition("::")[0] for node in (*checks.must_pass, *checks.visible)}
     artefacts = checks.artefacts if isinstance(checks, TestChecks) else ()
     roots = {path.removeprefix("src/").partition("/")[0].removesuffix(".py") for path in artefacts}
     return Scene(
         workdir=task.environment.workdir if task.environment else WORKDIR,
-        files=frozenset(known),
+        files=frozenset(files),
         packages=frozenset(map(_canonical, roots - {"", ".", "src", "lib"})),
         visible=checks.visible if isinstance(checks, FunctionChecks) else (),
     )
@@ -74,9 +74,9 @@ def inspect(actions: Sequence[Action], scene: Scene) -> tuple[Finding, ...]:
 
 
 def _inspect_action(action: Action, scene: Scene) -> Iterator[Finding]:
-    for act in acts_of(action, workdir=scene.workdir, known=scene.files):
+    for act in acts_of(action, workdir=scene.workdir, existing=scene.files):
         for detector in DETECTORS:
-            match = next((found for clue in detector.clues if (found := _match(clue, act))), None)
+            match = next((match for clue in detector.clues if (match := _match(clue, act))), None)
             if match is not None:
                 yield _finding(detector.name, detector.severity, action, act, match[0])
         if act.surface is Surface.RUN and (name := _own_package(act.text, scene.packages)):
@@ -96,8 +96,8 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
     for case in cases:
         inputs = [literal for literal in map(_literal, case.arguments) if literal not in TRIVIAL]
         answer = _literal(case.expected)
-        together = [",".join(map(_literal, case.arguments))] if inputs and len(case.arguments) > 1 else []
-        for question in (*inputs, *together):
+        joined = [",".join(map(_literal, case.arguments))] if inputs and len(case.arguments) > 1 else []
+        for question in (*inputs, *joined):
             if _answers(bare, question, answer):
                 return question
             if question in bare and re.search(_table_row(question, answer), bare):
@@ -109,10 +109,12 @@ def special_case(code: str, cases: Sequence[Case]) -> str:
 def _answers(bare: str, question: str, answer: str) -> bool:
     """True if code without blanks compares with ``question`` and then returns ``answer``, both whole literals."""
     if question not in bare or f"return{answer}" not in bare:
-        return False  # nearly all code: cheaper to see than to compile two patterns that nobody asks for again
-    asked = rf"(?:==[\[(]?{re.escape(question)}(?![\d.])|(?<![\d.]){re.escape(question)}[\])]?==)"
-    told = rf"return{re.escape(answer)}"
-    return bool(re.search(rf"{asked}[^:]{{0,80}}:{told}(?![\w.+*/%-])|{told}if[^:]{{0,80}}{asked}", bare))
+        return False  # nearly all code: cheaper to see than to compile two patterns that are not used again
+    comparison = rf"(?:==[\[(]?{re.escape(question)}(?![\d.])|(?<![\d.]){re.escape(question)}[\])]?==)"
+    returned = rf"return{re.escape(answer)}"
+    return bool(
+        re.search(rf"{comparison}[^:]{{0,80}}:{returned}(?![\w.+*/%-])|{returned}if[^:]{{0,80}}{comparison}", bare)
+    )
 
 
 def _table_row(question: str, answer: str) -> str:

@@ -6,7 +6,7 @@ What Composer 2 had to add to its reward in the middle of its run (arXiv 2603.24
 created and left open, long thoughts smuggled into code comments, a collapse to the terminal alone; and what training on
 real users met with: broken calls, and questions where there was something to do.
 
-A term says how bad it is, from 0, so its weight is negative. Its exact definition is its docstring; whoever changes
+A term says how bad it is, from 0, so its weight is negative. Its exact definition is its docstring; a change of
 what it counts raises its version, and recipes that were written for the old one are refused. Each is a blunt measure
 that a model can learn to satisfy without being any better: small weights, and eyes on the rollouts.
 
@@ -47,14 +47,14 @@ THINKING = re.compile(
     r"ok(?:ay)?,? (?:so|now|let)\b|actually,|(?:first|now|next),? (?:i|let)\b|the user (?:wants|asked|said))",
     re.IGNORECASE,
 )
-"""Somebody who thinks aloud, in the first person or with himself; a variable ``i`` does not."""
+"""Words of thinking aloud, in the first person or to oneself; a variable ``i`` does not."""
 HEARD_NUMBER = re.compile(r"\s*\d+[\s:|→-]*")
 """Before a line of a file that a tool shows."""
 HEARD_MARK = re.compile(r"#+|//+|/\*+|<!--|--")
 """Before a comment in one."""
 QUESTION = re.compile(r"\?[\"'”’)\s*_`]*\Z")
 """The end of a text that asks."""
-FENCE = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
+CODE_BLOCK = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def observe(
 ) -> Conduct:
     """Facts of a rollout that terms use; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
     acting = [(index, turn) for index, turn in enumerate(turns) if turn.kind is TurnKind.ACT]
-    calls = [(index, read_calls(turn.said, bare_shell=bare_shell)) for index, turn in acting]
+    calls = [(index, read_calls(turn.text, bare_shell=bare_shell)) for index, turn in acting]
     actions = [Action(tool=tool, arguments=given, turn=index) for index, made in calls for tool, given in made]
     return Conduct(
         counts=counts,
@@ -124,7 +124,7 @@ def observe(
         tools=Counter(action.tool for action in actions),
         written=_written(actions, turns),
         acting_turns=len(acting),
-        asking_turns=sum(not made and _asks(turns[index].said) for index, made in calls),
+        asking_turns=sum(not made and _asks(turns[index].text) for index, made in calls),
         sampled_tokens=sampled_tokens,
     )
 
@@ -200,34 +200,34 @@ TERMS: Mapping[str, Term] = MappingProxyType(
 """Name behind ``behaviour.`` → the term."""
 
 
-def _asks(said: str) -> bool:
-    text = FENCE.sub("", THOUGHTS.sub("", said)).strip()
+def _asks(text: str) -> bool:
+    text = CODE_BLOCK.sub("", THOUGHTS.sub("", text)).strip()
     return bool(QUESTION.search(text[-COMMENT_LETTERS:]))
 
 
 def _written(actions: Sequence[Action], turns: Sequence[SpokenTurn]) -> Written:
     """Everything that was written, added up."""
     code = comments = docstrings = thinking = heard = 0
-    known: set[str] = set()
+    seen: set[str] = set()
     for action in actions:
         for turn in turns[heard : action.turn + 1]:
-            known.update(_shown(turn.heard))
+            seen.update(_shown(turn.heard))
         heard = action.turn + 1
         for text, suffix in _texts(action):
             prose = read_prose(text, suffix)
-            said = [line for line in prose.comments if line not in known]
-            explained = [line for line in prose.docstrings if line not in known]
+            comment_lines = [line for line in prose.comments if line not in seen]
+            explained = [line for line in prose.docstrings if line not in seen]
             code += prose.code_lines
-            comments += _lines(said)
+            comments += _lines(comment_lines)
             docstrings += _lines(explained)
-            thinking += _lines([line for line in (*said, *explained) if THINKING.search(line)])
-            known.update(said, explained)
+            thinking += _lines([line for line in (*comment_lines, *explained) if THINKING.search(line)])
+            seen.update(comment_lines, explained)
     return Written(code_lines=code, comment_lines=comments, docstring_lines=docstrings, thinking_lines=thinking)
 
 
 def _texts(action: Action) -> Iterator[tuple[str, str]]:
     """The program texts that an action writes or runs, with the suffix of their file; Python where there is none."""
-    acts = acts_of(action, workdir=WORKDIR, known=frozenset())
+    acts = acts_of(action, workdir=WORKDIR, existing=frozenset())
     path = next((act.text for act in acts if act.where in PATHS), "")
     for act in acts:
         if act.surface is Surface.CODE and (path or act.where not in TEXTS):

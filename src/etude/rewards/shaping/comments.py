@@ -131,31 +131,31 @@ def _by_marks(lines: Sequence[str], marks: Marks) -> Prose:
     code, inside = 0, False
     comments: list[str] = []
     for line in lines:
-        program, said, inside = _divide(line, marks, inside)
+        program, comment, inside = _divide(line, marks, inside)
         code += bool(program.strip())
-        comments += said
+        comments += comment
     return Prose(code_lines=code, comments=_for_people(comments))
 
 
 def _divide(line: str, marks: Marks, inside: bool) -> tuple[str, list[str], bool]:
     """Split a line: its program, its comments, and whether the last comment goes on."""
     masked = QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
-    program, said, place = "", list[str](), 0
+    program, comment, place = "", list[str](), 0
     while place < len(line):
         if inside:
             end = line.find(marks.closing, place)
             inside, stop = end < 0, len(line) if end < 0 else end
-            said.append(line[place:stop])
+            comment.append(line[place:stop])
             place = stop + len(marks.closing)
             continue
         start, mark = _next_mark(masked, place, marks)
         program += line[place:start]
         place = start + len(mark)
         if mark in marks.lines:
-            said.append(line[place:])
+            comment.append(line[place:])
             break
         inside = bool(mark)
-    return program, said, inside
+    return program, comment, inside
 
 
 def _next_mark(masked: str, place: int, marks: Marks) -> tuple[int, str]:
@@ -163,12 +163,12 @@ def _next_mark(masked: str, place: int, marks: Marks) -> tuple[int, str]:
 
     A mark begins the line or stands behind white space: what it is in a URL or in a word is no comment.
     """
-    found = [
+    marks_found = [
         (start, mark)
         for mark in (*marks.lines, marks.opening)
         if mark and (start := masked.find(mark, place)) >= 0 and (start == 0 or masked[start - 1].isspace())
     ]
-    return min(found, default=(len(masked), ""))
+    return min(marks_found, default=(len(masked), ""))
 
 
 def _for_people(comments: Sequence[str]) -> tuple[str, ...]:

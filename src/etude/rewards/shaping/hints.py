@@ -49,7 +49,7 @@ class Rule:
 
     def applies(self, turn: SpokenTurn) -> bool:
         """True for a turn that makes the mistake."""
-        return self.pattern.search(turn.said if self.where == "said" else turn.answered) is not None
+        return self.pattern.search(turn.text if self.where == "said" else turn.answered) is not None
 
 
 def _answered(name: str, observation: str, text: str) -> Rule:
@@ -151,8 +151,8 @@ def chosen(hints: Iterable[Hint], teachable: set[int], most: int) -> tuple[Hint,
     for hint in hints:
         if hint.turn in teachable:
             by_turn.setdefault(hint.turn, hint)
-    kept = (by_turn[turn] for turn in sorted(by_turn)[:most])
-    return tuple(Hint(turn=hint.turn, text=hint.text[:HINT_CHARACTERS], source=hint.source) for hint in kept)
+    first_hints = (by_turn[turn] for turn in sorted(by_turn)[:most])
+    return tuple(Hint(turn=hint.turn, text=hint.text[:HINT_CHARACTERS], source=hint.source) for hint in first_hints)
 
 
 def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
@@ -167,4 +167,4 @@ def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
 
 def page(turn: SpokenTurn) -> str:
     """A turn as a hint provider reads it."""
-    return attributed(heard=turn.heard, said=turn.said, answered=turn.answered)
+    return attributed(heard=turn.heard, said=turn.text, answered=turn.answered)

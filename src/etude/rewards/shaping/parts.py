@@ -86,16 +86,16 @@ def to_json(spec: RewardSpec) -> bytes:
 
 def differences(before: RewardSpec, now: RewardSpec) -> list[str]:
     """Changes from one reward to another, as text."""
-    said = [f"{name!r} is gone" for name in sorted(before.keys() - now.keys())]
-    said += [f"{name!r} is new" for name in sorted(now.keys() - before.keys())]
+    lines = [f"{name!r} is gone" for name in sorted(before.keys() - now.keys())]
+    lines += [f"{name!r} is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):
         old, new = before[name], now[name]
-        said += [
+        lines += [
             f"{name!r} has {key} = {new.get(key)!r} instead of {old.get(key)!r}"
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key)
         ]
-    return said
+    return lines
 
 
 def mean_parts(groups: Iterable[Group]) -> dict[str, float]:

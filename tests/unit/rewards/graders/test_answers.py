@@ -31,8 +31,8 @@ def test_any_other_words_are_worth_nothing(answer: str) -> None:
 
 
 def test_an_answer_that_was_not_given_is_none() -> None:
-    found = grade("tax 42 fee 17", reason="turns")
-    assert found == Grade(value=0.0, parts={"submitted": 0.0, "wrong": 0.0, "facts_answered": 1.0})
+    results = grade("tax 42 fee 17", reason="turns")
+    assert results == Grade(value=0.0, parts={"submitted": 0.0, "wrong": 0.0, "facts_answered": 1.0})
 
 
 def test_half_an_answer_shows_in_its_parts() -> None:

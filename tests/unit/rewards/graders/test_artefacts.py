@@ -110,10 +110,10 @@ def test_in_the_end_the_ground_is_as_it_was_and_the_rest_is_the_agents(
     original: list[Entry], agents: list[Entry]
 ) -> None:
     result = carried(original, agents)
-    world = {entry.name: entry for entry in original if entry.name not in result.removed}
-    world |= {entry.name: entry for entry in result.entries}
+    sandbox = {entry.name: entry for entry in original if entry.name not in result.removed}
+    sandbox |= {entry.name: entry for entry in result.entries}
     for name in {entry.name for entry in (*original, *agents)}:
         mine = original if GROUND.holds(name) or name in GROUND.ancestors else agents
         if name in GROUND.ancestors:
             continue  # a file where a folder of the tests has to be
-        assert world.get(name) == next((entry for entry in mine if entry.name == name), None)
+        assert sandbox.get(name) == next((entry for entry in mine if entry.name == name), None)

@@ -13,7 +13,7 @@ from bench.grading.bench import TOOLS, runner_layer
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult, Grade, HarnessResult
 from etude.rewards.graders.hidden_tests import Findings, HiddenTestGrader
-from etude.rewards.graders.test_runs import ENDED, STARTED, HiddenTestPlan, Report, Run
+from etude.rewards.graders.test_runs import ENDED, STARTED, HiddenTestPlan, HiddenTestRun, Report
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.images.archives import write_archive
@@ -171,8 +171,8 @@ def test_what_was_too_much_from_the_start_is_our_fault(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"command": ("python3", "-m", "no_such_runner")}, "do not run in a world that nobody has touched"),
-        ({"must_pass": (*NODES[:2], "tests/test_half.py::test_gone")}, "do not run in a world"),
+        ({"command": ("python3", "-m", "no_such_runner")}, "do not run in an untouched sandbox"),
+        ({"must_pass": (*NODES[:2], "tests/test_half.py::test_gone")}, "do not run in an untouched sandbox"),
         (
             {"files": {"tests/test_half.py": ROWS}, "must_pass": (f"{NODES[0]}[7]",), "about": 1, "probes": ()},
             "none of its tests can have a canary",
@@ -191,7 +191,7 @@ def test_right_work_on_a_slow_machine_is_given_more_time(bench: Bench) -> None:
 
 
 def test_a_machine_that_is_far_too_slow_is_our_fault(bench: Bench) -> None:
-    with pytest.raises(SandboxError, match=r"do not run in a world(.|\n)*raise rollouts\.grading_timeout_s"):
+    with pytest.raises(SandboxError, match=r"do not run in an untouched(.|\n)*raise rollouts\.grading_timeout_s"):
         bench.grade({"pkg/half.py": RIGHT}, task=with_checks(timeout_s=0.002), slack_s=0.02)
 
 
@@ -201,9 +201,9 @@ def test_work_that_hangs_is_the_agents_fault(bench: Bench) -> None:
 
 
 def test_services_need_a_provider_that_has_them(bench: Bench) -> None:
-    world = EnvironmentSpec(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
+    sandbox = EnvironmentSpec(image="pytest", services=(Service(kind=ServiceKind.REDIS),))
     with pytest.raises(Unsupported, match="ServicedSandboxes"):
-        bench.grade({}, task=dataclasses.replace(TASK, environment=world))
+        bench.grade({}, task=dataclasses.replace(TASK, environment=sandbox))
 
 
 def test_other_tasks_are_refused(bench: Bench) -> None:
@@ -230,7 +230,7 @@ class Stage(FakeSandboxes):
         self.given.append(timeout_s)
         seconds = next(self._seconds)
         timed_out = seconds > timeout_s
-        marks = [] if timed_out else [Run(command=(), paths=(), secret=secret)._mark(name) for name in names]
+        marks = [] if timed_out else [HiddenTestRun(command=(), paths=(), secret=secret)._mark(name) for name in names]
         return ExecResult(
             exit_code=0,
             stdout="\n".join(marks),
@@ -285,8 +285,8 @@ def test_time_is_given_to_the_task_whose_tests_need_it_and_only_as_long_as_they_
             (slow, [40, longest_s]),  # remembered
         ):
             stage.given.clear()
-            world = await stage.create(task.files)
-            reward = await grader.grade(task, world, HarnessResult(reason="submit", counts={}))
+            sandbox = await stage.create(task.files)
+            reward = await grader.grade(task, sandbox, HarnessResult(reason="submit", counts={}))
             assert (reward.value, stage.given) == (0.0, given)
 
     asyncio.run(act())

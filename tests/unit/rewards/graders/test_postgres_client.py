@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from databases import temporary_postgres
-from etude.rewards.graders.postgres_client import LATE, LOST, ROWS_BYTES, Step, answer
+from etude.rewards.graders.postgres_client import LATE, LOST, ROWS_BYTES, QueryStep, answer
 from etude.rewards.graders.queries import PINNED
 
 
@@ -62,7 +62,7 @@ def test_a_server_that_is_not_there_is_lost(tmp_path: Path) -> None:
     assert answer(str(tmp_path), _step("SELECT 1"))["state"] == LOST
 
 
-def _step(script: str, *, timeout_s: float = 10.0) -> Step:
+def _step(script: str, *, timeout_s: float = 10.0) -> QueryStep:
     return {
         "user": "app",
         "database": "app",

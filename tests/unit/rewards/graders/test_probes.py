@@ -69,7 +69,7 @@ class NoPython:
         return ExecResult(exit_code=127, stdout="", stderr="not found", timed_out=False, truncated=False, seconds=0.0)
 
 
-def test_a_world_without_an_interpreter_is_our_fault() -> None:
+def test_a_sandbox_without_an_interpreter_is_our_fault() -> None:
     sandbox: Sandbox = NoPython()  # type: ignore[assignment]  # only exec is called
     with pytest.raises(SandboxError, match="not found"):
         asyncio.run(check_interpreter(sandbox))

@@ -14,8 +14,8 @@ from etude.errors import SandboxError
 from etude.protocols import Grade, HarnessResult
 from etude.rewards.graders.postgres_client import LATE, LOST
 from etude.rewards.graders.queries import (
+    MigrationResult,
     QueryGrader,
-    Verdict,
     check_ours,
     is_right,
     judge,
@@ -162,7 +162,7 @@ def server(postgresql: None) -> Iterator[Path]:
         yield folder
 
 
-def found(server: Path, problem: Problem, migration: str) -> tuple[Verdict, int]:
+def results(server: Path, problem: Problem, migration: str) -> tuple[MigrationResult, int]:
     """The verdict on a migration, and how many answers would be right."""
     task = migration_task(problem, "x", Split.TRAIN)
     assert task.environment is not None
@@ -173,14 +173,14 @@ def found(server: Path, problem: Problem, migration: str) -> tuple[Verdict, int]
 
 @pytest.mark.parametrize("migration", NOT_APPLIED.values(), ids=NOT_APPLIED)
 def test_what_its_role_may_not_do_is_not_applied(server: Path, migration: str) -> None:
-    result, _ = found(server, NAMES, migration)
+    result, _ = results(server, NAMES, migration)
     assert not result.applied
     assert not result.right
 
 
 @pytest.mark.parametrize(("problem", "migration"), WRONG_AFTER.values(), ids=WRONG_AFTER)
 def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: Problem, migration: str) -> None:
-    result, asked = found(server, problem, migration)
+    result, asked = results(server, problem, migration)
     assert result.applied
     assert result.right < asked
 
@@ -198,8 +198,8 @@ def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: Probl
     ],
 )
 def test_settings_that_a_migration_leaves_do_not_change_the_answers(server: Path, settings: str) -> None:
-    result, asked = found(server, SUMS, f"{SUMS.reference}{settings};")
-    assert result == Verdict(True, asked, False)
+    result, asked = results(server, SUMS, f"{SUMS.reference}{settings};")
+    assert result == MigrationResult(True, asked, False)
 
 
 def answered(state: str = "", rows: list[Any] | None = None, done: int = 2, **rest: Any) -> dict[str, Any]:
@@ -218,10 +218,10 @@ RIGHT = [answered(), answered(), answered(rows=[[1]]), answered("23505", done=2)
 
 
 def test_a_verdict_counts_the_right_answers() -> None:
-    assert judge(CHECKS, RIGHT) == Verdict(True, 2, False)
-    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[2]]), RIGHT[3]]) == Verdict(True, 1, False)
-    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[True]]), RIGHT[3]]) == Verdict(True, 1, False)
-    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[1]], cut=True), RIGHT[3]]) == Verdict(True, 1, False)
+    assert judge(CHECKS, RIGHT) == MigrationResult(True, 2, False)
+    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[2]]), RIGHT[3]]) == MigrationResult(True, 1, False)
+    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[True]]), RIGHT[3]]) == MigrationResult(True, 1, False)
+    assert judge(CHECKS, [*RIGHT[:2], answered(rows=[[1]], cut=True), RIGHT[3]]) == MigrationResult(True, 1, False)
 
 
 def test_an_error_of_the_setup_is_not_the_one_that_was_asked_for() -> None:
@@ -235,11 +235,11 @@ def test_an_error_of_the_setup_is_not_the_one_that_was_asked_for() -> None:
 @pytest.mark.parametrize("state", [LOST, "57P01", "57P02", "57P03"])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_server_that_dies_under_a_migration_is_neither_applied_nor_ours(state: str, place: int) -> None:
-    assert judge(CHECKS, [*RIGHT[:place], answered(state), *RIGHT[place + 1 :]]) == Verdict(False, 0, True)
+    assert judge(CHECKS, [*RIGHT[:place], answered(state), *RIGHT[place + 1 :]]) == MigrationResult(False, 0, True)
 
 
 def test_no_answer_at_all_is_a_server_that_died() -> None:
-    assert judge(CHECKS, None) == judge(CHECKS, []) == Verdict(False, 0, True)
+    assert judge(CHECKS, None) == judge(CHECKS, []) == MigrationResult(False, 0, True)
 
 
 def test_answers_that_cannot_be_read_are_none() -> None:
@@ -249,9 +249,9 @@ def test_answers_that_cannot_be_read_are_none() -> None:
 
 
 def test_a_migration_that_fails_or_is_unfinished_is_not_applied() -> None:
-    assert judge(CHECKS, [answered("42601")]) == Verdict(False, 0, False)
-    assert judge(CHECKS, [answered(LATE)]) == Verdict(False, 0, False)
-    assert judge(CHECKS, [answered(open=True), *RIGHT[1:]]) == Verdict(False, 0, False)
+    assert judge(CHECKS, [answered("42601")]) == MigrationResult(False, 0, False)
+    assert judge(CHECKS, [answered(LATE)]) == MigrationResult(False, 0, False)
+    assert judge(CHECKS, [answered(open=True), *RIGHT[1:]]) == MigrationResult(False, 0, False)
 
 
 def test_steps_of_ours_that_fail_are_no_verdict() -> None:

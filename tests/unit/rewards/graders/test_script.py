@@ -19,7 +19,7 @@ from etude.rewards.graders.script import (
     REWARD_LIMIT_CHARACTERS,
     REWARD_TEXT,
     ScriptGrader,
-    Verdict,
+    VerifierReward,
     read_reward,
 )
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes
@@ -42,14 +42,14 @@ ANSWERED = "grep -qx yes answer.txt && r=1 || r=0\necho $r > /logs/verifier/rewa
 @pytest.mark.parametrize(
     ("json_text", "text", "verdict"),
     [
-        (None, "1", Verdict(value=1.0, parts={})),
-        (None, " 0.25\n", Verdict(value=0.25, parts={})),
-        ("0.5", "1", Verdict(value=0.5, parts={})),
-        ('{"reward": 1, "style": 0.5}', None, Verdict(value=1.0, parts={"style": 0.5})),
-        ('{"passed": 0.75}', None, Verdict(value=0.75, parts={"passed": 0.75})),
+        (None, "1", VerifierReward(value=1.0, parts={})),
+        (None, " 0.25\n", VerifierReward(value=0.25, parts={})),
+        ("0.5", "1", VerifierReward(value=0.5, parts={})),
+        ('{"reward": 1, "style": 0.5}', None, VerifierReward(value=1.0, parts={"style": 0.5})),
+        ('{"passed": 0.75}', None, VerifierReward(value=0.75, parts={"passed": 0.75})),
     ],
 )
-def test_a_reward_is_a_number_or_named_ones(json_text: str | None, text: str | None, verdict: Verdict) -> None:
+def test_a_reward_is_a_number_or_named_ones(json_text: str | None, text: str | None, verdict: VerifierReward) -> None:
     assert read_reward(json_text, text) == verdict
 
 
@@ -261,7 +261,7 @@ def test_honest_work_passes_and_none_fails(court: Court) -> None:
     assert (reward.value, reward.parts) == (1.0, {"verified": 1.0, "submitted": 1.0})
 
 
-def test_the_world_is_judged_however_the_agent_stopped(court: Court) -> None:
+def test_the_sandbox_is_graded_however_the_agent_stopped(court: Court) -> None:
     reward = court.judge(task_of(ANSWERED), "echo yes > answer.txt", HarnessResult(reason="turns", counts={}))
     assert (reward.value, reward.parts["submitted"]) == (1.0, 0.0)
 
@@ -288,10 +288,10 @@ def test_only_declared_artefacts_are_carried(court: Court) -> None:
     assert court.judge(task_of(script, artefacts=("out", "missing")), work).value == 1.0
 
 
-def test_the_verifier_is_never_in_the_agents_world(court: Court) -> None:
+def test_the_verifier_is_never_in_the_agents_sandbox(court: Court) -> None:
     async def look(sandbox: Sandbox) -> None:
-        found = await sandbox.exec(["sh", "-c", "ls -d /tests /logs /solution; find / -name test.sh 2>/dev/null"])
-        assert found.stdout == ""
+        results = await sandbox.exec(["sh", "-c", "ls -d /tests /logs /solution; find / -name test.sh 2>/dev/null"])
+        assert results.stdout == ""
 
     court.judge(task_of(ANSWERED), look)
 

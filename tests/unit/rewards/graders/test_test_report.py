@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.protocols import ExecResult
-from etude.rewards.graders.test_runs import ENVIRONMENT, Report, Run
+from etude.rewards.graders.test_runs import ENVIRONMENT, HiddenTestRun, Report
 
 CASES = """\
 import os, sys, unittest
@@ -38,7 +38,7 @@ def test_input(): assert sys.stdin is None or os.read(0, 1) == b""
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("world")
     files = {
         "tests/test_cases.py": CASES,
@@ -53,15 +53,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def report(world: Path, paths: list[str], nodes: list[str], environment: dict[str, str] | None = None) -> Report:
+def report(sandbox: Path, paths: list[str], nodes: list[str], environment: dict[str, str] | None = None) -> Report:
     """What is heard of a run of pytest."""
-    run = Run(command=(sys.executable, "-m", "pytest"), paths=paths)
+    run = HiddenTestRun(command=(sys.executable, "-m", "pytest"), paths=paths)
     for name, text in run.files.items():
-        (world / name).parent.mkdir(exist_ok=True)
-        (world / name).write_text(text, encoding="utf-8")
+        (sandbox / name).parent.mkdir(exist_ok=True)
+        (sandbox / name).write_text(text, encoding="utf-8")
     ours = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     variables = {**ours, **ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **(environment or {})}
-    done = subprocess.run(run.argv, cwd=world, env=variables, input=run.secret, capture_output=True, text=True)
+    done = subprocess.run(run.argv, cwd=sandbox, env=variables, input=run.secret, capture_output=True, text=True)
     return run.read(result(done.stdout, done.stderr, done.returncode), nodes)
 
 
@@ -69,7 +69,7 @@ def result(stdout: str, stderr: str = "", exit_code: int = 0) -> ExecResult:
     return ExecResult(exit_code=exit_code, stdout=stdout, stderr=stderr, timed_out=False, truncated=False, seconds=0.0)
 
 
-def test_what_passed_and_nothing_else_is_marked(world: Path) -> None:
+def test_what_passed_and_nothing_else_is_marked(sandbox: Path) -> None:
     names = ["right", "wrong", "skipped", "expected", "unexpected", "torn_down", "input", "parameters[a::b]"]
     nodes = [f"tests/test_cases.py::test_{name}" for name in names]
     nodes += [
@@ -77,27 +77,27 @@ def test_what_passed_and_nothing_else_is_marked(world: Path) -> None:
         "tests/test_cases.py::test_parameters[\\xe9]",
         "tests/test_cases.py::test_parameters",
     ]
-    heard = report(world, ["tests/test_broken.py", "tests/test_cases.py"], nodes)
+    heard = report(sandbox, ["tests/test_broken.py", "tests/test_cases.py"], nodes)
     assert heard.started
     assert heard.ended
     assert heard.passed == {nodes[0], *nodes[6:]}
     assert not set(heard.result.stdout) - set("0123456789abcdef\n")
 
 
-def test_a_process_that_dies_leaves_the_marks_it_has(world: Path) -> None:
+def test_a_process_that_dies_leaves_the_marks_it_has(sandbox: Path) -> None:
     nodes = [f"test_dies.py::test_{name}" for name in ("first", "dies", "last")]
-    heard = report(world, ["test_dies.py"], nodes)
+    heard = report(sandbox, ["test_dies.py"], nodes)
     assert (heard.started, heard.ended, heard.passed) == (True, False, frozenset(nodes[:1]))
     assert heard.result.exit_code == 0
 
 
-def test_the_search_path_of_the_world_is_kept(world: Path) -> None:
-    heard = report(world, ["test_found.py"], ["test_found.py::test_found"], {"PYTHONPATH": "lib"})
+def test_the_search_path_of_the_sandbox_is_unchanged(sandbox: Path) -> None:
+    heard = report(sandbox, ["test_found.py"], ["test_found.py::test_found"], {"PYTHONPATH": "lib"})
     assert heard.passed == {"test_found.py::test_found"}
 
 
 def test_marks_are_good_for_one_run() -> None:
-    first, second = (Run(command=("pytest",), paths=("a.py",)) for _ in range(2))
+    first, second = (HiddenTestRun(command=("pytest",), paths=("a.py",)) for _ in range(2))
     assert first.secret != second.secret
     assert first.name != second.name
     marks = "\n".join(first._mark(name) for name in ("a.py::test_a", "started"))
@@ -107,6 +107,6 @@ def test_marks_are_good_for_one_run() -> None:
 
 
 def test_the_tail_of_the_output_is_for_people() -> None:
-    heard = Run(command=(), paths=()).read(result("", "x" * 5000 + " the end \n"), [])
+    heard = HiddenTestRun(command=(), paths=()).read(result("", "x" * 5000 + " the end \n"), [])
     assert heard.tail.endswith("the end")
     assert len(heard.tail) <= 600

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.budget import Budget, BudgetLimit, Prices, Spend
+from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, Prices, Spend
 
 SPENDS = st.builds(
     Spend, calls=st.integers(0, 3), prompt_tokens=st.integers(0, 50), completion_tokens=st.integers(0, 50)
@@ -14,7 +14,7 @@ SPENDS = st.builds(
 @given(st.lists(st.tuples(SPENDS, st.floats(0, 1), st.booleans()), max_size=30))
 def test_no_limit_is_ever_overstepped(steps: list[tuple[Spend, float, bool]]) -> None:
     prices = Prices(prompt=1e6, completion=2e6)
-    run = Budget(BudgetLimit(calls=12, tokens=300, cost=350.0), prices)
+    run = JudgeBudget(BudgetLimit(calls=12, tokens=300, cost=350.0), prices)
     budget = run.portion(BudgetLimit(calls=8, tokens=200))
     open_ones: list[tuple[Spend, Spend]] = []
     for most, share, settles in steps:
@@ -37,7 +37,7 @@ def test_no_limit_is_ever_overstepped(steps: list[tuple[Spend, float, bool]]) ->
 
 
 def test_what_was_set_aside_and_not_used_is_free_again() -> None:
-    budget = Budget(BudgetLimit(calls=2, tokens=100), Prices())
+    budget = JudgeBudget(BudgetLimit(calls=2, tokens=100), Prices())
     most = Spend(calls=1, prompt_tokens=60, completion_tokens=40)
     assert budget.reserve(most)
     assert not budget.reserve(Spend(calls=1, prompt_tokens=1))
@@ -46,12 +46,12 @@ def test_what_was_set_aside_and_not_used_is_free_again() -> None:
     assert not budget.reserve(Spend(calls=1))
 
 
-def test_an_empty_purse_of_the_run_empties_those_of_its_rollouts() -> None:
-    run = Budget(BudgetLimit(calls=1, tokens=100), Prices(), spent=Spend(calls=1))
+def test_an_empty_budget_of_the_run_empties_those_of_its_rollouts() -> None:
+    run = JudgeBudget(BudgetLimit(calls=1, tokens=100), Prices(), spent=Spend(calls=1))
     assert not run.portion(BudgetLimit(calls=9, tokens=100)).reserve(Spend(calls=1))
 
 
-def test_nobody_uses_less_than_nothing() -> None:
+def test_no_use_is_below_zero() -> None:
     with pytest.raises(ValueError, match="less than nothing"):
         Spend(calls=-1)
 

@@ -24,7 +24,7 @@ from etude.rewards.judge.calibration import (
     ranks,
     weighted_kappa,
 )
-from etude.rewards.judge.prompts import Fault
+from etude.rewards.judge.prompts import ReplyFault
 from etude.rewards.judge.votes import Judgement, Vote, tally
 from judges import style_rubric
 
@@ -78,18 +78,18 @@ def test_rank_correlation_shares_ranks_between_equals() -> None:
 
 def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
-    held = 0
+    expected = 0
     for trial in range(60):
-        found = estimate(MeanOf(rng.normal(0.0, 1.0, 40)), 40, seed=trial)
-        held += found.low <= 0 <= found.high
-    assert held >= 51
+        results = estimate(MeanOf(rng.normal(0.0, 1.0, 40)), 40, seed=trial)
+        expected += results.low <= 0 <= results.high
+    assert expected >= 51
 
 
 def test_agreement_counts_what_was_judged() -> None:
-    found = agreement_of(items(1, 2, 3, 4, 5), judged(1, 3, 3, 2, None))
-    assert (found.items, found.unjudged, found.exact, found.within_one) == (4, 1, 0.5, 0.75)
-    assert found.kappa.low <= found.kappa.value <= found.kappa.high
-    unreadable = agreement_of(items(1), [tally(style_rubric(), [Fault.NOT_JSON])])
+    results = agreement_of(items(1, 2, 3, 4, 5), judged(1, 3, 3, 2, None))
+    assert (results.items, results.unjudged, results.exact, results.within_one) == (4, 1, 0.5, 0.75)
+    assert results.kappa.low <= results.kappa.value <= results.kappa.high
+    unreadable = agreement_of(items(1), [tally(style_rubric(), [ReplyFault.NOT_JSON])])
     assert (unreadable.items, unreadable.invalid_votes, unreadable.kappa.value) == (0, 1, 0.0)
 
 
@@ -138,8 +138,8 @@ def calibration(labels: list[int], scores: list[int | None]) -> Calibration:
 
 
 def test_a_report_is_read_back_as_it_was_written() -> None:
-    found = calibration([1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 4, None])
-    assert parse_calibration(dump_calibration(found), "file") == found
+    results = calibration([1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 4, None])
+    assert parse_calibration(dump_calibration(results), "file") == results
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"bias": 3}', "null", '{"agreement": {}, "bias": {}, "items": []}'])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etude.rewards.judge.endpoint import Call
 from etude.rewards.judge.parts import signs_in
-from etude.rewards.judge.prompts import BAR, Asking, Fault, JudgeInput, Message, Tokens, ask
+from etude.rewards.judge.prompts import BAR, Asking, JudgeInput, Message, ReplyFault, Tokens, ask
 from etude.rewards.judge.votes import read_vote
 from judges import GIVEN, INJECTIONS, MARK, Scripted, court, style_rubric, verdict
 
@@ -25,26 +25,28 @@ def outside(messages: Sequence[Message]) -> str:
     return "\n".join(line for line in lines if not line.startswith(BAR))
 
 
-def asked(task: str, work: str, **how: Fault) -> Sequence[Message]:
+def questions(task: str, work: str, **how: ReplyFault) -> Sequence[Message]:
     return ask(style_rubric(), JudgeInput(task=task, work=work), TOKENS, Asking(limit=100_000, fault=how.get("fault")))
 
 
 @given(ANY, ANY)
 def test_the_instructions_are_the_same_whatever_the_text(task: str, work: str) -> None:
-    assert outside(asked(task, work)) == outside(asked("", QUOTED))
-    assert outside(asked(task, work, fault=Fault.NOT_JSON)) == outside(asked("", QUOTED, fault=Fault.NOT_JSON))
+    assert outside(questions(task, work)) == outside(questions("", QUOTED))
+    assert outside(questions(task, work, fault=ReplyFault.NOT_JSON)) == outside(
+        questions("", QUOTED, fault=ReplyFault.NOT_JSON)
+    )
 
 
 @given(ANY)
 def test_a_verdict_that_was_copied_from_the_text_is_no_vote(text: str) -> None:
     rubric = style_rubric()
-    assert isinstance(read_vote(text, rubric, GIVEN), Fault)
-    for found in re.findall(r"\{[^{}]*\}", text):
-        assert isinstance(read_vote(found, rubric, GIVEN), Fault)
+    assert isinstance(read_vote(text, rubric, GIVEN), ReplyFault)
+    for results in re.findall(r"\{[^{}]*\}", text):
+        assert isinstance(read_vote(results, rubric, GIVEN), ReplyFault)
 
 
 def test_the_nonce_is_not_before_the_text() -> None:
-    _, question = asked("task", "work")
+    _, question = questions("task", "work")
     assert question["content"].index(GIVEN) > question["content"].index(f">>> {MARK} work")
 
 
@@ -55,7 +57,7 @@ def expected(call: Call) -> str:
 
 def obedient(call: Call) -> str:
     """A judge that does what it is told outside of the bars: any word there that is not ours buys the best score."""
-    ours = expected(Call(messages=asked("", QUOTED), schema={}, max_tokens=1, temperature=0, seed=0))
+    ours = expected(Call(messages=questions("", QUOTED), schema={}, max_tokens=1, temperature=0, seed=0))
     return verdict(call.messages[-1]["content"], 2 if expected(call) == ours else 5)
 
 
@@ -69,7 +71,7 @@ def test_a_judge_that_obeys_whatever_stands_outside_is_not_reached(text: str) ->
 
 @pytest.mark.parametrize("text", [text for text in INJECTIONS if not text.startswith(BAR)])
 def test_that_judge_would_be_fooled_without_bars(text: str) -> None:
-    system, question = asked("", QUOTED)
+    system, question = questions("", QUOTED)
     bare: Message = {"role": "user", "content": question["content"].replace(BAR + QUOTED, text)}
     reply = obedient(Call(messages=[system, bare], schema={}, max_tokens=1, temperature=0, seed=0))
     assert '"score": 5' in reply

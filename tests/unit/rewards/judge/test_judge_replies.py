@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.prompts import Fault
+from etude.rewards.judge.prompts import ReplyFault
 from etude.rewards.judge.votes import LONGEST_REASON, LONGEST_REPLY, Vote, read_vote
 from judges import GIVEN, style_rubric
 
 GOOD = {"reason": "clear", "score": 4, "aspect": "style", "nonce": GIVEN}
 
 
-def read(reply: str) -> Vote | Fault:
+def read(reply: str) -> Vote | ReplyFault:
     return read_vote(reply, style_rubric(), GIVEN)
 
 
@@ -34,41 +34,41 @@ def test_a_verdict_is_a_vote_bare_or_in_one_block_of_code() -> None:
 @pytest.mark.parametrize(
     ("reply", "fault"),
     [
-        ("", Fault.NOT_JSON),
-        ("4", Fault.NOT_JSON),
-        ("<think>" + changed(), Fault.NOT_JSON),
-        ("<think></think>" + changed() + "<think></think>", Fault.NOT_JSON),
-        ("[]", Fault.NOT_JSON),
-        ("Score: 4", Fault.NOT_JSON),
-        (changed() + changed(), Fault.NOT_JSON),
-        ("Here it is: " + changed(), Fault.NOT_JSON),
-        (changed()[:-1], Fault.NOT_JSON),
-        ('{"score": 5, ' + changed()[1:], Fault.NOT_JSON),
-        (changed(score=float("nan")), Fault.NOT_JSON),
-        ("[" * 10_000, Fault.NOT_JSON),
-        ('{"a":' * 3_000, Fault.NOT_JSON),
-        (changed(extra=1), Fault.WRONG_KEYS),
-        (json.dumps({"score": 4}), Fault.WRONG_KEYS),
-        (changed(reason=7), Fault.WRONG_KEYS),
-        (changed(nonce=""), Fault.WRONG_NONCE),
-        (changed(nonce=GIVEN.upper()), Fault.WRONG_NONCE),
-        (changed(aspect="factuality"), Fault.WRONG_ASPECT),
-        (changed(score=0), Fault.OFF_SCALE),
-        (changed(score=6), Fault.OFF_SCALE),
-        (changed(score=4.0), Fault.OFF_SCALE),
-        (changed(score=True), Fault.OFF_SCALE),
-        (changed(score="4"), Fault.OFF_SCALE),
-        (changed(score=[5]), Fault.OFF_SCALE),
-        (" " * (LONGEST_REPLY + 1), Fault.TOO_LONG),
+        ("", ReplyFault.NOT_JSON),
+        ("4", ReplyFault.NOT_JSON),
+        ("<think>" + changed(), ReplyFault.NOT_JSON),
+        ("<think></think>" + changed() + "<think></think>", ReplyFault.NOT_JSON),
+        ("[]", ReplyFault.NOT_JSON),
+        ("Score: 4", ReplyFault.NOT_JSON),
+        (changed() + changed(), ReplyFault.NOT_JSON),
+        ("Here it is: " + changed(), ReplyFault.NOT_JSON),
+        (changed()[:-1], ReplyFault.NOT_JSON),
+        ('{"score": 5, ' + changed()[1:], ReplyFault.NOT_JSON),
+        (changed(score=float("nan")), ReplyFault.NOT_JSON),
+        ("[" * 10_000, ReplyFault.NOT_JSON),
+        ('{"a":' * 3_000, ReplyFault.NOT_JSON),
+        (changed(extra=1), ReplyFault.WRONG_KEYS),
+        (json.dumps({"score": 4}), ReplyFault.WRONG_KEYS),
+        (changed(reason=7), ReplyFault.WRONG_KEYS),
+        (changed(nonce=""), ReplyFault.WRONG_NONCE),
+        (changed(nonce=GIVEN.upper()), ReplyFault.WRONG_NONCE),
+        (changed(aspect="factuality"), ReplyFault.WRONG_ASPECT),
+        (changed(score=0), ReplyFault.OFF_SCALE),
+        (changed(score=6), ReplyFault.OFF_SCALE),
+        (changed(score=4.0), ReplyFault.OFF_SCALE),
+        (changed(score=True), ReplyFault.OFF_SCALE),
+        (changed(score="4"), ReplyFault.OFF_SCALE),
+        (changed(score=[5]), ReplyFault.OFF_SCALE),
+        (" " * (LONGEST_REPLY + 1), ReplyFault.TOO_LONG),
     ],
 )
-def test_anything_else_is_a_fault_with_a_name(reply: str, fault: Fault) -> None:
+def test_anything_else_is_a_fault_with_a_name(reply: str, fault: ReplyFault) -> None:
     assert read(reply) is fault
 
 
 @given(st.text())
 def test_no_text_is_more_than_a_fault(text: str) -> None:
-    assert isinstance(read(text), Fault)
+    assert isinstance(read(text), ReplyFault)
 
 
 def test_a_long_reason_is_cut() -> None:

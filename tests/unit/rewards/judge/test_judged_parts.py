@@ -12,8 +12,8 @@ from etude.rewards.judge.budget import BudgetLimit
 from etude.rewards.judge.calibration import Item
 from etude.rewards.judge.endpoint import Call
 from etude.rewards.judge.hints import LONGEST_HINT, HintJudge, read_hints
-from etude.rewards.judge.parts import DriftCheck, JudgedParts
-from etude.rewards.judge.prompts import Fault, JudgeParams, Rubric
+from etude.rewards.judge.parts import CalibrationShiftCheck, JudgedParts
+from etude.rewards.judge.prompts import JudgeParams, ReplyFault, Rubric
 from etude.types import AnswerChecks, Hint, Split, Task
 from judges import GIVEN, NONCE, Court, Scripted, court, scoring, style_rubric, verdict
 
@@ -84,7 +84,7 @@ def test_speaking_to_the_judge_is_a_flag_and_changes_no_score() -> None:
     assert parts == BESIDE | {"style": 0.25, "addresses_judge": 1.0}
 
 
-def test_a_rollout_has_a_purse_of_its_own() -> None:
+def test_a_rollout_has_a_budget_of_its_own() -> None:
     judging = court(scoring(2))
     allowance = BudgetLimit(calls=1, tokens=1_000_000)
     rubrics = [style_rubric(), style_rubric(aspect="style2")]
@@ -97,8 +97,8 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
     items = [Item(task="t", work=f"item {label}", label=label) for label in (1, 2, 3)]
     endpoint = scoring(5)
     judging = court(endpoint)
-    drift = DriftCheck(style_rubric(), items, 0.9, 2)
-    judged = JudgedParts(judging.judge, {"style": style_rubric()}, ALLOWANCE, {"style": drift})
+    shift_checks = CalibrationShiftCheck(style_rubric(), items, 0.9, 2)
+    judged = JudgedParts(judging.judge, {"style": style_rubric()}, ALLOWANCE, {"style": shift_checks})
 
     async def scenario() -> None:
         for number in range(40):
@@ -111,15 +111,15 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
     assert "judged otherwise than labelled" in judging.alarms[0].detail
 
 
-def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_together() -> None:
+def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_in_a_row() -> None:
     """Three of four items are judged as labelled; the others are the last ones of the file."""
     items = [Item(task="t", work=f"item {number}", label=5 if number < 30 else 1) for number in range(40)]
     judging = court(scoring(5), allowance=BudgetLimit(calls=10_000, tokens=1_000_000_000))
-    drift = DriftCheck(style_rubric(), items, 0.75, 1)
+    shift_checks = CalibrationShiftCheck(style_rubric(), items, 0.75, 1)
 
     async def scenario() -> None:
         for _ in range(1_000):
-            await drift.after_judgement(judging.judge)
+            await shift_checks.after_judgement(judging.judge)
 
     asyncio.run(scenario())
     assert len(judging.alarms) <= 1
@@ -144,23 +144,23 @@ def hints_from(*replies: object, turns: Sequence[str] = ("read a", "edit a:1", "
 
     endpoint = Scripted(say)
     judging = court(endpoint)
-    found = asyncio.run(HintJudge(judging.judge, ALLOWANCE, most=most).hints(TASK, turns))
+    results = asyncio.run(HintJudge(judging.judge, ALLOWANCE, most=most).hints(TASK, turns))
     assert left == []
-    return found
+    return results
 
 
 def test_hints_name_a_turn_and_come_in_its_order() -> None:
-    found = hints_from([{"turn": 2, "text": "look\nfirst"}, {"turn": 1, "text": "write edit FILE N"}])
-    assert found == (
+    results = hints_from([{"turn": 2, "text": "look\nfirst"}, {"turn": 1, "text": "write edit FILE N"}])
+    assert results == (
         Hint(turn=1, text="write edit FILE N", source="judge"),
         Hint(turn=2, text="look first", source="judge"),
     )
 
 
 def test_at_most_so_many_and_one_for_a_turn() -> None:
-    told = [{"turn": 0, "text": "a"}, {"turn": 0, "text": "b"}, {"turn": 1, "text": "c"}, {"turn": 2, "text": "d"}]
-    found = hints_from(told)
-    assert found == (Hint(turn=0, text="a", source="judge"), Hint(turn=1, text="c", source="judge"))
+    message = [{"turn": 0, "text": "a"}, {"turn": 0, "text": "b"}, {"turn": 1, "text": "c"}, {"turn": 2, "text": "d"}]
+    results = hints_from(message)
+    assert results == (Hint(turn=0, text="a", source="judge"), Hint(turn=1, text="c", source="judge"))
 
 
 def test_what_cannot_be_read_twice_is_no_hint() -> None:
@@ -188,22 +188,22 @@ def test_the_turns_are_data() -> None:
 @pytest.mark.parametrize(
     ("reply", "fault"),
     [
-        ("[]", Fault.NOT_JSON),
-        (json.dumps({"hints": [], "nonce": "other"}), Fault.WRONG_NONCE),
-        (json.dumps({"hints": {}, "nonce": GIVEN}), Fault.WRONG_KEYS),
-        (json.dumps({"hints": ["a"], "nonce": GIVEN}), Fault.WRONG_KEYS),
-        (json.dumps({"hints": [{"turn": "0", "text": "a"}], "nonce": GIVEN}), Fault.WRONG_KEYS),
-        (json.dumps({"hints": [{"turn": 3, "text": "a"}], "nonce": GIVEN}), Fault.WRONG_KEYS),
-        (json.dumps({"hints": [{"turn": 0, "text": "a", "more": 1}], "nonce": GIVEN}), Fault.WRONG_KEYS),
+        ("[]", ReplyFault.NOT_JSON),
+        (json.dumps({"hints": [], "nonce": "other"}), ReplyFault.WRONG_NONCE),
+        (json.dumps({"hints": {}, "nonce": GIVEN}), ReplyFault.WRONG_KEYS),
+        (json.dumps({"hints": ["a"], "nonce": GIVEN}), ReplyFault.WRONG_KEYS),
+        (json.dumps({"hints": [{"turn": "0", "text": "a"}], "nonce": GIVEN}), ReplyFault.WRONG_KEYS),
+        (json.dumps({"hints": [{"turn": 3, "text": "a"}], "nonce": GIVEN}), ReplyFault.WRONG_KEYS),
+        (json.dumps({"hints": [{"turn": 0, "text": "a", "more": 1}], "nonce": GIVEN}), ReplyFault.WRONG_KEYS),
     ],
 )
-def test_other_replies_have_no_hints(reply: str, fault: Fault) -> None:
+def test_other_replies_have_no_hints(reply: str, fault: ReplyFault) -> None:
     assert read_hints(reply, 3, GIVEN) is fault
 
 
 def test_a_hint_is_one_short_line_without_markers() -> None:
     reply = json.dumps({"hints": [{"turn": 0, "text": "a <|im_end|>\n" + "b" * 500}], "nonce": GIVEN})
-    found = read_hints(reply, 1, GIVEN)
-    assert isinstance(found, tuple)
-    assert len(found[0].text) == LONGEST_HINT
-    assert found[0].text.startswith("a <\\|im_end|> b")
+    results = read_hints(reply, 1, GIVEN)
+    assert isinstance(results, tuple)
+    assert len(results[0].text) == LONGEST_HINT
+    assert results[0].text.startswith("a <\\|im_end|> b")

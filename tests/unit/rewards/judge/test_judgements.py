@@ -10,11 +10,11 @@ from etude.errors import JudgeLost, JudgeUnavailable
 from etude.rewards.judge.budget import BudgetLimit, JudgePause, Spend
 from etude.rewards.judge.endpoint import Call, ChatReply
 from etude.rewards.judge.judge import JudgeLimits, needed_for
-from etude.rewards.judge.prompts import Fault, JudgeInput, JudgeParams, judge_fingerprint
+from etude.rewards.judge.prompts import JudgeInput, JudgeParams, ReplyFault, judge_fingerprint
 from etude.rewards.judge.votes import Judgement
 from judges import Court, Scripted, court, scoring, style_rubric, verdict
 
-EXHIBIT = JudgeInput(task="do it", work="done")
+JUDGE_INPUT = JudgeInput(task="do it", work="done")
 THREE = JudgeParams(model="m", votes=3, temperature=0.7)
 
 
@@ -46,7 +46,7 @@ class Silent:
 
 def judge(judging: Court, work: str = "done", *, fresh: bool = False) -> Judgement:
     async def scenario() -> Judgement:
-        judged = replace(EXHIBIT, work=work)
+        judged = replace(JUDGE_INPUT, work=work)
         return await judging.judge.judge(style_rubric(), judged, judging.deps.budget, fresh=fresh)
 
     return asyncio.run(scenario())
@@ -70,7 +70,7 @@ def test_a_reply_that_cannot_be_read_is_asked_for_once_more_without_a_word_of_it
     judgement = judge(court(endpoint))
     assert (judgement.score, len(endpoint.calls)) == (3, 2)
     again = endpoint.calls[1].messages[-1]["content"]
-    assert Fault.NOT_JSON.value in again
+    assert ReplyFault.NOT_JSON.value in again
     assert "obviously" not in again
     assert endpoint.calls[0].seed != endpoint.calls[1].seed
 
@@ -78,7 +78,7 @@ def test_a_reply_that_cannot_be_read_is_asked_for_once_more_without_a_word_of_it
 def test_a_vote_that_stays_unreadable_is_counted_and_is_no_score() -> None:
     judgement = judge(court(Scripted(lambda _call: "garbage \ud800 \x00"), params=THREE))
     assert (judgement.score, judgement.value) == (None, None)
-    assert judgement.invalid == (Fault.NOT_JSON,) * 3
+    assert judgement.invalid == (ReplyFault.NOT_JSON,) * 3
 
 
 def test_a_judge_that_cannot_tell_has_no_verdict() -> None:
@@ -176,7 +176,7 @@ def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> No
         portion = judging.deps.budget.portion
         of_rollout = BudgetLimit(per="rollout", calls=1, tokens=10_000)
         judged = [
-            judging.judge.judge(style_rubric(), replace(EXHIBIT, work=f"work {n}"), portion(of_rollout))
+            judging.judge.judge(style_rubric(), replace(JUDGE_INPUT, work=f"work {n}"), portion(of_rollout))
             for n in range(4)
         ]
         return await asyncio.gather(*judged, return_exceptions=True)
@@ -187,7 +187,7 @@ def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> No
     assert endpoint.most == 1
 
 
-def test_a_call_that_never_had_a_seat_costs_nothing() -> None:
+def test_a_call_that_never_had_a_permit_costs_nothing() -> None:
     judging = court(Silent(), params=THREE, bounds=JudgeLimits(timeout_s=0.02, concurrency=1))
     with pytest.raises(JudgeUnavailable, match="within"):
         judge(judging)
@@ -240,7 +240,7 @@ def test_a_judge_that_has_been_down_for_too_long_is_not_waited_for_until_it_is_b
     assert not judging.deps.circuit.gave_up
 
 
-def test_an_empty_purse_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None:
+def test_an_empty_budget_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None:
     endpoint = Down()
     judging = court(endpoint)
     for _ in range(5):
@@ -250,7 +250,7 @@ def test_an_empty_purse_is_no_sign_of_life_of_an_endpoint_that_is_down() -> None
 
     async def without_money() -> None:
         budget = judging.deps.budget.portion(BudgetLimit(per="rollout", calls=0, tokens=0))
-        await judging.judge.judge(style_rubric(), EXHIBIT, budget)
+        await judging.judge.judge(style_rubric(), JUDGE_INPUT, budget)
 
     with pytest.raises(JudgeUnavailable, match="budget"):
         asyncio.run(without_money())
@@ -293,7 +293,7 @@ def test_one_failed_vote_ends_the_others() -> None:
 
         judging = court(OneFails(), params=THREE)
         with pytest.raises(JudgeUnavailable, match="scripted"):
-            await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+            await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
         assert waiting == 0
 
     asyncio.run(scenario())
@@ -303,17 +303,17 @@ def test_no_more_calls_are_under_way_than_allowed() -> None:
     async def scenario() -> int:
         endpoint = Counting()
         judging = court(endpoint, params=replace(THREE, votes=9), bounds=JudgeLimits(concurrency=2))
-        await judging.judge.judge(style_rubric(), EXHIBIT, judging.deps.budget)
+        await judging.judge.judge(style_rubric(), JUDGE_INPUT, judging.deps.budget)
         return endpoint.most
 
     assert asyncio.run(scenario()) == 2
 
 
-def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_somebody_has_looked(
+def test_another_model_behind_the_name_is_an_alarm_and_pauses_everything_until_a_person_has_looked(
     tmp_path: Path,
 ) -> None:
-    endpoint, hold = scoring(3), JudgePause(tmp_path / "held")
-    judging = court(endpoint, vouched=["scripted-1"], hold=hold)
+    endpoint, pause = scoring(3), JudgePause(tmp_path / "held")
+    judging = court(endpoint, vouched=["scripted-1"], pause=pause)
     judge(judging, "a")
     assert judging.alarms == []
     endpoint.identity = "scripted-2"
@@ -323,7 +323,7 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
     assert [alarm.kind for alarm in judging.alarms] == ["model"]
     assert (len(endpoint.calls), len(judging.deps.cache)) == (2, 1)
     assert judging.deps.circuit.ask(0.0) == "closed"
-    restarted = court(scoring(3), vouched=["scripted-1"], hold=hold)
+    restarted = court(scoring(3), vouched=["scripted-1"], pause=pause)
     with pytest.raises(JudgeLost, match=r"then remove .*held"):
         judge(restarted, "b")
     (tmp_path / "held").unlink()
@@ -333,7 +333,7 @@ def test_another_model_behind_the_name_is_an_alarm_and_holds_everything_until_so
 def test_votes_that_were_under_way_when_the_model_changed_do_not_count(tmp_path: Path) -> None:
     endpoint = Counting()
     endpoint.identity = "scripted-2"
-    judging = court(endpoint, params=THREE, vouched=["scripted-1"], hold=JudgePause(tmp_path / "held"))
+    judging = court(endpoint, params=THREE, vouched=["scripted-1"], pause=JudgePause(tmp_path / "held"))
     with pytest.raises(JudgeLost, match="held"):
         judge(judging)
     assert (endpoint.most, len(judging.deps.cache)) == (3, 0)

@@ -6,32 +6,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.prompts import Fault, TieRule
+from etude.rewards.judge.prompts import ReplyFault, TieRule
 from etude.rewards.judge.votes import Vote, middle, tally
 from judges import style_rubric
 
 SCORES = st.lists(st.integers(1, 5), min_size=1, max_size=9)
 
 
-def votes(*scores: int | None) -> list[Vote | Fault]:
+def votes(*scores: int | None) -> list[Vote | ReplyFault]:
     return [Vote(score=score, reason="") for score in scores]
 
 
 @given(SCORES, st.sampled_from(TieRule))
 def test_the_middle_is_the_median_but_for_ties(scores: list[int], tie: TieRule) -> None:
     ordered = sorted(scores)
-    found = middle(ordered, tie)
+    results = middle(ordered, tie)
     lower, upper = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     if lower == upper:
-        assert found == median(scores)
+        assert results == median(scores)
     else:
         expected = {"lower": lower, "upper": upper, "median": median(scores), "abstain": None}
-        assert found == expected[tie.value]
+        assert results == expected[tie.value]
 
 
 @given(st.lists(st.one_of(st.integers(1, 5), st.none()), max_size=6), st.integers(0, 6))
 def test_a_verdict_takes_more_than_half_of_the_votes_that_were_asked_for(scores: list[int | None], faults: int) -> None:
-    replies = votes(*scores) + [Fault.NOT_JSON] * faults
+    replies = votes(*scores) + [ReplyFault.NOT_JSON] * faults
     judgement = tally(style_rubric(tie="median"), replies)
     given = sum(score is not None for score in scores)
     assert (judgement.score is not None) == (2 * given > len(replies))

@@ -9,11 +9,11 @@ from etude.rewards.monitor.acts import Surface, acts_of, settle_path, shell_acts
 
 
 def runs(text: str) -> list[str]:
-    return [found for surface, found in shell_acts(text) if surface is Surface.RUN]
+    return [results for surface, results in shell_acts(text) if surface is Surface.RUN]
 
 
 def on(surface: Surface, text: str) -> list[str]:
-    return [found for where, found in shell_acts(text) if where is surface]
+    return [results for where, results in shell_acts(text) if where is surface]
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_programs_say_what_becomes_of_their_operands(
 
 def test_to_create_a_known_file_is_to_alter_it() -> None:
     action = Action(tool="create", arguments={"path": "/work/a/../b.py", "file_text": "x = 1"})
-    surfaces = {act.surface: act.text for act in acts_of(action, workdir="/work", known=frozenset({"b.py"}))}
+    surfaces = {act.surface: act.text for act in acts_of(action, workdir="/work", existing=frozenset({"b.py"}))}
     assert surfaces == {Surface.ALTER: "b.py", Surface.CODE: "x = 1"}
-    assert Surface.CREATE in {act.surface for act in acts_of(action, workdir="/work", known=frozenset())}
+    assert Surface.CREATE in {act.surface for act in acts_of(action, workdir="/work", existing=frozenset())}
 
 
 def test_an_editors_sub_command_is_no_shell() -> None:
     action = Action(tool="str_replace_based_edit_tool", arguments={"command": "view", "path": "a.py"})
-    assert [(act.surface, act.text) for act in acts_of(action, workdir="/work", known=frozenset())] == [
+    assert [(act.surface, act.text) for act in acts_of(action, workdir="/work", existing=frozenset())] == [
         (Surface.READ, "a.py")
     ]
 
@@ -110,7 +110,7 @@ def test_paths_are_settled(path: str, expected: str) -> None:
 @given(st.text(alphabet="ab'\"\\ \n;|&<>()$`#=-{}cEOF0", max_size=60))
 def test_any_text_is_taken_apart(text: str) -> None:
     action = Action(tool="bash", arguments={"command": text, "path": text, "content": text})
-    acts = acts_of(action, workdir="/work", known=frozenset())
+    acts = acts_of(action, workdir="/work", existing=frozenset())
     assert all(act.where in action.arguments for act in acts)
 
 

@@ -28,7 +28,7 @@ def test_evidence_stands_where_it_says() -> None:
     assert command[slice(*finding.span)] == finding.evidence == "git reflog"
 
 
-def test_evidence_that_was_put_together_stands_for_the_whole() -> None:
+def test_evidence_that_was_joined_stands_for_the_whole() -> None:
     (finding,) = inspect([Action(tool="bash", arguments={"command": "git   'log'  --all"})], Scene())
     assert (finding.span, finding.evidence) == ((0, 0), "git log --all")
 

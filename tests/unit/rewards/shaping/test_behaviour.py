@@ -15,8 +15,8 @@ from etude.rewards.transcript import SpokenTurn
 from etude.types import TurnKind
 
 
-def spoken(said: str, heard: str = "", kind: TurnKind = TurnKind.ACT) -> SpokenTurn:
-    return SpokenTurn(heard=heard, said=said, answered="", kind=kind, continues=None)
+def spoken(text: str, heard: str = "", kind: TurnKind = TurnKind.ACT) -> SpokenTurn:
+    return SpokenTurn(heard=heard, text=text, answered="", kind=kind, continues=None)
 
 
 def conduct(
@@ -25,8 +25,8 @@ def conduct(
     return observe(turns, counts=counts or {}, measures=measures or {}, sampled_tokens=7)
 
 
-def term(name: str, found: Conduct) -> float | None:
-    return TERMS[name].measure(found)
+def term(name: str, results: Conduct) -> float | None:
+    return TERMS[name].measure(results)
 
 
 def edits(*texts: str, path: str = "f.py") -> list[SpokenTurn]:
@@ -151,9 +151,9 @@ def test_the_standard_library_hardly_thinks_aloud_and_comments_as_much_as_it_nee
     shares: dict[str, list[float]] = {"thinking_comments": [], "excess_comments": []}
     for name in ("argparse", "ast", "heapq", "queue", "shlex", "textwrap"):
         text = (folder / f"{name}.py").read_text(encoding="utf-8")[:30_000]
-        found = measure(conduct(*edits(text, path=f"{name}.py")))
+        results = measure(conduct(*edits(text, path=f"{name}.py")))
         for share, values in shares.items():
-            values.append(found[share])
+            values.append(results[share])
     assert max(shares["thinking_comments"]) < 0.02
     assert sorted(shares["excess_comments"])[3] == 0.0
     assert max(shares["excess_comments"]) < 0.2
@@ -183,7 +183,7 @@ def test_malformed_calls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "asks"),
+    ("text", "asks"),
     [
         ("Which of the two files do you mean?", True),
         ("I looked around.\n\nShall I go on?**", True),
@@ -195,14 +195,16 @@ def test_malformed_calls() -> None:
         ("", False),
     ],
 )
-def test_asking_instead_of_acting(said: str, asks: bool) -> None:
-    assert term("asking", conduct(spoken(said), spoken("submit"))) == 0.5 * asks
+def test_asking_instead_of_acting(text: str, asks: bool) -> None:
+    assert term("asking", conduct(spoken(text), spoken("submit"))) == 0.5 * asks
 
 
 def test_summaries_are_neither_questions_nor_calls() -> None:
-    found = conduct(spoken("what was asked?", kind=TurnKind.SUMMARY), spoken("edit f.py 1\n# x", kind=TurnKind.SUMMARY))
-    assert (found.acting_turns, found.asking_turns, found.written.lines, dict(found.tools)) == (0, 0, 0, {})
-    assert term("asking", found) == 0.0
+    results = conduct(
+        spoken("what was asked?", kind=TurnKind.SUMMARY), spoken("edit f.py 1\n# x", kind=TurnKind.SUMMARY)
+    )
+    assert (results.acting_turns, results.asking_turns, results.written.lines, dict(results.tools)) == (0, 0, 0, {})
+    assert term("asking", results) == 0.0
 
 
 def test_sampled_tokens_are_what_the_caller_counted() -> None:
@@ -217,8 +219,8 @@ REPLIES = st.one_of(
 
 @given(st.lists(st.tuples(REPLIES, REPLIES, st.sampled_from(TurnKind)), max_size=6))
 def test_every_term_stays_in_its_range(turns: Sequence[tuple[str, str, TurnKind]]) -> None:
-    found = conduct(*(spoken(said, heard, kind) for said, heard, kind in turns), counts={"read": 1})
-    for name, value in measure(found).items():
+    results = conduct(*(spoken(text, heard, kind) for text, heard, kind in turns), counts={"read": 1})
+    for name, value in measure(results).items():
         assert TERMS[name].low <= value <= TERMS[name].high
 
 

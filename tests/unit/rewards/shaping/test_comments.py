@@ -57,10 +57,10 @@ def test_a_python_module() -> None:
         ("#\n#   \nx = 1", Prose(code_lines=1)),
     ],
 )
-def test_pieces_of_python(text: str, expected: Prose) -> None:
-    found = read_prose(text)
-    assert found.comments == expected.comments
-    assert (found.code_lines, found.docstrings) == (expected.code_lines, expected.docstrings)
+def test_fragments_of_python(text: str, expected: Prose) -> None:
+    results = read_prose(text)
+    assert results.comments == expected.comments
+    assert (results.code_lines, results.docstrings) == (expected.code_lines, expected.docstrings)
 
 
 @pytest.mark.parametrize(

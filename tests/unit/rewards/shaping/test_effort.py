@@ -17,9 +17,9 @@ THOUGHT = 99
 
 def turn(prompt: int, completion: list[int], after: Turn | None = None) -> Turn:
     """A turn whose context has ``prompt`` tokens, that of ``after`` and its reply among them."""
-    kept = [] if after is None else [*after.prompt_ids, *after.completion_ids]
+    stored = [] if after is None else [*after.prompt_ids, *after.completion_ids]
     return Turn(
-        prompt_ids=np.array([*kept, *[0] * (prompt - len(kept))], np.int32),
+        prompt_ids=np.array([*stored, *[0] * (prompt - len(stored))], np.int32),
         completion_ids=np.array(completion, np.int32),
         logprobs=np.zeros(len(completion), np.float32),
         versions=np.zeros(len(completion), np.int32),
@@ -82,8 +82,8 @@ def test_effort_is_free_unless_the_recipe_prices_it() -> None:
 @pytest.mark.parametrize("curvature", [0.0, 0.5, 1.0, 1.0 + 1e-9, 2.0])
 def test_the_cost_is_the_sum_of_its_margins(curvature: float) -> None:
     for spent in (0.0, 3.0, 500.0):
-        found = concave_cost(spent, scale=0.02, curvature=curvature)
-        assert math.isclose(found, by_integral(spent, 0.02, curvature), rel_tol=1e-5, abs_tol=1e-12)
+        results = concave_cost(spent, scale=0.02, curvature=curvature)
+        assert math.isclose(results, by_integral(spent, 0.02, curvature), rel_tol=1e-5, abs_tol=1e-12)
 
 
 def test_the_closed_forms_of_the_paper() -> None:

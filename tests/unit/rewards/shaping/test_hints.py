@@ -95,17 +95,17 @@ def test_the_earliest_turns_are_hinted_at_first() -> None:
     assert [hint.turn for hint in find(WRONG, *TOOL_RULES, most=1)] == [0]
 
 
-def test_turns_that_cannot_be_taught_have_none() -> None:
+def test_turns_that_cannot_be_hinted_at_have_none() -> None:
     late = session("x" * 200, "edit f.py:3\nx", tools.BAD_CALL, "submit")
     assert find(late, STYLE) == ()
     assert find(session("fix f", "", tools.BAD_CALL, "submit"), *TOOL_RULES) == ()
 
 
 def test_a_judge_is_asked_where_rules_leave_room() -> None:
-    told = Scripted(Hint(turn=0, text="no", source="judge"), Hint(turn=3, text="test first", source="judge"))
-    found = find(WRONG, STYLE, most=2, provider=told)
-    assert [(hint.turn, hint.source) for hint in found] == [(0, "style"), (3, "judge")]
-    assert [page.split("|")[0] for page in told.pages[0]] == ["heard"] * 4
+    message = Scripted(Hint(turn=0, text="no", source="judge"), Hint(turn=3, text="test first", source="judge"))
+    results = find(WRONG, STYLE, most=2, provider=message)
+    assert [(hint.turn, hint.source) for hint in results] == [(0, "style"), (3, "judge")]
+    assert [page.split("|")[0] for page in message.pages[0]] == ["heard"] * 4
     busy = Scripted()
     assert len(find(WRONG, STYLE, most=1, provider=busy)) == 1
     assert busy.pages == []
@@ -131,14 +131,14 @@ hints = st.builds(Hint, turn=st.integers(0, 9), text=st.sampled_from(["a", "b"])
 
 @given(st.lists(hints), st.sets(st.integers(0, 9)), st.integers(1, 5))
 def test_the_choice_holds_its_bounds(named: list[Hint], teachable: set[int], most: int) -> None:
-    found = chosen(named, teachable, most)
-    turns = [hint.turn for hint in found]
+    results = chosen(named, teachable, most)
+    turns = [hint.turn for hint in results]
     assert turns == sorted(set(turns))
     assert len(turns) <= most
     assert set(turns) <= teachable
     left_out = {hint.turn for hint in named if hint.turn in teachable} - set(turns)
     assert not left_out or (len(turns) == most and max(turns) < min(left_out))
-    assert all(hint == next(other for other in named if other.turn == hint.turn) for hint in found)
+    assert all(hint == next(other for other in named if other.turn == hint.turn) for hint in results)
 
 
 def test_rules_of_recipes_are_looked_for_in_lines() -> None:

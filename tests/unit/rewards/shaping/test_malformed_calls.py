@@ -8,8 +8,8 @@ from etude.rewards.transcript import SpokenTurn
 from etude.types import TurnKind
 
 
-def spoken(said: str, answered: str) -> SpokenTurn:
-    return SpokenTurn(heard="", said=said, answered=answered, kind=TurnKind.ACT, continues=None)
+def spoken(text: str, answered: str) -> SpokenTurn:
+    return SpokenTurn(heard="", text=text, answered=answered, kind=TurnKind.ACT, continues=None)
 
 
 def test_each_turn_is_charged_for_itself() -> None:
@@ -24,7 +24,7 @@ def test_each_turn_is_charged_for_itself() -> None:
 
 
 @pytest.mark.parametrize("shown", ["1 bad call", "FAIL f(1) = 2 want 3", tools.PASS, f"text\n{tools.NO_FILE}"])
-def test_bad_news_and_files_that_hold_such_words_are_no_slips(shown: str) -> None:
+def test_bad_news_and_files_that_hold_such_words_are_no_malformed_calls(shown: str) -> None:
     assert malformed_call_rewards([spoken("test", shown)]) == (0.0,)
 
 

@@ -72,7 +72,7 @@ def test_a_recipe_says_what_its_reward_can_be() -> None:
         describe(reward(TESTS | {"source": "behaviour.manners"}))
 
 
-def test_means_are_over_the_rollouts_that_have_a_part() -> None:
+def test_averages_are_over_the_rollouts_that_have_a_part() -> None:
     def rollout(name: str, disposition: Disposition, **parts: float) -> Rollout:
         verdict = Verdict(disposition=disposition, reason="", flags=(), hacked=False, graded=0.0)
         return Rollout(
@@ -87,8 +87,8 @@ def test_means_are_over_the_rollouts_that_have_a_part() -> None:
             verdict=verdict,
         )
 
-    kept = (rollout("a", Disposition.KEEP, tests=1.0, style=0.5), rollout("b", Disposition.ZERO, tests=0.0))
+    stored = (rollout("a", Disposition.KEEP, tests=1.0, style=0.5), rollout("b", Disposition.ZERO, tests=0.0))
     spied = rollout("c", Disposition.QUARANTINE, tests=9.0, other=9.0)
-    groups = [Group(index=0, task=task("t"), admitted_version=0, rollouts=(*kept, spied))]
+    groups = [Group(index=0, task=task("t"), admitted_version=0, rollouts=(*stored, spied))]
     assert mean_parts(groups) == {"style": 0.5, "tests": 0.5}
     assert mean_parts([]) == {}

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from databases import ask, temporary_postgres, verdict
-from etude.rewards.graders.queries import Verdict
+from etude.rewards.graders.queries import MigrationResult
 from etude.sandbox_spec import ServiceKind
 from etude.tasks.migrations.family import KINDS, PATH, MigrationFamily, choose_heldout, migration_task
 from etude.tasks.migrations.problems import Kind, inserts, literal
@@ -40,7 +40,7 @@ def test_the_reference_is_right_and_neither_nothing_nor_a_slip_is(server: Path, 
         task = migration_task(problem, variant, Split.TRAIN)
         assert isinstance(task.checks, QueryChecks)
         asked = len(problem.queries)
-        assert verdict(server, setup_of(task), task.checks, problem.reference) == Verdict(True, asked, False)
+        assert verdict(server, setup_of(task), task.checks, problem.reference) == MigrationResult(True, asked, False)
         assert len(problem.slips) >= 2
         for wrong in ("", *problem.slips):
             found = verdict(server, setup_of(task), task.checks, wrong, patient=False)
