@@ -1,7 +1,8 @@
 """`bench sandbox`: what a sandbox costs to start, to keep and to remove, beside other people's.
 
-    starts      everyone in turn: overlay, command, removal                           start_vs_bwrap_overlay
-    rates       everyone in turn: starts a second, one and two at a time              starts_vs_podman
+    starts      all in turn: overlay, command, removal                           start_vs_bwrap_overlay,
+                                                                                      ns start + exec vs crun
+    rates       all in turn: starts a second, one and two at a time              starts_vs_podman
     live        another command in a sandbox that runs already                        (ours alone)
     pool        a first command where a warm pool has a sandbox ready                 (``ns`` alone)
     crowd       a thousand of ``ns`` at once, each of which answers                   alive
@@ -60,7 +61,7 @@ from etude.protocols import SandboxProvider
 from etude.types import Json
 
 MEMORY = Path("/dev/shm")
-BWRAP, BWRAP_AT_BEST, PODMAN = "bwrap+overlay", "bwrap+syscalls", "podman"
+BWRAP, BWRAP_AT_BEST, CRUN, PODMAN = "bwrap+overlay", "bwrap+syscalls", "crun+exec", "podman"
 LIVE, POOL, CROWD, CYCLES, MACHINES = "live", "pool", "crowd", "cycles", "machines"
 """What only ours do."""
 JUDGED = "true"
@@ -71,6 +72,7 @@ FORK_GOAL_MS = 300.0
 Case = TypeVar("Case")
 Figure = TypeVar("Figure")
 
+START_EXEC_VS_CRUN = Goal("ns start + exec vs crun", "at least", 2.0)
 START_VS_BWRAP = Goal("start_vs_bwrap_overlay", "at most", 0.5)
 STARTS_VS_PODMAN = Goal("starts_vs_podman", "at least", 5.0)
 ALIVE = Goal("alive", "at least", 1000.0)
@@ -213,11 +215,11 @@ def _programs(stack: AsyncExitStack, figures: Figures, names: Sequence[str], scr
     return {name: ProgramContestant(name, launcher) for name in able}
 
 
-async def _try(figures: Figures, name: str, what: str, measuring: Awaitable[None]) -> None:
+async def _try(figures: Figures, name: str, what: str, measurement: Awaitable[None]) -> None:
     """Measure something of a contestant, or note why that cannot be."""
     sys.stderr.write(f"{what} of {name}\n")
     try:
-        await measuring
+        await measurement
     except* (EtudeError, OSError) as group:
         first: BaseException = group
         while isinstance(first, BaseExceptionGroup):
@@ -262,12 +264,19 @@ def judged(figures: Figures) -> dict[str, Json]:
         f"{at_once} at a time": _ratios(figures.rates, (NS, at_once), (PODMAN, at_once), _rate_ratio)
         for at_once in AT_ONCE
     }
+    against_crun = {case: _ratios(figures.starts, (CRUN, case), (NS, case), _ran_ratio) for case in COMMANDS}
     forks = [boot_s / fork_s for boot_s, fork_s in zip(figures.boots_s, figures.forks_s, strict=True)]
     fork_ms = round(statistics.median(figures.forks_s) * 1e3, 1) if figures.forks_s else None
     why_starts = _why(figures, NS) or _why(figures, BWRAP)
+    why_crun = _why(figures, NS) or _why(figures, CRUN)
     why_rates = _why(figures, NS) or _why(figures, PODMAN)
     ratio = statistics.median(forks) if forks else None
     return {
+        START_EXEC_VS_CRUN.name: START_EXEC_VS_CRUN.judge(against_crun[JUDGED], why_crun)
+        | {
+            "case": f"{JUDGED}, without removal",
+            "each": {case: round(r, 3) for case, r in _measured(against_crun).items()},
+        },
         START_VS_BWRAP.name: START_VS_BWRAP.judge(starts[BWRAP, JUDGED], why_starts)
         | {"case": f"{JUDGED}, with removal", "each": _rounded(starts)},
         STARTS_VS_PODMAN.name: STARTS_VS_PODMAN.judge_worst(_measured(rates), why_rates),
@@ -290,6 +299,10 @@ def _ratios(
     if ours not in rounds or theirs not in rounds:
         return None
     return statistics.median(map(ratio, rounds[ours], rounds[theirs]))
+
+
+def _ran_ratio(theirs: Launch, ours: Launch) -> float:
+    return theirs.ran_s / ours.ran_s
 
 
 def _whole_ratio(ours: Launch, theirs: Launch) -> float:

@@ -16,9 +16,9 @@ from bench.sandbox.programs import PROGRAMS, Launch, Launcher
 from etude.errors import InfrastructureError
 from etude.protocols import SandboxProvider
 from etude.sandbox_spec import SandboxSpec
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.qemu.provider import QemuSandboxes
 
 NS, GVISOR, QEMU = "ns", "gvisor", "qemu"
@@ -97,7 +97,7 @@ def ns_provider(folder: Path) -> SandboxProvider:
 
 def gvisor_provider(folder: Path) -> SandboxProvider:
     """GVisor. Raises :class:`~etude.errors.ConfigError` where it is not installed."""
-    return GvisorSandboxes(scratch=folder)
+    return OciSandboxes(scratch=folder)
 
 
 def qemu_provider(folder: Path) -> SandboxProvider:
@@ -121,4 +121,4 @@ PROVIDERS: Final[Mapping[str, Callable[[Path], SandboxProvider]]] = MappingProxy
 )
 """Ours, by name; each is given a folder of its own."""
 CONTESTANTS: Final = (*PROVIDERS, *PROGRAMS)
-"""Everyone, ours first."""
+"""All, ours first."""

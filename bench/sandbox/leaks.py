@@ -56,7 +56,7 @@ class Remainder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _adopt_orphans(0)  # whom nobody collects: a process namespace would wait for them for ever
+        _adopt_orphans(0)  # without a parent that waits: a process namespace would wait for them for ever
 
     def count(self) -> Remains:
         """What is there now."""

@@ -1,6 +1,6 @@
 """What is measured in `bench sandbox`, one function each; what it means is :mod:`bench.sandbox.bench`'s.
 
-Owns the order of things: everyone is asked in turn, so that a machine that slows down slows down all of them.
+Owns the order of things: all are asked in turn, so that a machine that slows down slows down all of them.
 """
 
 import asyncio
@@ -18,13 +18,11 @@ from bench import usage
 from bench.sandbox.contestants import COMMAND_TIMEOUT_S, SPEC, Contestant
 from bench.sandbox.leaks import Remainder, Remains
 from bench.sandbox.programs import Launch
-from etude.clock import SystemClock
 from etude.errors import InfrastructureError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, SandboxSpec
-from etude.sandboxes.pool.pressure import MemoryGauge
-from etude.sandboxes.pool.provider import SandboxPool
-from etude.sandboxes.pool.slots import PoolLimits
+from etude.sandboxes.memory_pressure import MemoryGauge
+from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import Json
 
 TRUE = ("/usr/bin/true",)
@@ -39,7 +37,7 @@ AT_ONCE = (1, 2)
 WARM_UP = 3
 """Cycles after which whatever stays from cycle to cycle is there."""
 SETTLE_S = 5.0
-"""For the machine to finish removing what nobody holds any more."""
+"""For the machine to finish removing what has no user any more."""
 SIZE_STEP_BYTES = 64 << 20
 """Machines whose memory differs by so much are booted apart."""
 FORKS = 5
@@ -77,7 +75,7 @@ class Figures:
 
 
 async def race_starts(figures: Figures, contestants: Mapping[str, Contestant], rounds: int) -> None:
-    """Everyone starts every command once a round, in an order that rotates. The first round is not counted."""
+    """All start every command once a round, in an order that rotates. The first round is not counted."""
     names = list(contestants)
     for turn in range(rounds + 1):
         for place in range(len(names)):
@@ -95,7 +93,7 @@ async def race_starts(figures: Figures, contestants: Mapping[str, Contestant], r
 
 
 async def race_rates(figures: Figures, contestants: Mapping[str, Contestant], rounds: int, seconds: float) -> None:
-    """Everyone starts as much as can be for ``seconds``, with one launcher and with two."""
+    """All start as much as can be for ``seconds``, with one launcher and with two."""
     for _ in range(rounds):
         for at_once in AT_ONCE:
             for name in [name for name in contestants if name not in figures.missing]:
@@ -124,14 +122,13 @@ async def measure_pool(
     figures: Figures, name: str, make: Callable[[Path], SandboxProvider], folder: Path, rounds: int
 ) -> None:
     """How long the first command takes, counted from the asking, where a pool has a sandbox ready."""
-    pool = SandboxPool(make(folder), PoolLimits(warm=1), clock=SystemClock())
+    pool = SandboxPool(make(folder), WarmPoolLimits(warm=1))
     times_s: list[float] = []
     try:
         for _ in range(rounds + 1):
             times_s.append(await _first_command(pool, SPEC))
-            pool.announce(SPEC, 1)
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                while not pool.snapshot().warm:
+                while not pool.stats().warm:
                     await asyncio.sleep(0.01)
     finally:
         await pool.close()

@@ -4,10 +4,12 @@
           ◀─times, a line of JSON──
 
 Owns how each is called and what is timed: directories and overlay made, the command run to its end (``ran_s``), overlay
-and directories removed (``whole_s``). All see the machine's ``/usr`` read-only and nothing else of it, have no network,
-and are given what their users would give them: crun and podman limits of memory and processes, bubblewrap and runsc
-none, as they have no such option or do without. Bubblewrap before 0.11 mounts no overlay: ``bwrap+overlay`` has it done
-by mount(8), as a script would, ``bwrap+syscalls`` and the others by the launcher's own system calls, the cheapest way.
+and directories removed (``whole_s``). ``crun+exec`` is a sandbox that lives: a container that rests, confined as
+``ns`` is, and the command in it by ``crun exec``. All see the machine's ``/usr`` read-only and nothing else of it, have
+no network, and are given what their users would give them: crun and podman limits of memory and processes, bubblewrap
+and runsc none, as they have no such option or do without. Bubblewrap before 0.11 mounts no overlay: ``bwrap+overlay``
+has it done by mount(8), as a script would, ``bwrap+syscalls`` and the others by the launcher's own system calls, the
+cheapest way.
 
 The launcher's mount namespace keeps every mount off the machine, and lets cgroup 2 be hidden where it stands beside
 cgroup 1, a mixture that crun refuses. Needs root: only then do all of them run.
@@ -32,6 +34,8 @@ from types import MappingProxyType
 from typing import Final, NamedTuple, Self, final
 
 from etude.errors import InfrastructureError
+from etude.sandboxes.images.layers import AGENT
+from etude.sandboxes.ns.seccomp import CALL_NUMBERS, PRIORITIES, SCHEDULING
 
 COMMAND_TIMEOUT_S = 60.0
 """No start takes so long; a machine that is busy with others may need some of it."""
@@ -43,6 +47,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "etude-bench"
 """Parent of whatever groups the programs make."""
 NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
+FIRST_USER = 1 << 20
+"""First user of the machine that containers with users of their own have."""
+REFUSED_CALLS = tuple(
+    sorted({*CALL_NUMBERS} - {"clone", "ioctl", "prlimit64", "socket", "socketpair", *SCHEDULING, *PRIORITIES})
+)
+"""System calls that ``ns`` refuses whatever their arguments are."""
 
 
 class Launch(NamedTuple):
@@ -71,7 +81,7 @@ class Place:
         return self.folder / "root"
 
     def make_folders(self) -> str:
-        """Make what an overlay needs; its options. Without syncs: nobody reads what is left after a crash."""
+        """Make what an overlay needs; its options. Without syncs: what is left after a crash is not read."""
         upper, work = self.folder / "upper", self.folder / "work"
         for folder in (upper, work, self.root):
             folder.mkdir()
@@ -96,6 +106,10 @@ class Program:
     command: Callable[[Place, Sequence[str]], Sequence[str]]
     """Writes what is needed beside and returns what is run."""
     overlay: Overlay = Overlay.BY_SYSCALL
+    start: Callable[[Place], Sequence[str]] | None = None
+    """Starts the container that the command is run in, where that is one more step."""
+    remove: Callable[[Place], Sequence[str]] | None = None
+    """Removes that container."""
 
     @property
     def missing(self) -> str | None:
@@ -118,15 +132,48 @@ def crun(place: Place, argv: Sequence[str]) -> Sequence[str]:
     limits = {"memory": {"limit": MEMORY_BYTES}, "pids": {"limit": PROCESSES}}
     devices = [{"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]}]
     _write_bundle(place, argv, devices, {"resources": limits, "cgroupsPath": f"/{GROUP}-{place.folder.name}"})
-    options = ("--root", str(place.state), "--cgroup-manager=cgroupfs")
-    return ("crun", *options, "run", "--bundle", str(place.folder), f"bench-{place.folder.name}")
+    return (*_crun(place), "run", "--bundle", str(place.folder), _container(place))
+
+
+def crun_start(place: Place) -> Sequence[str]:
+    """A container that rests, confined as a sandbox of ``ns`` is: users of its own, no capabilities, a filter of the
+    same system calls, masked and read-only paths of ``/proc`` and ``/sys``, limits of memory and processes.
+    """
+    devices = [{"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"]}]
+    users = [{"containerID": 0, "hostID": FIRST_USER, "size": 1 << 16}]
+    linux = {
+        "resources": {"memory": {"limit": MEMORY_BYTES}, "pids": {"limit": PROCESSES}},
+        "cgroupsPath": f"/{GROUP}-{place.folder.name}",
+        "namespaces": [{"type": kind} for kind in (*NAMESPACES, "user", "cgroup")],
+        "uidMappings": users,
+        "gidMappings": users,
+        "maskedPaths": ["/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/scsi", "/sys/firmware"],
+        "readonlyPaths": ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"],
+        "seccomp": {
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "architectures": [f"SCMP_ARCH_{os.uname().machine.upper()}"],
+            "syscalls": [{"names": [*REFUSED_CALLS], "action": "SCMP_ACT_ERRNO"}],
+        },
+    }
+    _write_bundle(place, ("/usr/bin/sleep", "600"), devices, linux, user=AGENT)
+    return (*_crun(place), "run", "--detach", "--bundle", str(place.folder), _container(place))
+
+
+def crun_exec(place: Place, argv: Sequence[str]) -> Sequence[str]:
+    """In the container that rests."""
+    return (*_crun(place), "exec", _container(place), *argv)
+
+
+def crun_remove(place: Place) -> Sequence[str]:
+    """With all that runs in it."""
+    return (*_crun(place), "delete", "--force", _container(place))
 
 
 def runsc(place: Place, argv: Sequence[str]) -> Sequence[str]:
     """From a bundle, without cgroups and with the platform that works everywhere."""
     _write_bundle(place, argv, [], {})
     options = ("--root", str(place.state), "--platform=ptrace", "--network=none", "--ignore-cgroups")
-    return ("runsc", *options, "run", "-bundle", str(place.folder), f"bench-{place.folder.name}")
+    return ("runsc", *options, "run", "-bundle", str(place.folder), _container(place))
 
 
 def podman(place: Place, argv: Sequence[str]) -> Sequence[str]:
@@ -148,6 +195,9 @@ PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType(
         ),
         "bwrap+syscalls": Program(executable="bwrap", package="bubblewrap", command=bubblewrap),
         "crun+overlay": Program(executable="crun", package="crun", command=crun),
+        "crun+exec": Program(
+            executable="crun", package="crun", command=crun_exec, start=crun_start, remove=crun_remove
+        ),
         "podman": Program(executable="podman", package="podman", command=podman, overlay=Overlay.ITSELF),
         "runsc+overlay": Program(executable="runsc", package="runsc", command=runsc),
     }
@@ -180,7 +230,7 @@ class Launcher:
         self._process.wait(COMMAND_TIMEOUT_S)
         self._process.stdout.close()
         for folder in (*CGROUPS.glob(f"*/{GROUP}/conmon"), *CGROUPS.glob(f"*/{GROUP}")):
-            with suppress(OSError):  # somebody else's bench uses it
+            with suppress(OSError):  # another bench uses it
                 folder.rmdir()
 
     @property
@@ -274,23 +324,32 @@ def _launch(system: System, program: Program, place: Place, argv: Sequence[str])
     began_s = time.perf_counter()
     place.folder.mkdir()
     try:
-        # Not /dev/null: as root, runsc gives its input and output away to nobody.
-        with _mounted(system, place, program.overlay), tempfile.TemporaryFile() as nothing:
-            done = subprocess.run(
-                program.command(place, argv),
-                stdin=nothing,
-                stdout=nothing,
-                stderr=subprocess.PIPE,
-                timeout=COMMAND_TIMEOUT_S,
-                check=False,
-            )
-            ran_s = time.perf_counter() - began_s
+        with _mounted(system, place, program.overlay):
+            try:
+                if program.start is not None:
+                    _run(program.start(place))
+                _run(program.command(place, argv))
+                ran_s = time.perf_counter() - began_s
+            finally:
+                if program.remove is not None:
+                    _run(program.remove(place))
     finally:
         shutil.rmtree(place.folder)
-    if done.returncode:
-        words = done.stderr.decode(errors="replace").strip().splitlines()
-        raise InfrastructureError(words[-1] if words else f"exit code {done.returncode}")
     return Launch(ran_s, time.perf_counter() - began_s)
+
+
+def _run(line: Sequence[str]) -> None:
+    """Run a program to its end. Raises :class:`~etude.errors.InfrastructureError` with its last words if it fails."""
+    # Neither /dev/null: as root, runsc changes the owner of its input and output. Nor a pipe: what a container that
+    # rests holds open would never end.
+    with tempfile.TemporaryFile() as nothing, tempfile.TemporaryFile() as errors:
+        done = subprocess.run(
+            line, stdin=nothing, stdout=nothing, stderr=errors, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+        if done.returncode:
+            errors.seek(0)
+            words = errors.read().decode(errors="replace").strip().splitlines()
+            raise InfrastructureError(words[-1] if words else f"exit code {done.returncode}")
 
 
 @contextmanager
@@ -313,14 +372,26 @@ def _mounted(system: System, place: Place, overlay: Overlay) -> Iterator[None]:
             subprocess.run(("umount", str(place.root)), check=True)
 
 
+def _crun(place: Place) -> Sequence[str]:
+    return ("crun", "--root", str(place.state), "--cgroup-manager=cgroupfs")
+
+
+def _container(place: Place) -> str:
+    return f"bench-{place.folder.name}"
+
+
 def _write_bundle(
-    place: Place, argv: Sequence[str], mounts: Sequence[Mapping[str, object]], linux: Mapping[str, object]
+    place: Place,
+    argv: Sequence[str],
+    mounts: Sequence[Mapping[str, object]],
+    linux: Mapping[str, object],
+    user: int = 0,
 ) -> None:
     """What the Open Container Initiative's runtimes are told (runtime-spec 1.0)."""
     config = {
         "ociVersion": "1.0.2",
         "process": {
-            "user": {"uid": 0, "gid": 0},
+            "user": {"uid": user, "gid": user},
             "args": list(argv),
             "env": ["PATH=/usr/bin:/bin"],
             "cwd": "/",

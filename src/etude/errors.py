@@ -25,7 +25,7 @@
         │       └── JudgeDeclined  of this rollout there will be none, whenever it is asked for
         └── SandboxError        a sandbox could not start or died under a command
             ├── Unsupported     its provider does not claim to be capable of that
-            └── SandboxesBusy   a pool has as many waiting as it takes (defined there, with when to come back)
+            └── SandboxesBusy   a pool has no place in time (defined there)
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
 in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what becomes of a rollout).

@@ -1,4 +1,4 @@
-"""The words of worlds: what a sandbox is made from, what it may use, and what its provider promises.
+"""Specs of environments and sandboxes, their limits and usage, and the capabilities of providers.
 
     Base system ◀── layers of an Image ◀── files of a task          limits, network, time to live: SandboxSpec
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 WORKDIR = "/work"
-"""Where a sandbox's files are and its commands run, unless the image says otherwise."""
+"""Working folder of a sandbox's commands, unless the image says otherwise."""
 PLACE = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 """``host:port``, as lists of allowed places have it."""
 
 
 class Capability(StrEnum):
-    """What a provider of sandboxes holds to, each of which the contract suite proves or refutes.
+    """A property that a provider of sandboxes holds to; the contract suite proves or refutes each.
 
     To run commands with deadlines and capped output, to carry files in and out, to count what is used, to be killed
     and to end by itself after its time to live is not in this list: every provider must.
@@ -33,13 +33,13 @@ class Capability(StrEnum):
     NETWORK_OFF = "network_off"
     """Commands reach nothing, not even the machine's own ports."""
     ALLOW_LIST = "allow_list"
-    """Of the network, exactly the places that the spec allows can be reached."""
+    """Exactly the places of the network that the spec allows can be reached."""
     MEMORY_LIMIT = "memory_limit"
     """Beyond the limit commands die; the sandbox and its neighbours live on."""
     PROCESS_LIMIT = "process_limit"
     DISK_LIMIT = "disk_limit"
     BACKGROUND = "background"
-    """What a command left running is still there for the next one; else nothing outlives its command."""
+    """Processes that a command left are still there for the next one; else nothing outlives its command."""
     IMAGES = "images"
     """Sandboxes start from an :class:`Image`."""
     SNAPSHOT = "snapshot"
@@ -59,7 +59,7 @@ class Image:
     digest: str = ""
     """SHA-256 over the layers' digests and the settings; empty for one that is nowhere stored."""
     base: str = ""
-    """Which base system: the name of a stored one, or empty for the provider's own (the machine's programs, or the
+    """Name of a stored base system, or empty for the provider's own (the machine's programs, or the
     root of its virtual machine).
     """
     layers: tuple[Path, ...] = ()
@@ -88,7 +88,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """How a sandbox shall be. A provider that cannot keep to it refuses; it never gives less."""
+    """A request for a sandbox. A provider that cannot keep to it refuses; it never gives less."""
 
     image: Image = Image()
     limits: SandboxLimits = SandboxLimits()
@@ -99,11 +99,11 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command, beside the image's."""
     user: Literal["agent", "root"] = "agent"
-    """Whom commands run as. ``agent`` owns the working folder, its home ``/home/agent`` and ``/tmp``, and nothing else;
-    ``root`` is root inside and nobody outside: for building images.
+    """User of the commands. ``agent`` owns the working folder, its home ``/home/agent`` and ``/tmp``, and nothing else;
+    ``root`` is root inside and no user outside: for building images.
     """
     ttl_s: float = 3600.0
-    """After this the sandbox is killed, whoever still holds it."""
+    """After this the sandbox is killed, whether it is in use or not."""
 
     def __post_init__(self) -> None:
         wrong = [place for place in self.allow if not PLACE.fullmatch(place)]
@@ -115,7 +115,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxStats:
-    """What a sandbox uses now; ``nan`` where its provider cannot tell."""
+    """A sandbox's usage now; ``nan`` where its provider cannot tell."""
 
     memory_bytes: float
     disk_bytes: float
@@ -127,7 +127,7 @@ class SandboxStats:
 
 
 class ServiceKind(StrEnum):
-    """Servers that a world can have inside."""
+    """Servers that an environment can have inside."""
 
     POSTGRES = "postgres"
     REDIS = "redis"
@@ -139,12 +139,12 @@ class Service:
 
     kind: ServiceKind
     setup: str = ""
-    """What is run once to prepare its state: SQL, or Redis commands, a line each."""
+    """Commands that are run once to prepare its state: SQL, or Redis commands, a line each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec:
-    """What a task's sandbox is made from; recorded with the task, so it names things rather than holding them."""
+    """The image, services and limits of a task's sandbox; recorded with the task, so it names things and holds none."""
 
     image: str = ""
     """Digest of a stored image; empty: the provider's own base system and nothing over it."""

@@ -15,7 +15,8 @@ import pytest
 from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.protocols import Sandbox
 from etude.sandbox_spec import Image, SandboxSpec
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import GVISOR
 from waiting import until
 
 pytestmark = pytest.mark.heavy("runsc, and root", missing=shutil.which("runsc") is None or os.geteuid() != 0)
@@ -48,9 +49,9 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return [(str(path), path.lstat().st_mode, path.lstat().st_uid) for path in matches]
 
 
-def play(scratch: Path, scenario: Callable[[GvisorSandboxes, Sandbox], Awaitable[T]]) -> T:
+def play(scratch: Path, scenario: Callable[[OciSandboxes, Sandbox], Awaitable[T]]) -> T:
     async def act() -> T:
-        provider = GvisorSandboxes(scratch=scratch)
+        provider = OciSandboxes(scratch=scratch)
         try:
             return await scenario(provider, await provider.create({"a": "b"}))
         finally:
@@ -63,7 +64,7 @@ def play(scratch: Path, scenario: Callable[[GvisorSandboxes, Sandbox], Awaitable
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler for the shim")
 def test_tools_work_on_a_runtime_that_is_older_than_they_are(tmp_path: Path) -> None:
-    async def look(provider: GvisorSandboxes, sandbox: Sandbox) -> str:
+    async def look(provider: OciSandboxes, sandbox: Sandbox) -> str:
         result = await sandbox.exec(["sh", "-c", "ls && stat -c %s a && ls -la / | wc -l"], timeout_s=30)
         assert result.stderr == ""
         return result.stdout
@@ -72,7 +73,7 @@ def test_tools_work_on_a_runtime_that_is_older_than_they_are(tmp_path: Path) -> 
 
 
 def test_the_machines_null_device_stays_whose_it_is(tmp_path: Path) -> None:
-    async def use(provider: GvisorSandboxes, sandbox: Sandbox) -> int:
+    async def use(provider: OciSandboxes, sandbox: Sandbox) -> int:
         await sandbox.exec(["true"], timeout_s=30)
         (copy,) = await sandbox.fork()
         return (await copy.exec(["true"], timeout_s=30)).exit_code
@@ -83,7 +84,7 @@ def test_the_machines_null_device_stays_whose_it_is(tmp_path: Path) -> None:
 
 
 def test_a_fork_is_refused_while_a_process_holds_outputs_and_nothing_is_lost(tmp_path: Path) -> None:
-    async def fork(provider: GvisorSandboxes, sandbox: Sandbox) -> tuple[str | None, str]:
+    async def fork(provider: OciSandboxes, sandbox: Sandbox) -> tuple[str | None, str]:
         begin = "setsid sh -c 'echo $$ > pid; exec sleep 1000' & until [ -s pid ]; do sleep 0.01; done"
         await sandbox.exec(["sh", "-c", begin], timeout_s=30)
         with pytest.raises(Unsupported, match="redirected"):
@@ -97,7 +98,7 @@ def test_a_fork_is_refused_while_a_process_holds_outputs_and_nothing_is_lost(tmp
 
 
 def test_a_sentry_that_dies_is_an_error_of_the_sandbox(tmp_path: Path) -> None:
-    async def die(provider: GvisorSandboxes, sandbox: Sandbox) -> None:
+    async def die(provider: OciSandboxes, sandbox: Sandbox) -> None:
         running = asyncio.ensure_future(sandbox.exec(["sleep", "100"], timeout_s=60))
         await asyncio.sleep(1.0)
         for process in below(os.getpid()):
@@ -114,10 +115,12 @@ def test_a_sentry_that_dies_is_an_error_of_the_sandbox(tmp_path: Path) -> None:
 LAUNCH = """
 import asyncio, sys
 from pathlib import Path
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import GVISOR
+from etude.sandboxes.oci.runtimes import GVISOR
 from etude.sandbox_spec import Image, SandboxSpec
 async def main():
-    sandbox = await GvisorSandboxes(scratch=Path(sys.argv[1])).create({})
+    sandbox = await OciSandboxes(scratch=Path(sys.argv[1])).create({})
     print("up", flush=True)
     await sandbox.exec(["sleep", "1000"], timeout_s=1000)
 asyncio.run(main())
@@ -139,7 +142,7 @@ def test_everything_dies_with_its_provider_and_the_next_one_sweeps(tmp_path: Pat
 
     asyncio.run(kill())
 
-    async def look(provider: GvisorSandboxes, sandbox: Sandbox) -> int:
+    async def look(provider: OciSandboxes, sandbox: Sandbox) -> int:
         return len(os.listdir(tmp_path))  # noqa: PTH208 - a folder of a few entries
 
     assert play(tmp_path, look) == 1
@@ -163,7 +166,7 @@ def test_a_link_of_an_image_leads_nowhere_on_the_machine(
     workdir = "/work/inner" if place == "work" else "/app/here/inner"
     spec = SandboxSpec(image=Image(layers=(layer,), workdir=workdir), mounts={"/srv/inner": shown})
 
-    async def enter(provider: GvisorSandboxes, sandbox: Sandbox) -> None:
+    async def enter(provider: OciSandboxes, sandbox: Sandbox) -> None:
         with pytest.raises(SandboxError, match=f"/{place} is a link, .* make it one in the image"):
             await provider.create({"a": "b"}, spec)
         assert (await sandbox.exec(["cat", "a"], timeout_s=30)).stdout == "b"
@@ -174,7 +177,7 @@ def test_a_link_of_an_image_leads_nowhere_on_the_machine(
 
 
 def test_a_snapshot_with_links_leads_nowhere_on_the_machine(scratch: Path, machine: Path) -> None:
-    async def enter(provider: GvisorSandboxes, _: Sandbox) -> None:
+    async def enter(provider: OciSandboxes, _: Sandbox) -> None:
         builder = await provider.create({}, SandboxSpec(user="root"))
         script = f"ln -s {machine} /app && rmdir /home/agent && ln -s {machine}/inner /home/agent"
         assert (await builder.exec(["sh", "-c", script], timeout_s=30)).exit_code == 0
@@ -194,7 +197,7 @@ def test_a_fork_of_what_put_a_link_in_the_way_is_refused_and_the_original_goes_o
     shown = tmp_path / "shown"
     shown.mkdir()
 
-    async def fork(provider: GvisorSandboxes, _: Sandbox) -> str:
+    async def fork(provider: OciSandboxes, _: Sandbox) -> str:
         sandbox = await provider.create({}, SandboxSpec(mounts={"/work/a/fresh": shown}))
         script = f"mv a b && ln -s {machine} a"
         result = await sandbox.exec(["sh", "-c", script], timeout_s=30)
@@ -214,7 +217,7 @@ def test_links_that_nothing_is_built_on_are_an_images_own(tmp_path: Path, scratc
     (layer / "srv" / "name").symlink_to("/etc/hostname")
     (layer / "opt").symlink_to("srv")
 
-    async def look(provider: GvisorSandboxes, _: Sandbox) -> str:
+    async def look(provider: OciSandboxes, _: Sandbox) -> str:
         sandbox = await provider.create({}, SandboxSpec(image=Image(layers=(layer,))))
         return (await sandbox.exec(["sh", "-c", "cat /opt/name && touch /tmp/a"], timeout_s=30)).stdout
 
@@ -223,7 +226,7 @@ def test_links_that_nothing_is_built_on_are_an_images_own(tmp_path: Path, scratc
 
 def test_a_machine_without_the_runtime_is_told_what_to_install() -> None:
     with pytest.raises(ConfigError, match="apt-get install runsc"):
-        GvisorSandboxes(program="no-such-runsc")
+        OciSandboxes(replace(GVISOR, program="no-such-runsc"))
 
 
 def processes() -> list[int]:

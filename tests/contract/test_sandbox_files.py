@@ -1,4 +1,4 @@
-"""What every provider of sandboxes promises of files: alone, in archives, and in the hands of somebody who cheats."""
+"""Files in every provider's sandboxes: alone, in archives, and in the hands of an agent that cheats."""
 
 import asyncio
 import gzip

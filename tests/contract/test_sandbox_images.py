@@ -245,7 +245,7 @@ if os.fork() == 0:
 while not os.path.exists('count'):
     time.sleep(0.01)
 """
-"""What only the memory of a running process knows; it is a proper daemon, since nobody must keep outputs for it."""
+"""What only the memory of a running process knows; it is a proper daemon, since no outputs must be held for it."""
 
 
 async def progress(sandbox: Sandbox) -> tuple[str, int, int]:

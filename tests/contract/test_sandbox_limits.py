@@ -51,7 +51,7 @@ open('full', 'w').write('x' * len(eaters))
 for eater in eaters:
     os.kill(eater, signal.SIGKILL)
 """
-"""Each eats, and stays: those who are there when nobody is hungry any more are full at the same time."""
+"""Each eats, and stays: those who are there when none is hungry any more are full at the same time."""
 DISK_BOMB = """
 import os
 total = 0

@@ -13,20 +13,19 @@ from typing import TypeVar
 
 import pytest
 
-from etude.clock import SystemClock
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import LIMITS
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.pool.provider import SandboxPool
+from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
-from etude.sandboxes.remote.principals import Client, Permissions
+from etude.sandboxes.remote.principals import Permissions, SandboxClient
 from etude.sandboxes.remote.server import SandboxServer
+from etude.sandboxes.warm_pool import SandboxPool
 
 T = TypeVar("T")
 
@@ -158,7 +157,7 @@ class OverHttp:
         """``folders`` of this machine may be named by the client."""
         self.inner = inner
         permissions = Permissions(allow=AnyPlace(), folders=folders, images=_no_image)
-        client = Client(digest=hashlib.sha256(KEY.encode()).hexdigest(), permissions=permissions)
+        client = SandboxClient(digest=hashlib.sha256(KEY.encode()).hexdigest(), permissions=permissions)
         self.server = SandboxServer(inner, {"tests": client})
         self._open = AsyncExitStack()
         self._client: RemoteSandboxes | None = None
@@ -200,7 +199,7 @@ PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
     "gvisor": Candidate(
-        make=lambda scratch: GvisorSandboxes(scratch=scratch),
+        make=lambda scratch: OciSandboxes(scratch=scratch),
         missing=needs("runsc", root=True),
         heavy="runsc, and root",
     ),
@@ -210,9 +209,7 @@ PROVIDERS: dict[str, Candidate] = {
         heavy="minutes, beside remote over ns",
     ),
     "ns": Candidate(make=lambda scratch: NamespaceSandboxes(scratch=scratch)),
-    "pool, over ns": Candidate(
-        make=lambda scratch: SandboxPool(NamespaceSandboxes(scratch=scratch), clock=SystemClock())
-    ),
+    "pool, over ns": Candidate(make=lambda scratch: SandboxPool(NamespaceSandboxes(scratch=scratch))),
     "qemu": Candidate(
         make=lambda scratch: QemuSandboxes(scratch=scratch),
         missing=no_virtual_machines,

@@ -48,8 +48,8 @@ from etude.run.task_sandboxes import (
     open_provider,
 )
 from etude.sandbox_spec import WORKDIR, Capability, SandboxSpec
+from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
-from etude.sandboxes.ns.base_system import environment_mounts
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format

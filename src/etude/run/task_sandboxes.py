@@ -1,4 +1,4 @@
-"""Where a run's sandboxes come from: a provider of the recipe's kind, and in it the worlds of its tasks.
+"""The sandboxes of a run: a provider of the recipe's kind, and in it the environments of its tasks.
 
     recipe ──▶ provider ──▶ warm pool, if there is to be one ──▶ services inside ──▶ EnvironmentTaskSandboxes.open(task)
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from etude.clock import SystemClock
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
@@ -19,31 +18,31 @@ from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.queries import QueryGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.pool.provider import SandboxPool
-from etude.sandboxes.pool.slots import PoolLimits
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import RUNTIMES
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
+from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
 """Holds the key of a remote server of sandboxes."""
 NOTHING = SandboxSpec()
-"""More than its world that an agent is shown or may reach."""
+"""Mounts and places beside a task's environment."""
 IMAGES = "images"
 """Folder of images beside the tasks of a folder."""
 
 
 def base_store(config: SandboxConfig) -> ImageStore:
-    """Where base systems are: the recipe's folder of images, or the user's."""
+    """The store of base systems: the recipe's folder of images, or the user's."""
     return ImageStore(Path(config.images) if config.images else None)
 
 
 def image_store(sandboxes: SandboxConfig, tasks: TaskConfig) -> ImageStore:
-    """Where the images of tasks are: beside them, or with the base systems."""
+    """The store of the tasks' images: beside them, or with the base systems."""
     beside = Path(tasks.folder) / IMAGES
     return ImageStore(beside) if tasks.folder and beside.is_dir() else base_store(sandboxes)
 
@@ -59,7 +58,7 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
         case "ns":
             provider = NamespaceSandboxes(bases=store.bases)
         case "gvisor":
-            provider = GvisorSandboxes(bases=store.bases)
+            provider = OciSandboxes(RUNTIMES[config.kind], bases=store.bases)
         case "qemu":
             provider = QemuSandboxes(store=store)
         case "remote":
@@ -68,9 +67,9 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
                 raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
             provider = RemoteSandboxes(config.url, key)
         case "local":
-            raise ConfigError("sandboxes.kind = 'local' opens no worlds: use ns")
+            raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
     if config.warm:
-        return SandboxPool(provider, PoolLimits(live=config.warm), clock=SystemClock())
+        return SandboxPool(provider, WarmPoolLimits(live=config.warm))
     return provider
 
 
@@ -89,16 +88,16 @@ class PlainTaskSandboxes:
 
 
 class EnvironmentTaskSandboxes:
-    """Opens the worlds of tasks; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
+    """Opens the environments of tasks; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
     def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
         """``provider`` is closed with this; ``beside`` says what every agent is shown and may reach that is no part of
-        its task's world. Graders come before rollouts where there is a pool: rollouts that wait for their grades hold
-        sandboxes, and would hold all of them for ever.
+        its task's environment. Graders come before rollouts where there is a pool: rollouts that wait for their grades
+        hold sandboxes, and would hold all of them for ever.
         """
         if isinstance(provider, SandboxPool):
-            self.sandboxes = ServicedSandboxes(provider.claimant("rollouts"))
-            self._grading = ServicedSandboxes(provider.claimant("grading", priority=-1))
+            self.sandboxes = ServicedSandboxes(provider)
+            self._grading = ServicedSandboxes(provider.urgent())
         else:
             self.sandboxes = self._grading = ServicedSandboxes(provider)
         self._provider = provider
@@ -106,7 +105,7 @@ class EnvironmentTaskSandboxes:
         self._beside = beside
 
     async def open(self, task: Task) -> Sandbox:
-        """A fresh sandbox as the task's world says, its services up, with its files.
+        """A fresh sandbox as the task's environment says, its services up, with its files.
 
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
@@ -117,7 +116,7 @@ class EnvironmentTaskSandboxes:
         return await self._open({}, EnvironmentSpec())
 
     def spec_of(self, environment: EnvironmentSpec) -> SandboxSpec:
-        """How a world's sandbox shall be."""
+        """The spec of an environment's sandbox."""
         return sandbox_spec(environment, self._images.open(environment.image) if environment.image else None)
 
     def grader(self, slack_s: float) -> GraderByKind:

@@ -1,13 +1,16 @@
-"""What a specification asks of its provider, and the refusal of what the provider does not claim. Pure.
+"""Capabilities that a spec needs of its provider, and the error where the provider does not claim one.
 
-A provider that would quietly give less is worse than one that refuses: a run would go on in a world that is not what
-its recipe says.
+No more I/O than to look whether paths are there.
+
+A provider that would quietly give less is worse than one that refuses: a run would go on in an environment that is not
+what its recipe says.
 """
 
 from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from etude.errors import Unsupported
+from etude.errors import SandboxError, Unsupported
 from etude.sandbox_spec import Capability, SandboxLimits, SandboxSpec
 
 WHO_CAN: Mapping[Capability, str] = MappingProxyType(
@@ -30,26 +33,44 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
     Limits are asked for by a number that is not the usual one: a provider that cannot count what its sandboxes use has
     limits of its own.
     """
-    asked: dict[Capability, str] = {}
+    needed: dict[Capability, str] = {}
     if spec.image.base or spec.image.layers:
-        asked[Capability.IMAGES] = (
+        needed[Capability.IMAGES] = (
             f"an image of {len(spec.image.layers)} layers over {spec.image.base or 'its own base'}"
         )
     elif spec.user == "root":
-        asked[Capability.IMAGES] = "user='root'"
+        needed[Capability.IMAGES] = "user='root'"
     if spec.allow:
-        asked[Capability.ALLOW_LIST] = f"allow={list(spec.allow)}"
+        needed[Capability.ALLOW_LIST] = f"allow={list(spec.allow)}"
     usual = SandboxLimits()
     for name, capability in LIMITS.items():
         if getattr(spec.limits, name) != getattr(usual, name):
-            asked[capability] = f"limits.{name}={getattr(spec.limits, name)}"
-    return asked
+            needed[capability] = f"limits.{name}={getattr(spec.limits, name)}"
+    return needed
 
 
 def check_spec(spec: SandboxSpec, granted: frozenset[Capability], provider: str) -> None:
     """Raise :class:`~etude.errors.Unsupported` for a specification that asks for what ``provider`` does not claim."""
     for capability, words in demands(spec).items():
         check_claim(capability, granted, provider, words)
+
+
+def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
+    """Raise :class:`~etude.errors.SandboxError` for a base system, layer or mount that is not there, and ``ValueError``
+    for a path that is no place in a sandbox. ``bases`` are the stored base systems.
+    """
+    image = spec.image
+    if image.base and image.base not in bases:
+        raise SandboxError(
+            f"base system {image.base!r} is not stored, but {sorted(bases)}: "
+            f"build it with `etude images build {image.base}`"
+        )
+    missing = [str(path) for path in (*image.layers, *spec.mounts.values()) if not path.exists()]
+    if missing:
+        raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
+    for place in (image.workdir, *spec.mounts):
+        if not place.startswith("/") or ".." in PurePosixPath(place).parts or place == "/":
+            raise ValueError(f"{place!r} is no place in a sandbox: use an absolute path without '..'")
 
 
 def check_claim(capability: Capability, granted: frozenset[Capability], provider: str, words: str = "") -> None:

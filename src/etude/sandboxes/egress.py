@@ -1,18 +1,89 @@
-"""Where a way out of a sandbox ends, on the machine's side.
+"""Egress of a sandbox on the machine's side: connections to the places that it may reach.
 
 Who allows a name trusts what is called so, and where it leads is whatever the owner of that name says today. One that
 leads to this machine itself, or to the address at which clouds give credentials away, is not followed. An address that
-was allowed as such is: then somebody meant it.
+was allowed as such is: then it was meant.
 """
 
 import asyncio
 import errno
+import functools
 import ipaddress
 import socket
+from collections.abc import Sequence
+
+from etude.sandboxes.ns.root import AllowedPlace
+
+CONNECT_TIMEOUT_S = 10.0
+"""For a place to accept; a caller that is cut off asks again."""
+MAX_CONNECTIONS = 64
+"""Most connections of one sandbox at a time; one more is cut off at once."""
+COPY_BYTES = 1 << 16
+
+
+class EgressProxy:
+    """All ways out of one sandbox."""
+
+    def __init__(self) -> None:
+        self._servers: list[asyncio.Server] = []
+        self._carrying: set[asyncio.Task[None]] = set()
+
+    async def open(self, places: Sequence[AllowedPlace], listeners: Sequence[int]) -> None:
+        """Serve each place's listener, which is ours from now on."""
+        for place, descriptor in zip(places, listeners, strict=True):
+            accept = functools.partial(self._accept, place)
+            listener = socket.socket(fileno=descriptor)
+            self._servers.append(await asyncio.start_server(accept, sock=listener, limit=COPY_BYTES))
+
+    async def close(self) -> None:
+        """Cut every connection and stop listening; calling it twice is harmless."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+        for task in self._carrying:
+            task.cancel()
+        await asyncio.gather(*self._carrying, return_exceptions=True)
+
+    def _accept(self, place: AllowedPlace, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._carrying) >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(_carry(place, reader, writer))
+        self._carrying.add(task)
+        task.add_done_callback(self._carrying.discard)
+
+
+async def _carry(place: AllowedPlace, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Both ways until both have ended; trouble on either cuts both."""
+    ends = [writer]
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            answers, beyond = await connect(place.host, place.port)
+        ends.append(beyond)
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_copy(reader, beyond))
+            both.create_task(_copy(answers, writer))
+    except (OSError, ExceptionGroup):
+        writer.transport.abort()  # the caller sees its connection cut; it knows what it wanted
+    except asyncio.CancelledError:
+        for end in ends:
+            end.transport.abort()
+        raise
+    finally:
+        for end in ends:
+            end.close()
+
+
+async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    """Copy to the end of ``source`` and pass that on. Raises ``OSError`` when either is broken."""
+    while data := await source.read(COPY_BYTES):
+        sink.write(data)
+        await sink.drain()
+    sink.write_eof()
 
 
 def is_inward(host: str) -> bool:
-    """Whether a host, if it is no other name, is this machine or a neighbour that no router stands before."""
+    """Say whether a host, if it is no other name, is this machine or a neighbour that no router stands before."""
     if host == "localhost":
         return True
     try:
@@ -28,8 +99,8 @@ async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
     """A connection to an allowed place. Raises ``OSError`` where none accepts, or a name leads inwards."""
     if is_inward(host):
         return await asyncio.open_connection(host, port)
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(str(place[0]) for *_, place in found))
+    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(place[0]) for *_, place in answers))
     for address in addresses:
         if is_inward(address):
             raise OSError(errno.EACCES, f"{host} leads to {address}, which is this machine or its neighbour")

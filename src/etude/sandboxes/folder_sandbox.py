@@ -1,4 +1,4 @@
-"""A sandbox that is a folder of this machine, in which somebody else runs the commands.
+"""A sandbox that is a folder of this machine, in which its provider runs the commands.
 
     exec ──Command──▶ runner of the provider ──ExecResult──▶        files ──▶ etude.sandboxes.folders
 
@@ -17,11 +17,11 @@ from etude.errors import SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
 from etude.sandboxes.capabilities import unsupported
-from etude.sandboxes.endings import close_all
 from etude.sandboxes.folders import Folder, tree_bytes
+from etude.sandboxes.lifecycle import close_all
 
 ARGUMENT_LIMIT_BYTES = 120 << 10
-"""Of a whole command line; Linux takes 128 KiB of one argument."""
+"""Most bytes of a whole command line; Linux takes 128 KiB of one argument."""
 NOT_EXECUTABLE = 126
 """Exit code of what cannot be run, as shells have it."""
 
@@ -45,16 +45,16 @@ class Command:
 
     @property
     def size_bytes(self) -> int:
-        """Of the command line."""
+        """Length of the command line."""
         return sum(len(argument.encode("utf-8", "surrogateescape")) + 1 for argument in self.argv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """What a provider does for its sandboxes."""
+class FolderSandboxHooks:
+    """Callbacks from a sandbox to its provider."""
 
     name: str
-    """Of the provider, for refusals."""
+    """Name of the provider, for errors."""
     run: Callable[[Folder, Command], Awaitable[ExecResult]]
     copy: Callable[["FolderSandbox"], Awaitable["FolderSandbox"]]
     remove: Callable[["FolderSandbox"], None]
@@ -64,7 +64,7 @@ class Home:
 class FolderSandbox:
     """One folder in which commands run; implements :class:`~etude.protocols.Sandbox`."""
 
-    def __init__(self, home: Home, folder: Folder, spec: SandboxSpec) -> None:
+    def __init__(self, home: FolderSandboxHooks, folder: Folder, spec: SandboxSpec) -> None:
         self._home = home
         self.folder = folder
         self.spec = spec
@@ -132,7 +132,7 @@ class FolderSandbox:
         await asyncio.shield(writing)
 
     async def stats(self) -> SandboxStats:
-        """Its files and its age; nobody counts what its commands use."""
+        """Its files and its age; the usage of its commands is not counted."""
         self._check_open()
         size_bytes = await asyncio.to_thread(tree_bytes, self.folder.path)
         age_s = time.monotonic() - self._born_s
@@ -189,7 +189,7 @@ class FolderSandbox:
 
     def _written(self, writing: asyncio.Future[None]) -> None:
         self._writing.discard(writing)
-        writing.exception()  # whoever asked may have given up
+        writing.exception()  # the caller may have given up
 
     def _check_open(self) -> None:
         if self._closing is not None:
@@ -197,6 +197,6 @@ class FolderSandbox:
 
 
 def too_long(program: str) -> ExecResult:
-    """How a shell ends a command line that Linux does not take."""
+    """The result of a shell for a command line that Linux does not take."""
     stderr = f"{program}: Argument list too long: use a file or stdin\n"
     return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)

@@ -15,7 +15,7 @@ from etude.errors import SandboxError
 from etude.sandboxes.images.archives import (
     MTIME_END_S,
     PERMISSIONS,
-    Budget,
+    ByteBudget,
     Entry,
     EntryKind,
     plain_name,
@@ -28,9 +28,9 @@ READ_LIMIT_BYTES = 8 << 20
 COPY_LIMIT_BYTES = 1 << 30
 """Most that is copied of one sandbox."""
 MAX_DEPTH = 100
-"""Folders inside folders that are exported; deeper ones are nobody's work but an attack's."""
+"""Folders inside folders that are exported; deeper ones are an attack."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG)
-"""What the system says of a path that does not name a plain file of ours."""
+"""Error numbers of a path that does not name a plain file of ours."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -87,7 +87,7 @@ class Folder:
 
     def pack(self, paths: Sequence[str], limit_bytes: int) -> bytes:
         """A tar of files and whole folders; what is missing or unreadable is left out. ``ValueError`` as for export."""
-        budget = Budget(limit_bytes)
+        budget = ByteBudget(limit_bytes)
         places = [(self.place(path), path) for path in paths]
         names = [(place, place if path.startswith("/") else plain_name(path)) for place, path in places]
         return write_archive(
@@ -104,7 +104,7 @@ class Folder:
                 raise _judge(error, entry.name) from error
 
     def check(self, tar: bytes) -> Sequence[Entry]:
-        """What a tar holds, all of which can be unpacked into the working folder; else ``ValueError``."""
+        """The entries of a tar, all of which can be unpacked into the working folder; else ``ValueError``."""
         entries, top = read_archive(tar), self.place(".")
         for entry in entries:
             try:
@@ -115,11 +115,11 @@ class Folder:
 
     def copy_to(self, other: "Folder") -> None:
         """Put a copy of all files into another folder. ``ValueError`` if they are too many for a copy."""
-        for entry in self._entries("", "", Budget(COPY_LIMIT_BYTES)):
+        for entry in self._entries("", "", ByteBudget(COPY_LIMIT_BYTES)):
             other._put(entry.name, entry)
 
-    def _entries(self, place: str, shown: str, budget: Budget) -> Iterator[Entry]:
-        """What ``place`` is, and all below it, named as if it were ``shown``; nothing if it is not there."""
+    def _entries(self, place: str, shown: str, budget: ByteBudget) -> Iterator[Entry]:
+        """Entries for ``place`` and all below it, named as if it were ``shown``; none if it is not there."""
         if not place:
             folder = os.open(self.path, DIRECTORY)
             try:
@@ -222,7 +222,7 @@ class Folder:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text that was read from a sandbox can be written back without harm to what it does not show.
+    """Say whether a text that was read from a sandbox can be written back without harm to what it does not show.
 
     Not where it may have been cut, or stand for bytes that are no UTF-8: a file that has U+FFFD itself is not told from
     one that has it in their place.
@@ -231,7 +231,7 @@ def is_whole(text: str) -> bool:
 
 
 def tree_bytes(folder: Path) -> int:
-    """What all files below a folder take up on disk."""
+    """Bytes on disk of all files below a folder."""
     total, waiting = 0, [os.fspath(folder)]
     while waiting:
         try:
@@ -240,19 +240,19 @@ def tree_bytes(folder: Path) -> int:
                 if inner.is_dir(follow_symlinks=False):
                     waiting.append(inner.path)
         except OSError:
-            continue  # it went away while we looked, or is nobody's to read
+            continue  # it went away while we looked, or may not be read
     return total
 
 
-def _walk(folder: int, shown: str, budget: Budget, depth: int = 0) -> Iterator[Entry]:
+def _walk(folder: int, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} folders inside each other, at {shown[:60]!r}…")
     for name in sorted(os.listdir(folder)):
         yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
 
 
-def _entry(folder: int, name: str, shown: str, budget: Budget, depth: int = 0) -> Iterator[Entry]:
-    """What ``name`` in an open folder is, and all below it; nothing for what cannot be carried or just went away."""
+def _entry(folder: int, name: str, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:
+    """Entries for ``name`` in an open folder and all below it; none for what cannot be carried or just went away."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         mode, mtime_s = stat.S_IMODE(status.st_mode) & PERMISSIONS, min(max(0, int(status.st_mtime)), MTIME_END_S - 1)
@@ -274,7 +274,7 @@ def _entry(folder: int, name: str, shown: str, budget: Budget, depth: int = 0) -
         return
 
 
-def _read(folder: int, name: str, shown: str, budget: Budget) -> bytes:
+def _read(folder: int, name: str, shown: str, budget: ByteBudget) -> bytes:
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     with os.fdopen(descriptor, "rb") as file:
         return budget.take(shown, file.read(budget.left_bytes + 1))

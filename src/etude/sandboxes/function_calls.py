@@ -18,7 +18,7 @@ from etude.types import Json
 CALL_TIMEOUT_S = 2.0
 """For all the calls of one function: hundreds of times what a right program of a task takes."""
 TIMED_OUT, NO_RESULT = "TimeoutError", "SystemExit"
-"""What a call ends with, in the words of exceptions, when time ran out or the process ended without an answer."""
+"""Exception names of a call whose time ran out, or whose process ended without an answer."""
 
 DRIVER = """
 def drive():
@@ -59,12 +59,12 @@ value or a class name.
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How one call ended."""
+    """The outcome of one call."""
 
     ok: bool
     """It returned something that JSON can carry as it is (no tuple, no subclass)."""
     value: Json
-    """What it returned, if ``ok``."""
+    """Its return value, if ``ok``."""
     error: str
     """The class of what it raised or returned, unless ``ok``; ASCII, since the program chooses what it is called."""
 
@@ -97,7 +97,7 @@ async def call_function(
 
 
 def same_value(got: Json, expected: Json) -> bool:
-    """Whether two JSON values are equal and of the same types throughout: ``True`` is not 1, and 1.0 is not 1 either.
+    """Compare two JSON values, which must be of the same types throughout: ``True`` is not 1, and 1.0 is not 1 either.
 
     Stricter than ``==`` so that what the agent is shown (``= 3.0 want 3``) is all there is to see.
     """

@@ -1,4 +1,4 @@
-"""What Linux offers to confine a process: identity, namespaces, capabilities, limits, and a sure end.
+"""Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a sure end.
 
 Owns the system calls, reached through libc. Uses the standard library alone, because every process that runs a model's
 program imports it. Does not decide when to use what (:mod:`etude.sandboxes.local.zygote`).

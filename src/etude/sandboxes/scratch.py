@@ -1,7 +1,7 @@
 """The private directory under which a provider keeps its sandboxes, or anyone what must not outlive its process.
 
 Owns its life, and that of the directories in it: one whose owner was killed is removed by the next one, since the
-lock on it tells whether somebody still lives there. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.
+lock on it tells whether its owner lives. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.
 """
 
 import fcntl
@@ -75,11 +75,11 @@ class Scratch:
 
 
 def _remove_if_dead(path: Path) -> None:
-    """Remove a scratch directory of ours whose lock nobody holds."""
+    """Remove a scratch directory of ours whose lock is free."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # somebody else's, or just gone
+        return  # another user's, or just gone
     try:
         if os.fstat(lock).st_uid == os.geteuid():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,8 +5,8 @@
               └─ fork one per rollout: its own files, its own server, started (or alive already: LIVE_FORK)
 
 Servers run as the agent does, in ``/home/agent/.services``, and listen on the loopback of the sandbox and on a socket.
-They promise nothing for after a power cut, so nothing waits for a disk. What is in a database is the setup's; who may
-do what in it is for its agent to find out: role ``app`` owns database ``app``, and nobody asks for a password.
+They keep nothing after a power cut, so nothing waits for a disk. What is in a database is the setup's; who may
+do what in it is for its agent to find out: role ``app`` owns database ``app``, and there is no password.
 
 Owns the templates and the servers' configuration. Which services a task has is said by its
 :class:`~etude.sandbox_spec.EnvironmentSpec`, how a database is judged by :mod:`etude.rewards.graders.queries`.
@@ -30,10 +30,10 @@ from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.capabilities import check_claim
-from etude.sandboxes.endings import close_all
+from etude.sandboxes.lifecycle import close_all
 
 HOME = "/home/agent/.services"
-"""Where servers keep their files, inside: a place of the agent's that is not its working folder."""
+"""Folder of servers' files, inside: a place of the agent's that is not its working folder."""
 SOCKETS = f"{HOME}/run"
 """Folder of PostgreSQL's socket."""
 DATABASE, OWNER, SUPERUSER = "app", "app", "postgres"
@@ -44,7 +44,7 @@ POLLS_PER_S = 100
 NOT_INSTALLED = 69
 """Exit code of a script that finds no server to start (``EX_UNAVAILABLE``)."""
 LOG_LINES = 12
-"""Of a server's log, in the error that says it did not come up."""
+"""Characters of a server's log in the error that says it did not come up."""
 
 POSTGRES_PROGRAMS = f"""
 set -eu; umask 077
@@ -52,7 +52,7 @@ for bin in /usr/lib/postgresql/*/bin; do [ -x "$bin/postgres" ] && export PATH="
 command -v initdb >/dev/null && command -v psql >/dev/null || exit {NOT_INSTALLED}
 data={HOME}/postgres log={HOME}/postgres.log
 """
-"""Of several versions, the last is used."""
+"""Folders of the server's programs; of several versions, the last is used."""
 POSTGRES_INSTALL = f"""
 mkdir -p {SOCKETS}
 initdb -D "$data" -U {SUPERUSER} -A trust -E UTF8 --locale=C.UTF-8 --wal-segsize=1 --no-sync --no-instructions >&2
@@ -120,12 +120,12 @@ REDIS_STOP = 'redis-cli shutdown save; while [ -n "$(redis-cli ping 2>/dev/null)
 
 
 Step: TypeAlias = Literal["install", "start", "create", "setup", "stop"]
-"""What is done with a server: which of the scripts of a :class:`Server` is run."""
+"""A step of a server's life: which of the scripts of a :class:`ServerScripts` is run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """How one kind of service is run: shell scripts, each of which begins with ``programs``."""
+class ServerScripts:
+    """The shell scripts that run one kind of service; each begins with ``programs``."""
 
     package: str
     """Debian's, which has the programs."""
@@ -147,7 +147,7 @@ class Server:
 
 SERVERS = MappingProxyType(
     {
-        ServiceKind.POSTGRES: Server(
+        ServiceKind.POSTGRES: ServerScripts(
             package="postgresql",
             programs=POSTGRES_PROGRAMS,
             install=POSTGRES_INSTALL,
@@ -162,7 +162,7 @@ SERVERS = MappingProxyType(
                 "DATABASE_URL": f"postgresql://{OWNER}@127.0.0.1:5432/{DATABASE}",
             },
         ),
-        ServiceKind.REDIS: Server(
+        ServiceKind.REDIS: ServerScripts(
             package="redis-server",
             programs=REDIS_PROGRAMS,
             install=REDIS_INSTALL,
@@ -177,7 +177,7 @@ SERVERS = MappingProxyType(
 
 
 def variables(services: Sequence[Service]) -> dict[str, str]:
-    """What a sandbox's commands find these services by: ``PGHOST``, ``DATABASE_URL``, ``REDIS_URL`` …
+    """Variables by which a sandbox's commands find these services: ``PGHOST``, ``DATABASE_URL``, ``REDIS_URL`` …
 
     ``ValueError`` for two of a kind: they would take each other's port.
     """
@@ -189,7 +189,7 @@ def variables(services: Sequence[Service]) -> dict[str, str]:
 
 
 def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> SandboxSpec:
-    """How the sandbox of an environment shall be, but for its services. ``image`` is what ``environment.image`` refers
+    """The spec of an environment's sandbox, without its services. ``image`` is what ``environment.image`` refers
     to.
 
     Raises :class:`~etude.errors.ConfigError` for an environment with an image, when it is not there.
@@ -229,7 +229,7 @@ class ServicedSandboxes:
         self._capacity = templates
         self._deadline_s = deadline_s
         self._bare: dict[str, asyncio.Task[Image]] = {}  # as many as there are images with services
-        self._templates: OrderedDict[str, _Template] = OrderedDict()
+        self._templates: OrderedDict[str, _ServiceTemplate] = OrderedDict()
         self._evicting: set[asyncio.Task[list[BaseException]]] = set()
         self._closed = False
 
@@ -251,9 +251,9 @@ class ServicedSandboxes:
         if not services:
             return await self._provider.create(files, spec)
         live = await self._check_provider()
-        wanted = spec or SandboxSpec()
-        wanted = replace(wanted, environment={**wanted.environment, **variables(services)})
-        sandbox = await self._fork(wanted, tuple(services), live)
+        complete = spec or SandboxSpec()
+        complete = replace(complete, environment={**complete.environment, **variables(services)})
+        sandbox = await self._fork(complete, tuple(services), live)
         try:
             if not live:
                 await gather_or_cancel(self._run(sandbox, service.kind, "start") for service in services)
@@ -279,7 +279,7 @@ class ServicedSandboxes:
             raise failures[0]
 
     async def _check_provider(self) -> bool:
-        """Whether forks have their processes, too; the provider can do the rest, or ``Unsupported`` is raised."""
+        """Say whether forks have their processes, too; the provider can do the rest, or ``Unsupported`` is raised."""
         granted = await self._provider.capabilities()
         name = type(self._provider).__name__
         for capability in (Capability.SNAPSHOT, Capability.FORK, Capability.BACKGROUND, Capability.NETWORK_OFF):
@@ -294,7 +294,7 @@ class ServicedSandboxes:
             template = self._templates.get(digest)
             is_new = template is None
             if template is None:
-                template = _Template(asyncio.ensure_future(self._prepare(spec, services, live)))
+                template = _ServiceTemplate(asyncio.ensure_future(self._prepare(spec, services, live)))
                 self._templates[digest] = template
             self._templates.move_to_end(digest)
             try:
@@ -308,13 +308,13 @@ class ServicedSandboxes:
                 return sandbox
         raise AssertionError("the last attempt neither returned nor raised")
 
-    async def _drop(self, digest: str, template: "_Template") -> None:
+    async def _drop(self, digest: str, template: "_ServiceTemplate") -> None:
         if self._templates.get(digest) is template:
             del self._templates[digest]
         await template.close()
 
     def _evict(self) -> None:
-        """Begin to close what was not asked for longest; never one that somebody waits for."""
+        """Begin to close what was not asked for longest; never one that has a caller."""
         idle = [digest for digest, template in self._templates.items() if not template.users]
         surplus = max(0, len(self._templates) - self._capacity)
         evicting = asyncio.ensure_future(close_all([self._templates.pop(digest) for digest in idle[:surplus]]))
@@ -338,7 +338,7 @@ class ServicedSandboxes:
         return sandbox
 
     async def _bare_image(self, image: Image, kinds: tuple[ServiceKind, ...]) -> Image:
-        """``image`` with an empty state of each kind; made once, whoever asks meanwhile."""
+        """``image`` with an empty state of each kind; made once for all callers."""
         key = template_digest(SandboxSpec(image=image), [Service(kind=kind) for kind in kinds])
         making = self._bare.get(key)
         if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
@@ -379,8 +379,8 @@ class ServicedSandboxes:
             raise SandboxError(f"{kind}: {step} failed with exit code {result.exit_code}: {reason}")
 
 
-class _Template:
-    """One prepared sandbox and whoever is copying it: one at a time, and none while it is being closed."""
+class _ServiceTemplate:
+    """One prepared sandbox and its copies in progress: one at a time, and none while it is being closed."""
 
     def __init__(self, preparing: "asyncio.Task[Sandbox]") -> None:
         self._preparing = preparing

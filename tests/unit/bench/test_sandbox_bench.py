@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sandbox.bench import SandboxOptions, bench_sandbox, judged, rows_of, sandbox_options, table
+from bench.sandbox.bench import BWRAP, CRUN, SandboxOptions, bench_sandbox, judged, rows_of, sandbox_options, table
 from bench.sandbox.contestants import CONTESTANTS, NS, QEMU, ProviderContestant
 from bench.sandbox.leaks import Remainder, Remains
 from bench.sandbox.measures import (
@@ -31,6 +31,7 @@ from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.sandbox_spec import Capability, SandboxSpec
 
 ALL = SandboxOptions()
+THREE = ((NS, 0.01), ("bwrap+overlay", 0.04), ("crun+exec", 0.03))
 SLOW, FAST = Launch(ran_s=0.1, whole_s=0.3), Launch(ran_s=0.4, whole_s=0.5)
 
 
@@ -61,7 +62,7 @@ def rates(**per_s: tuple[float, float]) -> dict[tuple[str, int], list[Rate]]:
 
 
 def figures(**fields: object) -> Figures:
-    starts = {(name, "true"): [Launch(whole_s, whole_s)] for name, whole_s in ((NS, 0.01), ("bwrap+overlay", 0.04))}
+    starts = {(name, "true"): [Launch(whole_s, whole_s)] for name, whole_s in THREE}
     made = Figures(
         starts=starts,
         rates=rates(ns=(50.0, 40.0), podman=(2.0, 4.0)),
@@ -78,6 +79,7 @@ def figures(**fields: object) -> Figures:
 def test_goals_follow_the_figures() -> None:
     goals = judged(figures())
     assert {name: (goal["value"], goal["met"]) for name, goal in goals.items() if isinstance(goal, dict)} == {
+        "ns start + exec vs crun": (3.0, True),
         "start_vs_bwrap_overlay": (0.25, True),
         "starts_vs_podman": (10.0, True),
         "alive": (1000.0, True),
@@ -90,7 +92,14 @@ def test_goals_follow_the_figures() -> None:
 @pytest.mark.parametrize(
     ("worse", "goal"),
     [
-        ({"starts": {(NS, "true"): [SLOW], ("bwrap+overlay", "true"): [FAST]}}, "start_vs_bwrap_overlay"),
+        (
+            {"starts": {(NS, "true"): [SLOW], ("bwrap+overlay", "true"): [FAST], ("crun+exec", "true"): [FAST]}},
+            "start_vs_bwrap_overlay",
+        ),
+        (
+            {"starts": {(name, "true"): [Launch(s, s)] for name, s in ((NS, 2.0), (BWRAP, 9.0), (CRUN, 3.9))}},
+            "ns start + exec vs crun",
+        ),
         ({"rates": rates(ns=(50.0, 4.9), podman=(1.0, 1.0))}, "starts_vs_podman"),
         ({"alive": 999}, "alive"),
         ({"leaked": 1}, "leaked"),

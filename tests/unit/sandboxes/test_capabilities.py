@@ -36,6 +36,6 @@ def test_root_and_layers_ask_for_images() -> None:
     assert "2 layers" in demands(SandboxSpec(image=Image(layers=(Path("a"), Path("b")))))[Capability.IMAGES]
 
 
-def test_a_refusal_names_who_can() -> None:
+def test_the_error_names_a_provider_that_can() -> None:
     with pytest.raises(Unsupported, match="live fork on this machine: use gvisor or qemu"):
         check_claim(Capability.LIVE_FORK, frozenset(), "ns")

@@ -25,10 +25,10 @@ def test_what_is_not(host: str) -> None:
 def resolving(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Names lead to ``addresses``."""
 
-    async def found(_loop: object, _host: str, port: int, **_wishes: Any) -> list[Any]:
+    async def resolved(_loop: object, _host: str, port: int, **_wishes: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in addresses]
 
-    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", found)
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", resolved)
 
 
 async def say_hello(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,9 +40,9 @@ async def heard(host: str) -> bytes:
     """What a server of this machine says to who reaches it as ``host``."""
     async with await asyncio.start_server(say_hello, "127.0.0.1", 0) as server:
         reader, writer = await egress.connect(host, server.sockets[0].getsockname()[1])
-        said = await reader.read()
+        reply = await reader.read()
         writer.close()
-        return said
+        return reply
 
 
 def test_an_address_that_was_allowed_is_reached() -> None:
@@ -58,13 +58,13 @@ def test_a_name_that_leads_inwards_is_not_followed(monkeypatch: pytest.MonkeyPat
 
 def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     resolving(monkeypatch, "192.0.2.1", "192.0.2.2")
-    asked: list[str] = []
+    names: list[str] = []
 
     async def refuse(host: str, *_: object, **__: object) -> None:
-        asked.append(host)
+        names.append(host)
         raise OSError(f"{host} refuses")
 
     monkeypatch.setattr(asyncio, "open_connection", refuse)
     with pytest.raises(OSError, match=r"192\.0\.2\.2 refuses"):
         asyncio.run(egress.connect("far.example", 80))
-    assert asked == ["192.0.2.1", "192.0.2.2"]
+    assert names == ["192.0.2.1", "192.0.2.2"]

@@ -11,8 +11,8 @@ from etude.sandboxes.scratch import MEMORY, PREFIX, Scratch
 
 def test_what_a_killed_provider_left_is_swept(tmp_path: Path) -> None:
     alive = Scratch.open(tmp_path)
-    kept = alive.create(reader=None) / "kept"
-    kept.write_text("kept", encoding="utf-8")
+    files = alive.create(reader=None) / "kept"
+    files.write_text("kept", encoding="utf-8")
     dead = tmp_path / f"{PREFIX}dead"
     (dead / "000001" / "folder").mkdir(parents=True)
     (dead / "000001" / "link").symlink_to(alive.path)
@@ -22,7 +22,7 @@ def test_what_a_killed_provider_left_is_swept(tmp_path: Path) -> None:
     newest = Scratch.open(tmp_path)
 
     assert sorted(tmp_path.iterdir()) == sorted([alive.path, newest.path, bystander])
-    assert kept.read_text(encoding="utf-8") == "kept"
+    assert files.read_text(encoding="utf-8") == "kept"
     for scratch in (alive, newest):
         scratch.close()
     assert list(tmp_path.iterdir()) == [bystander]

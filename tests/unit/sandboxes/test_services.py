@@ -159,7 +159,7 @@ class UnhurriedSandbox(FakeSandbox):
         await super().close()
 
 
-def test_nobody_waits_for_the_end_of_a_state_that_is_not_kept_but_whoever_closes_all() -> None:
+def test_only_close_waits_for_the_end_of_an_evicted_state() -> None:
     async def act() -> tuple[int, bool]:
         inner = Unhurried()
         sandboxes = ServicedSandboxes(inner, templates=1)

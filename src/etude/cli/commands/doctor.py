@@ -23,9 +23,9 @@ from etude.protocols import SandboxProvider
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
 from etude.sandbox_spec import Capability
-from etude.sandboxes.gvisor.provider import GvisorSandboxes
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
 
@@ -89,7 +89,7 @@ def _sandboxes() -> list[Finding]:
     kinds: dict[str, Callable[[], SandboxProvider]] = {
         "local": lambda: LocalSandboxes(workers=1),
         "ns": NamespaceSandboxes,
-        "gvisor": GvisorSandboxes,
+        "gvisor": OciSandboxes,
     }
     return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
 

@@ -28,7 +28,7 @@ from etude.run.task_families import open_family
 from etude.run.task_sandboxes import KEY_VARIABLE, base_store, image_store, open_provider
 from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images.store import ImageStore
-from etude.sandboxes.remote.principals import Client, parse_client, read_clients
+from etude.sandboxes.remote.principals import SandboxClient, parse_client, read_clients
 from etude.sandboxes.remote.server import SandboxServer
 from etude.taskgen.fidelity.audit import audit, render, to_json
 from etude.taskgen.fidelity.probes import diff, probe, render_diff
@@ -234,7 +234,7 @@ async def _serve(lending: Lending) -> None:
             await asyncio.Event().wait()
 
 
-def _clients(lending: Lending) -> dict[str, Client]:
+def _clients(lending: Lending) -> dict[str, SandboxClient]:
     """The clients that may have sandboxes. Raises :class:`~etude.errors.ConfigError` for what cannot be meant."""
     images = ImageStore().open
     if lending.clients is not None:

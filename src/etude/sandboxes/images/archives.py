@@ -1,4 +1,4 @@
-"""Tars that were made by people nobody trusts: read, checked and written in memory. Pure.
+"""Tars that are not trusted: read, checked and written in memory. Pure.
 
 Owns what an archive may hold: files, folders and symbolic links, each once, by a name that stays below the folder it
 is unpacked in and leads through no link. Where the files come from and go to is :mod:`etude.sandboxes.folders`' and
@@ -13,21 +13,21 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 
 EXPORT_LIMIT_BYTES = 64 << 20
-"""Of an archive, unless its reader says otherwise."""
+"""Most bytes of an archive, unless its reader says otherwise."""
 MAX_ENTRIES = 200_000
-"""Of one archive: several times the files of a large repository."""
+"""Most entries of one archive: several times the files of a large repository."""
 NAME_LIMIT_BYTES, PART_LIMIT_BYTES = 4096, 255
-"""Of a path and of one part of it, as Linux has them."""
+"""Longest path and longest part of one, as Linux has them."""
 PERMISSIONS = 0o777
-"""What is kept of a mode: nothing that would lend a user's rights to others."""
+"""Bits of a mode that survive: none that would lend a user's rights to others."""
 MTIME_END_S = 1 << 33
 """First date that is refused, in the year 2242: what a tar can write as a plain number, and any file system keep."""
 BLOCK_BYTES = 512
-"""What a tar is made of."""
+"""Unit of a tar."""
 
 
 class EntryKind(StrEnum):
-    """What an archive may hold."""
+    """A kind of entry that an archive may hold."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -44,14 +44,14 @@ class Entry:
     mode: int = 0o644
     """Permissions alone."""
     data: bytes = b""
-    """Of a file."""
+    """Size of a file."""
     target: str = ""
-    """Where a link leads, as it was written; it may lead anywhere."""
+    """Target of a link, as it was written; it may lead anywhere."""
     mtime_s: int = 0
 
 
-class Budget:
-    """How many bytes of files may still be read for one archive."""
+class ByteBudget:
+    """A count of the bytes of files that may still be read for one archive."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -66,7 +66,7 @@ class Budget:
 
 
 def read_archive(tar: bytes) -> tuple[Entry, ...]:
-    """What an uncompressed tar holds, in its order; ``ValueError`` unless all of it is fit to be unpacked.
+    """The entries of an uncompressed tar, in its order; ``ValueError`` unless all are fit to be unpacked.
 
     A name must be relative and without ``..``, appear once (a folder may again), and have nothing but folders above it.
     Hard links, devices, pipes, sparse files, dates that no file has and archives that are cut short are refused.
@@ -122,26 +122,26 @@ def check_date(member: tarfile.TarInfo) -> None:
 
 
 def _entries(archive: tarfile.TarFile, tar: bytes) -> tuple[Entry, ...]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     end = 0
     for member in archive:
         end = member.offset_data + -(-member.size // BLOCK_BYTES) * BLOCK_BYTES if member.isreg() else archive.offset
         entry = _entry(member, tar)
         if not entry.name:
             continue  # the folder itself
-        earlier = found.setdefault(entry.name, entry)
+        earlier = entries.setdefault(entry.name, entry)
         if earlier is not entry and not earlier.kind is entry.kind is EntryKind.FOLDER:
             raise ValueError(f"the archive has {entry.name!r} twice")
-        if len(found) > MAX_ENTRIES:
+        if len(entries) > MAX_ENTRIES:
             raise ValueError(f"the archive has more than {MAX_ENTRIES} entries")
     rest = tar[end:]
     if len(rest) < 2 * BLOCK_BYTES or rest.strip(b"\0"):
         raise ValueError(f"the archive is cut short, or damaged, after {end} bytes")
-    for entry in found.values():
+    for entry in entries.values():
         for parent in map(str, PurePosixPath(entry.name).parents):
-            if parent in found and found[parent].kind is not EntryKind.FOLDER:
-                raise ValueError(f"{entry.name!r} would be written through the {found[parent].kind} {parent!r}")
-    return tuple(found.values())
+            if parent in entries and entries[parent].kind is not EntryKind.FOLDER:
+                raise ValueError(f"{entry.name!r} would be written through the {entries[parent].kind} {parent!r}")
+    return tuple(entries.values())
 
 
 def _header(entry: Entry) -> tarfile.TarInfo:

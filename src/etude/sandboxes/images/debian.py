@@ -35,7 +35,7 @@ SUITE = "bookworm"
 MIRROR = "http://deb.debian.org/debian"
 SECURITY_MIRROR = "http://deb.debian.org/debian-security"
 PACKAGES = ("python3", "python3-pip", "python3-venv", "python-is-python3", "git", "procps", "ca-certificates", "passwd")
-"""Of every base: what an agent's commands cannot do without."""
+"""Packages of every base: agents' commands need them."""
 BOOT_PACKAGES = ("linux-image-cloud-amd64", "busybox-static")
 """Unpacked for their files, not installed."""
 TRIMMED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/info/*", "/usr/share/locale/*", "/usr/share/lintian/*")
@@ -61,7 +61,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseRecipe:
-    """What a base system is made from."""
+    """The recipe of a base system."""
 
     name: str = "debian"
     packages: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ class Base:
     name: str
     folder: Path
     digest: str
-    """Of the recipe it was made from."""
+    """Digest of the recipe it was made from."""
     packages: tuple[str, ...]
     """``name=version``, all of them."""
 
@@ -260,7 +260,7 @@ def _run(argv: Sequence[str], progress: Progress) -> None:
 
 @contextmanager
 def _only_builder(store: ImageStore, name: str, progress: Progress) -> Iterator[None]:
-    """Wait until nobody else builds a base of this name."""
+    """Wait until no other process builds a base of this name."""
     lock = os.open(store.folder / "bases" / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -21,7 +21,7 @@ AGENT = 1000
 HOME = "/home/agent"
 """The agent's home, inside."""
 OWNED = (WORKDIR, HOME)
-"""Places that belong to the agent with all that is in them, whoever owns the tree on this machine."""
+"""Places that belong to the agent with all that is in them, whatever the tree's owner on this machine."""
 WHITEOUT_XATTRS = ("user.overlay.opaque",)
 """Attributes that say something about a layer; all others are dropped."""
 PATH_LIMIT_BYTES = 3500
@@ -30,7 +30,7 @@ CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TreeEntry:
     """One thing in a layer."""
 
     path: str
@@ -45,7 +45,7 @@ class Entry:
         return stat.S_IMODE(self.status.st_mode)
 
 
-def entries(tree: Path, owned: Sequence[str] = OWNED) -> Iterator[Entry]:
+def entries(tree: Path, owned: Sequence[str] = OWNED) -> Iterator[TreeEntry]:
     """All that is below ``tree``, folders before their contents, in the order of their paths' bytes.
 
     Raises ``ValueError`` for what no layer may hold, with its path.
@@ -58,8 +58,8 @@ def entries(tree: Path, owned: Sequence[str] = OWNED) -> Iterator[Entry]:
             yield _entry(tree, path, places)
         folder = tree / path
         if not path or (folder.is_dir() and not folder.is_symlink()):
-            with os.scandir(folder) as found:
-                names = sorted((entry.name for entry in found), key=os.fsencode, reverse=True)
+            with os.scandir(folder) as scan:
+                names = sorted((entry.name for entry in scan), key=os.fsencode, reverse=True)
             waiting.extend(f"{path}/{name}" if path else name for name in names)
 
 
@@ -82,7 +82,7 @@ def copy_tree(source: Path, target: Path, owned: Sequence[str] = OWNED) -> str:
     """
     target.mkdir(mode=0o755)
     digest = hashlib.sha256()
-    folders: list[tuple[Path, Entry]] = []
+    folders: list[tuple[Path, TreeEntry]] = []
     for entry in entries(source, owned):
         copy = target / entry.path
         _copy(source / entry.path, copy, entry)
@@ -105,7 +105,7 @@ def first_link(tree: Path, place: str) -> str | None:
 def remove_tree(tree: Path) -> None:
     """Remove a folder and all in it, whatever the modes; one that is not there is fine."""
     waiting = [tree]
-    found: list[Path] = []
+    folders: list[Path] = []
     while waiting:
         folder = waiting.pop()
         try:
@@ -113,13 +113,13 @@ def remove_tree(tree: Path) -> None:
             inner = list(os.scandir(folder))
         except FileNotFoundError:
             continue
-        found.append(folder)
+        folders.append(folder)
         for entry in inner:
             if entry.is_dir(follow_symlinks=False):
                 waiting.append(Path(entry.path))
             else:
                 Path(entry.path).unlink(missing_ok=True)
-    for folder in reversed(found):
+    for folder in reversed(folders):
         with suppress(FileNotFoundError):
             folder.rmdir()
 
@@ -129,7 +129,7 @@ def size_of(tree: Path) -> int:
     return sum(entry.status.st_size for entry in entries(tree) if stat.S_ISREG(entry.status.st_mode))
 
 
-def _entry(tree: Path, path: str, places: Sequence[str]) -> Entry:
+def _entry(tree: Path, path: str, places: Sequence[str]) -> TreeEntry:
     if len(os.fsencode(path)) > PATH_LIMIT_BYTES:
         raise ValueError(f"{path[:60]}… is longer than {PATH_LIMIT_BYTES} bytes: no layer holds such paths")
     status = os.lstat(tree / path)
@@ -139,10 +139,10 @@ def _entry(tree: Path, path: str, places: Sequence[str]) -> Entry:
         raise ValueError(f"{path!r} is a socket, pipe or device, which a layer cannot hold: remove it")
     is_owned = any(path == place or path.startswith(place + "/") for place in places)
     is_agents = is_owned or (os.geteuid() == 0 and status.st_uid == AGENT)
-    return Entry(path=path, status=status, owner=AGENT if is_agents else 0)
+    return TreeEntry(path=path, status=status, owner=AGENT if is_agents else 0)
 
 
-def _copy(source: Path, copy: Path, entry: Entry) -> None:
+def _copy(source: Path, copy: Path, entry: TreeEntry) -> None:
     kind = stat.S_IFMT(entry.status.st_mode)
     if kind == stat.S_IFDIR:
         copy.mkdir(mode=0o700)
@@ -166,7 +166,7 @@ def _keep_opaque(source: Path, copy: Path) -> None:
             os.setxattr(copy, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
 
 
-def _update(digest: "hashlib._Hash", entry: Entry, path: Path) -> None:
+def _update(digest: "hashlib._Hash", entry: TreeEntry, path: Path) -> None:
     """Add one entry; every field ends with a zero byte, which none can hold."""
     kind = stat.S_IFMT(entry.status.st_mode)
     content = b""

@@ -8,8 +8,8 @@
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
       incoming/             what is being written; renamed into its place when it is whole
 
-Files in a layer keep their owner and mode, so that one of root's may lend root's rights to whoever runs it: the folders
-above them let nobody through but the user whose store this is.
+Files in a layer keep their owner and mode, so that one of root's may lend root's rights to any user who runs it: the
+folders above them let no user through but the store's.
 
 Everything under a digest is written once and never changed, so readers take no lock, and an interrupted writer leaves
 nothing but a folder in ``incoming``, which the next writer sweeps. Owns the folder; not how sandboxes use it.
@@ -39,7 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
 FOLDERS = ("images", "names")
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
-"""Where files of images are, which nobody else may run."""
+"""Folders of images' files, which no other user may run."""
 DISK_TIMEOUT_S = 1800.0
 """For ``mksquashfs`` to pack one layer."""
 DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
@@ -55,7 +55,7 @@ class StoredImage:
     image: Image
     names: tuple[str, ...]
     size_bytes: int
-    """Of the plain files in its layers, those shared with other images included."""
+    """Bytes of the plain files in its layers, those shared with other images included."""
 
 
 class ImageStore:
@@ -107,7 +107,7 @@ class ImageStore:
         return digest
 
     def layer(self, digest: str) -> Path:
-        """Where a layer is, or would be."""
+        """The place of a layer, there or not."""
         return self.folder / "layers" / digest
 
     def add(
@@ -171,8 +171,8 @@ class ImageStore:
         A layer that was stored with places of its own for the agent is verified by root only, who can set owners.
         """
         for layer in image.layers:
-            found = {digest_tree(layer), digest_tree(layer, owned=())}
-            if layer.name not in found:
+            digests = {digest_tree(layer), digest_tree(layer, owned=())}
+            if layer.name not in digests:
                 raise DamagedError(f"layer {layer.name} of image {image.digest or image} was changed: build it again")
 
     def remove(self, reference: str) -> None:
@@ -189,7 +189,7 @@ class ImageStore:
     def collect(self) -> int:
         """Remove layers that no image has, and disks of other layers than those that are left; return how many layers.
 
-        Nobody may be adding images or using disks meanwhile.
+        No process may be adding images or using disks meanwhile.
         """
         images = [orjson.loads(file.read_bytes()) for file in (self.folder / "images").glob("*.json")]
         used = {digest for image in images for digest in image["layers"]}
@@ -251,8 +251,8 @@ class ImageStore:
         try:
             return (self.folder / "names" / reference).read_text(encoding="utf-8")
         except FileNotFoundError:
-            known = sorted(file.name for file in (self.folder / "names").iterdir())
-            raise ConfigError(f"no image is called {reference!r} in {self.folder}: it has {known}") from None
+            names = sorted(file.name for file in (self.folder / "names").iterdir())
+            raise ConfigError(f"no image is called {reference!r} in {self.folder}: it has {names}") from None
 
     def _check_base(self, base: str) -> None:
         if base and base not in self.bases:
@@ -278,7 +278,7 @@ def default_folder() -> Path:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Let nobody but its user reach what is in a folder of a store, which may be an old one."""
+    """Let no other user reach what is in a folder of a store, which may be an old one."""
     status = folder.stat()
     if os.geteuid() not in (0, status.st_uid):
         raise ConfigError(f"{folder} belongs to user {status.st_uid}: set ETUDE_IMAGES to a folder of your own")
@@ -299,7 +299,7 @@ def settle(source: Path, target: Path) -> None:
 
 
 def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED) -> None:
-    """Make the squashfs ``disk`` of a tree; everything in it belongs to root or the agent, whoever owns the tree.
+    """Make the squashfs ``disk`` of a tree; everything in it belongs to root or the agent.
 
     Raises :class:`~etude.errors.SandboxError` with what ``mksquashfs`` said.
     """
@@ -331,11 +331,11 @@ def _agents_files(tree: Path, owned: Sequence[str]) -> bytes:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove a folder of ``incoming`` whose lock nobody holds."""
+    """Remove a folder of ``incoming`` whose lock is free."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
-        return  # somebody else's, or just gone
+        return  # another user's, or just gone
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_tree(folder)

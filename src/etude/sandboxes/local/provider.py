@@ -27,15 +27,15 @@ from etude.errors import SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, SandboxSpec
 from etude.sandboxes.capabilities import check_spec, unsupported
-from etude.sandboxes.endings import close_all
-from etude.sandboxes.folder_sandbox import Command, FolderSandbox, Home
+from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES
+from etude.sandboxes.folder_sandbox import Command, FolderSandbox, FolderSandboxHooks
 from etude.sandboxes.folders import Folder
-from etude.sandboxes.local.worker import LENGTH, Answer, Request
-from etude.sandboxes.outputs import OUTPUT_LIMIT_BYTES
+from etude.sandboxes.lifecycle import close_all
+from etude.sandboxes.local.worker import LENGTH, CommandOutcome, WorkerRequest
 from etude.sandboxes.scratch import Scratch
 
 UNPRIVILEGED_USER = 65534
-"""Whom commands run as when this process is root (``nobody``); else they run as this process's user."""
+"""User of commands when this process is root (``nobody``); else they run as this process's user."""
 GRANTS: Mapping[str, Capability] = MappingProxyType(
     {
         "chroot": Capability.CONFINED,
@@ -43,15 +43,15 @@ GRANTS: Mapping[str, Capability] = MappingProxyType(
         "process_namespace": Capability.PROCESSES_APART,
     }
 )
-"""What a worker finds that the machine grants, in the words of worlds."""
+"""Capabilities by the grants of the machine that a worker reports."""
 HOMES = ("/home/agent", "/tmp")
-"""What commands may write beside the working folder."""
+"""Folders that commands may write beside the working folder."""
 START_TIMEOUT_S = 30.0
 """For a worker to report; it takes some 50 ms on an idle machine."""
 QUEUE_TIMEOUT_S = 60.0
 """For a worker to become idle."""
 GRACE_S = 10.0
-"""How much later than a command's own deadline its worker may answer before it counts as dead."""
+"""Time after a command's own deadline until its worker counts as dead."""
 EXIT_TIMEOUT_S = 2.0
 """For a worker to end by itself once its stdin is closed."""
 
@@ -70,13 +70,13 @@ class LocalSandboxes:
         self._isolate = isolate
         self._user = UNPRIVILEGED_USER if os.geteuid() == 0 else None
         self._scratch: Scratch | None = None
-        self._slots = [_Slot() for _ in range(workers)]
-        self._idle: asyncio.Queue[_Slot] = asyncio.Queue()
+        self._slots = [_WorkerSlot() for _ in range(workers)]
+        self._idle: asyncio.Queue[_WorkerSlot] = asyncio.Queue()
         for slot in self._slots:
             self._idle.put_nowait(slot)
         self._granted: frozenset[Capability] | None = None
         self._sandboxes: set[FolderSandbox] = set()
-        self._home = Home(name="local", run=self._run, copy=self._copy, remove=self._remove)
+        self._home = FolderSandboxHooks(name="local", run=self._run, copy=self._copy, remove=self._remove)
         self._closed = False
 
     @property
@@ -85,14 +85,14 @@ class LocalSandboxes:
         return tuple(slot.worker.pid for slot in self._slots if slot.worker)
 
     async def capabilities(self) -> frozenset[Capability]:
-        """What the machine grants, as a worker found out; the first call starts one.
+        """The grants of the machine, as a worker reports them; the first call starts one.
 
         Limits are those of each command, so none of a sandbox's is claimed.
         """
         if self._granted is None:
             async with self._worker() as worker:
-                found = (claim for name, claim in GRANTS.items() if worker.capabilities[name])
-                self._granted = frozenset((*found, Capability.FORK))
+                granted = (claim for name, claim in GRANTS.items() if worker.capabilities[name])
+                self._granted = frozenset((*granted, Capability.FORK))
         return self._granted
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FolderSandbox:
@@ -136,7 +136,7 @@ class LocalSandboxes:
 
     async def _run(self, folder: Folder, command: Command) -> ExecResult:
         """Run one command on an idle worker. Raises :class:`~etude.errors.SandboxError`."""
-        request = Request(
+        request = WorkerRequest(
             root=folder.path.name,
             workdir=folder.workdir,
             environment=dict(command.environment),
@@ -146,7 +146,7 @@ class LocalSandboxes:
             output_limit=OUTPUT_LIMIT_BYTES,
         )
         async with self._worker() as worker:
-            answer: Answer = orjson.loads(await worker.ask(orjson.dumps(request), command.timeout_s + GRACE_S))
+            answer: CommandOutcome = orjson.loads(await worker.ask(orjson.dumps(request), command.timeout_s + GRACE_S))
             worker.is_broken = bool(answer["error"])
         if answer["error"]:
             raise SandboxError(answer["error"])
@@ -178,8 +178,8 @@ class LocalSandboxes:
         return self._scratch
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator["_Worker"]:
-        """A running worker that is nobody else's meanwhile."""
+    async def _worker(self) -> AsyncIterator["_WorkerProcess"]:
+        """A running worker, lent to one caller."""
         try:
             async with asyncio.timeout(QUEUE_TIMEOUT_S):
                 slot = await self._idle.get()
@@ -193,7 +193,7 @@ class LocalSandboxes:
                 if self._closed:
                     raise SandboxError("the sandbox provider is closed")
                 options = {"scratch": str(self._open_scratch().path), "run_as": self._user, "isolate": self._isolate}
-                slot.worker = await _Worker.start(options)
+                slot.worker = await _WorkerProcess.start(options)
             yield slot.worker
         finally:
             try:
@@ -203,11 +203,11 @@ class LocalSandboxes:
                 self._idle.put_nowait(slot)
 
 
-class _Slot:
+class _WorkerSlot:
     """Room for one worker process."""
 
     def __init__(self) -> None:
-        self.worker: _Worker | None = None
+        self.worker: _WorkerProcess | None = None
 
     async def close(self) -> None:
         if self.worker is not None:
@@ -215,7 +215,7 @@ class _Slot:
             self.worker = None
 
 
-class _Worker:
+class _WorkerProcess:
     """Our end of a worker process."""
 
     def __init__(self, process: Process) -> None:

@@ -19,25 +19,24 @@ import time
 from typing import TypedDict
 
 from etude.sandboxes import isolation
-from etude.sandboxes.inputs import in_memory
-from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, Invocation, Order, Zygote, preload
-from etude.sandboxes.outputs import CappedOutput
+from etude.sandboxes.command_io import CappedOutput, in_memory
+from etude.sandboxes.local.zygote import KILL, MESSAGE_LIMIT_BYTES, CommandOrder, Invocation, Zygote, preload
 
 LENGTH = struct.Struct(">I")
 """Precedes every frame."""
 REQUESTS, ANSWERS = 0, 1
 """Descriptors that the provider holds the other ends of."""
 READ_BYTES = 1 << 16
-"""What a pipe can hold."""
+"""Size of a pipe."""
 
 
-class Request(TypedDict):
+class WorkerRequest(TypedDict):
     """One command to run."""
 
     root: str
     """Name of the sandbox's directory in the scratch directory."""
     workdir: str
-    """Where the command runs, below the root."""
+    """Working folder of the command, below the root."""
     environment: dict[str, str]
     """Added to the zygote's own."""
     argv: list[str]
@@ -47,8 +46,8 @@ class Request(TypedDict):
     """Bytes kept of each of stdout and stderr."""
 
 
-class Answer(TypedDict):
-    """How it ended; the fields of :class:`~etude.protocols.ExecResult` and what went wrong in the sandbox itself."""
+class CommandOutcome(TypedDict):
+    """The end of a command: the fields of :class:`~etude.protocols.ExecResult` and failures of the sandbox itself."""
 
     exit_code: int
     stdout: str
@@ -77,13 +76,13 @@ def main() -> None:
         Zygote(theirs, scratch, namespaces=namespaces).serve()
     theirs.close()
     try:
-        Worker(ours).serve()
+        CommandWorker(ours).serve()
     finally:
         ours.close()
         os.waitpid(zygote, 0)
 
 
-class Worker:
+class CommandWorker:
     """Has commands run by a zygote, one after the other."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -95,13 +94,13 @@ class Worker:
         while request := _read_frame():
             _write_frame(json.dumps(self.execute(json.loads(request))).encode())
 
-    def execute(self, request: Request) -> Answer:
+    def execute(self, request: WorkerRequest) -> CommandOutcome:
         """Run one command to its end and collect what it printed."""
         start = time.monotonic()
         stdout, stderr = _Output(request["output_limit"]), _Output(request["output_limit"])
         self._start(request, stdout, stderr)
         exit_code, error, timed_out = self._collect(stdout, stderr, start + request["timeout_s"])
-        return Answer(
+        return CommandOutcome(
             exit_code=exit_code,
             stdout=stdout.close(),
             stderr=stderr.close(),
@@ -111,14 +110,14 @@ class Worker:
             error=error,
         )
 
-    def _start(self, request: Request, stdout: "_Output", stderr: "_Output") -> None:
+    def _start(self, request: WorkerRequest, stdout: "_Output", stderr: "_Output") -> None:
         """Give the zygote its command as four descriptors: what it is, and its standard input, output and errors.
 
-        What it is and its input are files in memory, so nobody has to feed them.
+        What it is and its input are files in memory, so no process has to feed them.
         """
-        cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that nobody is left to stop
+        cpu_s = math.ceil(request["timeout_s"]) + 1  # for a command that no process is left to stop
         invocation = Invocation(request["workdir"], request["environment"], request["argv"])
-        message = json.dumps(Order(root=request["root"], cpu_s=cpu_s)).encode()
+        message = json.dumps(CommandOrder(root=request["root"], cpu_s=cpu_s)).encode()
         files = [in_memory(invocation.to_bytes()), in_memory(request["stdin"].encode())]
         descriptors = [*files, stdout.writer, stderr.writer]
         socket.send_fds(self._control, [message], descriptors)
@@ -139,7 +138,7 @@ class Worker:
                 timed_out = True
             ready = {fd for fd, _ in poller.poll(None if timed_out else math.ceil(left_s * 1000))}
             if REQUESTS in ready:
-                sys.exit()  # nobody sends a request before its answer: the provider has hung up
+                sys.exit()  # no request comes before its answer: the provider has hung up
             if self._control.fileno() in ready:
                 ending = json.loads(self._hear())
                 return ending["exit_code"], ending["error"], timed_out
@@ -160,12 +159,12 @@ class _Output:
     def __init__(self, limit_bytes: int) -> None:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
-        self._kept = CappedOutput(limit_bytes)
+        self._data = CappedOutput(limit_bytes)
 
     @property
     def truncated(self) -> bool:
-        """Whether something was thrown away."""
-        return self._kept.truncated
+        """True once something was thrown away."""
+        return self._data.truncated
 
     def read(self) -> bool:
         """Take what is there; false when there is nothing."""
@@ -173,7 +172,7 @@ class _Output:
             chunk = os.read(self.reader, READ_BYTES)
         except BlockingIOError:
             return False
-        self._kept.add(chunk)
+        self._data.add(chunk)
         return bool(chunk)
 
     def close(self) -> str:
@@ -181,7 +180,7 @@ class _Output:
         while self.read():
             pass
         os.close(self.reader)
-        return self._kept.text
+        return self._data.text
 
 
 def _read_frame() -> bytes:

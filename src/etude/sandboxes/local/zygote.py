@@ -45,11 +45,11 @@ PRELOADED = (
 MESSAGE_LIMIT_BYTES = 4 << 10
 """Longest message between worker and zygote."""
 KILL = b"kill"
-"""What the worker sends when time is up."""
+"""Signal of the worker when time is up."""
 PACKAGE_ROOT = str(Path(__file__).parents[3])
-"""Where the worker finds étude, and no program should."""
+"""Module path of étude, for the worker and no program."""
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/home/agent"}
-"""What every command finds there: nothing of the provider's."""
+"""Environment of every command: nothing of the provider's."""
 
 
 def preload() -> None:
@@ -58,7 +58,7 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-class Order(TypedDict):
+class CommandOrder(TypedDict):
     """One command, as far as it concerns the zygote."""
 
     root: str
@@ -148,7 +148,7 @@ class Zygote:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     def _run(self, message: bytes, descriptors: list[int]) -> dict[str, int | str]:
-        order: Order = json.loads(message)
+        order: CommandOrder = json.loads(message)
         root = -1
         try:
             root = os.open(order["root"], os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._scratch)

@@ -1,4 +1,4 @@
-"""What a launcher knows of a sandbox and of what runs in one. Pure, but for descriptors that it closes.
+"""The launcher's records of a sandbox and of its processes. Pure, but for descriptors that it closes.
 
     LIVE ──its first process is killed or dies──▶ ENDING ──it is reaped──▶ GONE
 
@@ -18,7 +18,7 @@ EXITING = 0x4
 
 
 class BoxState(Enum):
-    """Where a sandbox is."""
+    """The state of a sandbox in its launcher."""
 
     LIVE = "live"
     ENDING = "ending"
@@ -36,22 +36,22 @@ MOVES: Mapping[BoxState, frozenset[BoxState]] = MappingProxyType(
 
 
 def is_own_folder(path: str) -> bool:
-    """Whether a folder is there, and no link of an image: that would lead out of it, to the machine's."""
+    """Say whether a folder is there, and no link of an image: that would lead out of it, to the machine's."""
     return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
 
 
-class Box:
+class SandboxRecord:
     """One sandbox, as its launcher sees it."""
 
     def __init__(self, creation: Mapping[str, Any], slot: int) -> None:
-        """``creation`` has the fields of :class:`~etude.sandboxes.ns.wire.Creation`."""
+        """``creation`` has the fields of :class:`~etude.sandboxes.ns.wire.CreateOrder`."""
         self.number: int = creation["box"]
         self.creation = creation
         self.slot = slot
-        """Which range of users it has."""
+        """Number of its uid range."""
         self.state = BoxState.LIVE
         self.process = 0
-        """Its first, by the machine's numbers, once it is born."""
+        """Its first, by the machine's numbers, once it is started."""
         self.pidfd = -1
         self.upper = -1
         """The folder of all that was written."""
@@ -61,24 +61,24 @@ class Box:
 
     @property
     def name(self) -> str:
-        """Of its control group."""
+        """Name of its control group."""
         return f"{self.number:06d}"
 
     @property
     def as_root(self) -> bool:
-        """Whether its commands run as its root."""
+        """True if its commands run as its root."""
         return bool(self.creation["as_root"])
 
     @property
     def overlays(self) -> list[str]:
-        """Where trees lie over each other in it: the root, and ``/usr`` where that is the machine's and can change."""
+        """Mount points of its overlays: the root, and ``/usr`` where that is the machine's and can change."""
         if self.creation["root"]:
             return [""]
         changes = self.as_root or any(is_own_folder(f"{layer}/usr") for layer in self.creation["layers"])
         return ["", "/usr"] if changes else [""]
 
     def is_dying(self) -> bool:
-        """Whether its first process is being killed, which kills all others before it is over."""
+        """True while its first process is being killed, which kills all others before it is over."""
         if self.state is not BoxState.LIVE:
             return True
         with suppress(OSError):
@@ -99,10 +99,10 @@ class Box:
         self.pidfd = self.upper = -1
 
 
-class Running:
+class RunningCommand:
     """A command or job."""
 
-    def __init__(self, number: int, box: Box, process: int, *, is_job: bool) -> None:
+    def __init__(self, number: int, box: SandboxRecord, process: int, *, is_job: bool) -> None:
         """``number`` is its provider's, negative for one that the launcher thought of itself."""
         self.number = number
         self.box = box
@@ -110,12 +110,12 @@ class Running:
         self.pidfd = os.pidfd_open(process)
         self.is_job = is_job
         self.code: int | None = None
-        """How it ended, if its program was not executed."""
+        """Its end, if its program was not executed."""
         self.end: dict[str, Any] | None = None
-        """How it ended, for the provider, once it has."""
+        """Its end, for the provider, once there is one."""
         self.timed_out = self.was_stopped = False
         """True for a job that was killed for its time, and for one that stood still then."""
-        self.ender: Running | None = None
+        self.ender: RunningCommand | None = None
         """The job that ends what else belongs to it: only then it is over."""
 
     def is_stopped(self) -> bool:
@@ -126,7 +126,7 @@ class Running:
         return False
 
     def number_inside(self) -> int:
-        """What the process is called inside, and so its session. ``ProcessLookupError`` if it has ended."""
+        """The number of the process inside, and so of its session. ``ProcessLookupError`` if it has ended."""
         try:
             status = Path(f"/proc/{self.process}/status").read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError as error:

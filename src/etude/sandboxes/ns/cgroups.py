@@ -20,7 +20,7 @@ SWAP = "swap"
 """No controller, but a second limit of memory's, where the kernel counts it."""
 CONTROLLERS = (MEMORY, PROCESSES, CPU, CPU_TIME)
 PREFIX, TRIAL = "etude-", "-trial"
-"""How names of launchers' groups begin, and how one ends that is there to find out whether groups can be made."""
+"""Prefix of launchers' groups, and suffix of one that only tests whether groups can be made."""
 PERIOD_US = 100_000
 """Over which processor time is shared out."""
 REMOVE_TIMEOUT_S = 2.0
@@ -65,13 +65,13 @@ class Hierarchy(NamedTuple):
     controllers: tuple[str, ...]
 
     @property
-    def door(self) -> str:
+    def entry(self) -> str:
         """The file by which a process enters a group; version 1's ``tasks`` takes no lock of the whole machine."""
         return "tasks" if self.version == 1 else "cgroup.procs"
 
 
 class Usage(NamedTuple):
-    """What a sandbox uses; ``None`` where no group counts it."""
+    """A sandbox's usage; ``None`` where no group counts it."""
 
     memory_bytes: int | None
     processes: int | None
@@ -95,7 +95,9 @@ class Cgroups:
         self._groups = tuple(
             (f"{hierarchy.folder}/{launcher}/{{}}", _settings(hierarchy)) for hierarchy in self._hierarchies
         )
-        self._doors = tuple(f"{hierarchy.folder}/{launcher}/{{}}/{hierarchy.door}" for hierarchy in self._hierarchies)
+        self._entries = tuple(
+            f"{hierarchy.folder}/{launcher}/{{}}/{hierarchy.entry}" for hierarchy in self._hierarchies
+        )
         self.controllers = frozenset(name for hierarchy in self._hierarchies for name in hierarchy.controllers)
 
     def make(self, name: str, limits: Mapping[str, float]) -> None:
@@ -108,27 +110,29 @@ class Cgroups:
                 if limit is not None:
                     _set(f"{folder}/{file}", limit_text(version, controller, limit))
 
-    def open_doors(self, name: str) -> list[int]:
+    def open_entries(self, name: str) -> list[int]:
         """Descriptors through which :func:`enter` leads into a group, also where the hierarchies are out of sight."""
-        doors: list[int] = []
+        entries: list[int] = []
         try:
-            for path in self._doors:
-                doors.append(os.open(path.format(name), os.O_WRONLY | os.O_CLOEXEC))  # noqa: PERF401 - see below
+            for path in self._entries:
+                entries.append(os.open(path.format(name), os.O_WRONLY | os.O_CLOEXEC))  # noqa: PERF401 - see below
         except OSError:
-            close_doors(doors)
+            close_entries(entries)
             raise
-        return doors
+        return entries
 
     def usage(self, name: str) -> Usage:
-        """What a group uses now."""
-        found: dict[str, int] = {}
+        """The usage of a group now."""
+        by_controller: dict[str, int] = {}
         for hierarchy, (group, _) in zip(self._hierarchies, self._groups, strict=True):
             for controller in hierarchy.controllers:
                 if file := READINGS.get((hierarchy.version, controller)):
-                    found[controller] = _number(Path(group.format(name), file).read_text(encoding="ascii"))
+                    by_controller[controller] = _number(Path(group.format(name), file).read_text(encoding="ascii"))
         nanoseconds = 1e3 if any(hierarchy.version == 2 for hierarchy in self._hierarchies) else 1.0
-        cpu = found.get(CPU_TIME)
-        return Usage(found.get(MEMORY), found.get(PROCESSES), None if cpu is None else cpu * nanoseconds / 1e9)
+        cpu = by_controller.get(CPU_TIME)
+        return Usage(
+            by_controller.get(MEMORY), by_controller.get(PROCESSES), None if cpu is None else cpu * nanoseconds / 1e9
+        )
 
     def ran_out(self, name: str) -> bool:
         """True if something of a group was killed because the group's memory was used up."""
@@ -149,25 +153,25 @@ class Cgroups:
             _remove(f"{hierarchy.folder}/{self._launcher}")
 
 
-def enter(doors: Sequence[int]) -> None:
+def enter(entries: Sequence[int]) -> None:
     """Move the calling process into a group."""
-    for door in doors:
-        os.write(door, b"0")
+    for entry in entries:
+        os.write(entry, b"0")
 
 
-def close_doors(doors: Sequence[int]) -> None:
-    """Close what :meth:`Cgroups.open_doors` opened."""
-    for door in doors:
-        os.close(door)
+def close_entries(entries: Sequence[int]) -> None:
+    """Close what :meth:`Cgroups.open_entries` opened."""
+    for entry in entries:
+        os.close(entry)
 
 
 def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
-    """Where the controllers are, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
+    """Find the controllers, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
 
     Version 1 first; a controller that it has is never looked for in version 2.
     """
     own = _own_groups(groups)
-    found: list[Hierarchy] = []
+    hierarchies: list[Hierarchy] = []
     taken: set[str] = set()
     unified: list[Path] = []
     for line in mounts.splitlines():
@@ -179,13 +183,13 @@ def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
         elif kind == "cgroup":
             here = tuple(name for name in CONTROLLERS if name in options.split(",") and name not in taken)
             if here:
-                found.append(Hierarchy(1, _below(place, root, own.get(here[0], "/")), here))
+                hierarchies.append(Hierarchy(1, _below(place, root, own.get(here[0], "/")), here))
                 taken.update(here)
     for folder in unified[:1]:
         left = tuple(name for name in CONTROLLERS if name not in taken)
         if MEMORY in left and PROCESSES in left:
-            found.append(Hierarchy(2, folder, left))
-    return found
+            hierarchies.append(Hierarchy(2, folder, left))
+    return hierarchies
 
 
 def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]:
@@ -193,20 +197,20 @@ def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]
 
     A group of version 2 that has processes lends no controllers to groups below it, so the groups above it are tried.
     """
-    found = []
+    usable = []
     for hierarchy in hierarchies:
         folders = [hierarchy.folder]
         if hierarchy.version == 2:
             folders += [parent for parent in hierarchy.folder.parents if (parent / "cgroup.procs").exists()]
         for folder in folders:
             if _try(hierarchy._replace(folder=folder), launcher):
-                found.append(hierarchy._replace(folder=folder))
+                usable.append(hierarchy._replace(folder=folder))
                 break
-    return found
+    return usable
 
 
 def launcher_name(process: int) -> str:
-    """What the group of a launcher is called: its process namespace and number, and when it started.
+    """The name of a launcher's group: its process namespace and number, and its start time.
 
     Numbers are used again, and mean nothing in another namespace. ``OSError`` if there is no such process.
     """
@@ -253,8 +257,8 @@ def _try(hierarchy: Hierarchy, launcher: str) -> bool:
 
 
 def _enable(folder: Path, controllers: Sequence[str]) -> None:
-    wanted = " ".join(f"+{name}" for name in controllers if name != CPU_TIME)  # version 2 counts time by itself
-    (folder / "cgroup.subtree_control").write_text(wanted, encoding="ascii")
+    enabled = " ".join(f"+{name}" for name in controllers if name != CPU_TIME)  # version 2 counts time by itself
+    (folder / "cgroup.subtree_control").write_text(enabled, encoding="ascii")
 
 
 def _number(text: str) -> int:
@@ -289,14 +293,14 @@ def _sweep(hierarchy: Hierarchy) -> None:
             if launcher_name(int(process)) == folder.name.removesuffix(TRIAL):
                 continue
         for group in [*_inner(folder), folder]:
-            with suppress(OSError):  # swept by somebody else meanwhile, or not ours
+            with suppress(OSError):  # swept by another launcher meanwhile, or not ours
                 for left in (group / "cgroup.procs").read_text(encoding="ascii").split():
                     os.kill(int(left), signal.SIGKILL)
                 _remove(str(group))
 
 
 def _inner(folder: Path) -> list[Path]:
-    """The groups in a group; none where somebody else has swept it meanwhile."""
+    """The groups in a group; none where another launcher has swept it meanwhile."""
     try:
         return [inner for inner in folder.iterdir() if inner.is_dir()]
     except FileNotFoundError:
@@ -319,7 +323,7 @@ def _remove(folder: str) -> None:
 
 
 def _family() -> str:
-    """What the names of all groups begin with that launchers of this process namespace make."""
+    """Prefix of all groups that launchers of this process namespace make."""
     return f"{PREFIX}{Path('/proc/self/ns/pid').stat().st_ino}-"
 
 

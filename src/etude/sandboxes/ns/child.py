@@ -1,4 +1,4 @@
-"""What becomes of the launcher's children: a sandbox's first process, a command, a job of étude's own.
+"""The launcher's children: a sandbox's first process, a command, a job of étude's own.
 
 The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third a fork. The order in them is
 what confines a command: into its namespaces and groups, then no longer root, then no new privileges and no
@@ -7,41 +7,321 @@ capabilities, and last the filter of system calls. Standard library alone.
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import signal
 import socket
+import stat
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import IntEnum
 from functools import cache
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from etude.sandboxes.ns import kernel
-from etude.sandboxes.ns.boxes import Box
+from etude.errors import SandboxError
+from etude.sandboxes.folders import Folder, is_full
+from etude.sandboxes.ns.boxes import SandboxRecord
 from etude.sandboxes.ns.cgroups import MEMORY, Cgroups
-from etude.sandboxes.ns.jobs import Answer, Verdict, run_job, runs_as_root, stays_outside
-from etude.sandboxes.ns.network import Place, network_requests, socket_address
-from etude.sandboxes.ns.root import AGENT, HOSTNAME, RootCalls, RootPlan
+from etude.sandboxes.ns.root import (
+    AGENT,
+    HOME,
+    HOSTNAME,
+    AllowedPlace,
+    RootCalls,
+    RootPlan,
+    network_requests,
+    overlay_folders,
+    socket_address,
+)
 from etude.sandboxes.ns.syscalls import (
+    AT_EMPTY_PATH,
+    AT_FDCWD,
+    CAP_LAST,
+    CLONE_NEWCGROUP,
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_PARENT,
     CLONE_VFORK,
     CLONE_VM,
+    INSTRUCTION_BYTES,
+    MACHINE,
     MAY_FAIL,
-    PARTS_WAYS,
-    Block,
+    PARENT_EXITS,
+    PR_CAPBSET_DROP,
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    PR_SET_SECCOMP,
+    SANDBOX_NAMESPACES,
+    SECCOMP_MODE_FILTER,
     CallList,
+    MemoryBlock,
     Player,
     Result,
+    bound_capabilities,
+    capability_sets,
+    enter,
+    hide_process,
+    limit_capabilities,
     strings,
 )
 
-JOINED = kernel.SANDBOX_NAMESPACES & ~kernel.CLONE_NEWPID | kernel.CLONE_NEWCGROUP
-"""What a process enters by itself; the process namespace is the one it was born in."""
+MAX_DEPTH = 200
+"""Folders inside folders in a snapshot; deeper ones are an attack."""
+OPAQUE = "user.overlay.opaque"
+"""The attribute of a folder that hides what is below it in lower layers."""
+COPY_BYTES = 1 << 20
+END_ROUNDS, ROUND_S = 50, 0.02
+"""Searches of a session for processes that still live or were started meanwhile, and how long what was killed
+has to go; then all of the sandbox's processes are ended.
+"""
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class JobVerdict(IntEnum):
+    """The first byte of an answer."""
+
+    DONE = 0
+    MISSING = 1
+    """There is no such file."""
+    REFUSED = 2
+    """A ``ValueError``: what was asked for cannot be."""
+    FAILED = 3
+    FULL = 4
+    """The sandbox's own disk has no room left, all of which was taken inside."""
+
+
+class JobResult(NamedTuple):
+    """The answer of a job."""
+
+    verdict: JobVerdict
+    payload: bytes = b""
+    """The result, or what went wrong."""
+
+
+def run_job(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    """Do a job; ``source`` and ``target`` are descriptors whose meaning is the job's."""
+    try:
+        return JOBS[request["job"]](request, source, target)
+    except ValueError as error:
+        return JobResult(JobVerdict.REFUSED, str(error).encode("utf-8", "backslashreplace"))
+    except (SandboxError, OSError, RecursionError) as error:
+        is_own_disk = request["job"] != "copy"  # which writes to the machine's
+        verdict = JobVerdict.FULL if is_own_disk and is_full(error) else JobVerdict.FAILED
+        return JobResult(verdict, str(error).encode("utf-8", "backslashreplace"))
+
+
+def runs_as_root(job: str) -> bool:
+    """Say whether a job keeps the capabilities of the sandbox's root."""
+    return job in ("copy", "end", "settle")
+
+
+def stays_outside(job: str) -> bool:
+    """True if a job enters nothing but the sandbox's processes, of which none can reach it, not even root's."""
+    return job == "kill"
+
+
+def _read(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    text = _folder(request).read(request["path"])
+    return (
+        JobResult(JobVerdict.MISSING) if text is None else JobResult(JobVerdict.DONE, text.encode("utf-8", "replace"))
+    )
+
+
+def _write(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    folder = _folder(request)
+    with _opened(source) as file:
+        files: dict[str, str] = json.load(file)
+    for path in files:
+        folder.place(path)  # all of them, or nothing is written
+    for path, text in files.items():
+        folder.write(path, text)
+    return JobResult(JobVerdict.DONE)
+
+
+def _export(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    return JobResult(JobVerdict.DONE, _folder(request).pack(request["paths"], request["limit_bytes"]))
+
+
+def _load(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    with _opened(source) as file:
+        _folder(request).unpack(file.read())
+    return JobResult(JobVerdict.DONE)
+
+
+def _copy(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    """Copy what was written, ``source``, into the empty layer ``target``, as overlayfs has it."""
+    owned = (request["workdir"].strip("/"), HOME.strip("/"))
+    copier = TreeCopier(owned if request["maps_range"] else None)
+    for name, place in overlay_folders(request["overlays"]).items():
+        into = os.open(".", DIRECTORY, dir_fd=target)  # a mount that is nowhere takes no changes itself
+        for part in filter(None, place.split("/")):
+            with suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=into)
+            into, above = os.open(part, DIRECTORY, dir_fd=into), into
+            os.close(above)
+        written = os.open(name, DIRECTORY, dir_fd=source)
+        try:
+            copier.copy(written, into, place)
+        finally:
+            os.close(written)
+            os.close(into)
+    return JobResult(JobVerdict.DONE)
+
+
+def _settle(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    """Make the agent's folders the agent's, with all that an image has in them."""
+    for place in (request["workdir"], HOME):
+        _give_away(os.open(place, DIRECTORY))
+    return JobResult(JobVerdict.DONE)
+
+
+def _give_away(folder: int, depth: int = 0) -> None:
+    """Make an open folder and all in it the agent's, and close it."""
+    try:
+        os.fchown(folder, AGENT, AGENT)
+        for name in os.listdir(folder):
+            os.chown(name, AGENT, AGENT, dir_fd=folder, follow_symlinks=False)
+            if depth < MAX_DEPTH and stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                _give_away(os.open(name, DIRECTORY, dir_fd=folder), depth + 1)
+    finally:
+        os.close(folder)
+
+
+def _end(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    """End every process of a command's session; if it goes on multiplying, everything in the sandbox but init."""
+    for _ in range(END_ROUNDS):
+        members = [process for process, session in _sessions() if session == request["session"]]
+        for process in members:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not members:
+            return JobResult(JobVerdict.DONE)
+        time.sleep(ROUND_S)
+    with suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)  # the kernel spares init and the caller
+    return JobResult(JobVerdict.DONE)
+
+
+def _kill(request: Mapping[str, Any], source: int, target: int) -> JobResult:
+    """Kill every process of the sandbox but its first, until there is none: what is being forked is killed, too."""
+    for _ in range(END_ROUNDS):
+        try:
+            os.kill(-1, signal.SIGKILL)  # the kernel spares init and the caller
+        except ProcessLookupError:
+            return JobResult(JobVerdict.DONE)
+        time.sleep(ROUND_S)
+    return JobResult(JobVerdict.FAILED, b"processes of a sandbox did not end when they were killed")
+
+
+JOBS: Mapping[str, Callable[[Mapping[str, Any], int, int], JobResult]] = MappingProxyType(
+    {"read": _read, "write": _write, "export": _export, "load": _load, "copy": _copy, "end": _end, "settle": _settle}
+    | {"kill": _kill}
+)
+"""The jobs, by name."""
+
+
+def _folder(request: Mapping[str, Any]) -> Folder:
+    return Folder(Path("/"), owner=None, inside="/", workdir=request["workdir"])
+
+
+def _opened(descriptor: int) -> BinaryIO:
+    return os.fdopen(descriptor, "rb", closefd=False)
+
+
+def _sessions() -> list[tuple[int, int]]:
+    """Every living process of the sandbox and its session."""
+    parents = []
+    for name in (path.name for path in Path("/proc").glob("[0-9]*")):
+        with suppress(OSError):
+            fields = Path(f"/proc/{name}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            if fields[0] != "Z":
+                parents.append((int(name), int(fields[3])))
+    return parents
+
+
+class TreeCopier:
+    """Copies what a program wrote, through descriptors: no link is followed, whatever is swapped meanwhile."""
+
+    def __init__(self, owned: Sequence[str] | None) -> None:
+        """Unpack; files in the places ``owned`` become the agent's, all else keeps its owner; ``None`` sets no
+        owners.
+        """
+        self._owned = owned
+
+    def copy(self, source: int, target: int, path: str, depth: int = 0) -> None:
+        """Copy the contents of an open folder, which is ``path`` in its layer, and what it says of itself.
+
+        Sockets, pipes and devices are left out. ``ValueError`` for folders that no image could hold.
+        """
+        if depth > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} folders inside each other: no image can hold that")
+        for name in os.listdir(source):
+            status = os.stat(name, dir_fd=source, follow_symlinks=False)
+            inner = f"{path}/{name}".lstrip("/")
+            if stat.S_ISDIR(status.st_mode):
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=target)
+                folder, copy = os.open(name, DIRECTORY, dir_fd=source), os.open(name, DIRECTORY, dir_fd=target)
+                try:
+                    self.copy(folder, copy, inner, depth + 1)
+                finally:
+                    os.close(folder)
+                    os.close(copy)
+            elif stat.S_ISREG(status.st_mode):
+                self._copy_file(source, target, name, inner)
+            elif stat.S_ISLNK(status.st_mode):
+                os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+                self._keep_link(target, name, status, inner)
+            elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                os.mknod(name, stat.S_IFCHR | 0o600, 0, dir_fd=target)  # a whiteout: what is below was removed
+        with suppress(OSError):  # it has no such attribute
+            os.setxattr(target, OPAQUE, os.getxattr(source, OPAQUE))
+        self._keep(target, os.fstat(source), path)
+
+    def _copy_file(self, source: int, target: int, name: str, path: str) -> None:
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        original = os.open(name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=source)
+        with os.fdopen(original, "rb") as read:
+            if not stat.S_ISREG(os.fstat(original).st_mode):
+                return
+            made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600, dir_fd=target)
+            with os.fdopen(made, "wb") as copy:
+                while data := read.read(COPY_BYTES):
+                    copy.write(data)
+                copy.flush()
+                self._keep(made, os.fstat(original), path)
+
+    def _keep(self, copy: int, status: os.stat_result, path: str) -> None:
+        """Give an open copy the owner, mode and time it had."""
+        if self._owned is not None:
+            os.fchown(copy, *self._owner(status, path))
+        os.fchmod(copy, stat.S_IMODE(status.st_mode))
+        os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def _keep_link(self, folder: int, name: str, status: os.stat_result, path: str) -> None:
+        if self._owned is not None:
+            os.chown(name, *self._owner(status, path), dir_fd=folder, follow_symlinks=False)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=folder, follow_symlinks=False)
+
+    def _owner(self, status: os.stat_result, path: str) -> tuple[int, int]:
+        if any(path == place or path.startswith(f"{place}/") for place in self._owned or ()):
+            return AGENT, AGENT
+        return status.st_uid, status.st_gid
+
+
+JOINED = SANDBOX_NAMESPACES & ~CLONE_NEWPID | CLONE_NEWCGROUP
+"""Namespaces that a process enters by itself; the process namespace is the one it was started in."""
 ROOT_CAPABILITIES = frozenset({0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 31})
-"""Of the sandbox's root, over its own files and processes: owners, permissions, signals, users, low ports and file
-capabilities. None to mount, ``chroot``, trace, configure a network or make devices.
+"""Capabilities of the sandbox's root over its own files and processes: owners, permissions, signals, users, low ports
+and file capabilities. None to mount, ``chroot``, trace, configure a network or make devices.
 """
 INIT_USER = 65534
 OUT_OF_MEMORY_SCORE = b"500"
@@ -55,17 +335,17 @@ NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes, as shells have them."""
 SIGACTION_BYTES, SIGNAL_SET_BYTES = 32, 8
 RESOLVE_NO_SYMLINKS = 0x04
-BORN = CLONE_VM | CLONE_VFORK | kernel.CLONE_PARENT | signal.SIGCHLD
-"""How a process comes into a new process namespace: as the child of one that is about to enter it, and our own."""
+NEW_PROCESS = CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD
+"""Flags of a process in a new process namespace: the child of one that is about to enter it, and our own."""
 
 
 class Tools(NamedTuple):
-    """What children are made with."""
+    """The resources that children are made with."""
 
     cgroups: Cgroups
     player: Player
     init: int
-    """The descriptor of :mod:`etude.sandboxes.ns.init`'s program."""
+    """The descriptor of :mod:`etude.sandboxes.ns.syscalls`'s program."""
     filter: bytes
     """The commands' seccomp program."""
     bare: int
@@ -73,15 +353,15 @@ class Tools(NamedTuple):
     maps_range: bool
 
 
-class Cradle(NamedTuple):
-    """What a first process is given."""
+class InitPipe(NamedTuple):
+    """The arguments of a first process, and the pipe that it reads them from."""
 
     users: int
     """Its user namespace."""
-    doors: Sequence[int]
+    entries: Sequence[int]
     """Into its control groups."""
     plan: RootPlan
-    places: Sequence[Place]
+    places: Sequence[AllowedPlace]
     files: Mapping[str, bytes]
     """The first files, by their path inside."""
     parting: int
@@ -91,78 +371,78 @@ class Cradle(NamedTuple):
     as_root: bool
 
 
-def first_process(tools: Tools, cradle: Cradle) -> tuple[CallList, Result]:
+def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
     """A process that builds a sandbox's root, sends what is kept of it outside, and becomes ``init``; its number."""
-    calls = CallList(kernel.MACHINE)
-    calls.add("close", cradle.receiving)
-    calls.add("setns", tools.bare, kernel.CLONE_NEWNS)
-    calls.add("setns", cradle.users, kernel.CLONE_NEWUSER)
-    calls.add("unshare", kernel.SANDBOX_NAMESPACES & ~kernel.CLONE_NEWUSER)
+    calls = CallList(MACHINE)
+    calls.add("close", init_pipe.receiving)
+    calls.add("setns", tools.bare, CLONE_NEWNS)
+    calls.add("setns", init_pipe.users, CLONE_NEWUSER)
+    calls.add("unshare", SANDBOX_NAMESPACES & ~CLONE_NEWUSER)
     _add_user(calls, 0 if tools.maps_range else None)
-    born = calls.add("clone", BORN, traits=PARTS_WAYS)
-    calls.add("prctl", kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    new_process = calls.add("clone", NEW_PROCESS, traits=PARENT_EXITS)
+    calls.add("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     calls.add("setsid")
-    _add_doors(calls, cradle.doors)
-    calls.add("unshare", kernel.CLONE_NEWCGROUP)
+    _join_groups(calls, init_pipe.entries)
+    calls.add("unshare", CLONE_NEWCGROUP)
     calls.add("umask", 0o022)
     calls.add("sethostname", HOSTNAME.encode(), len(HOSTNAME))
-    written = RootCalls(calls, cradle.plan).add()
-    message = _add_network(calls, written, cradle)
-    _add_files(calls, cradle.files, AGENT if tools.maps_range and not cradle.as_root else None)
+    written = RootCalls(calls, init_pipe.plan).add()
+    message = _add_network(calls, written, init_pipe)
+    _add_files(calls, init_pipe.files, AGENT if tools.maps_range and not init_pipe.as_root else None)
     calls.add("rt_sigaction", signal.SIGCHLD, _action(signal.SIG_IGN), 0, SIGNAL_SET_BYTES)  # orphans just go
     _add_user(calls, INIT_USER if tools.maps_range else None)
     _add_capabilities(calls, frozenset())
-    calls.add("prctl", kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes it
-    nothing = calls.add("openat", kernel.AT_FDCWD, b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    calls.add("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes it
+    nothing = calls.add("openat", AT_FDCWD, b"/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for number in range(3):
         calls.add("dup3", nothing, number, 0)
-    calls.add("sendmsg", cradle.parting, message.header, socket.MSG_NOSIGNAL)
-    calls.add("execveat", tools.init, b"", strings([b"/sbin/init"]), strings([]), kernel.AT_EMPTY_PATH)
+    calls.add("sendmsg", init_pipe.parting, message.header, socket.MSG_NOSIGNAL)
+    calls.add("execveat", tools.init, b"", strings([b"/sbin/init"]), strings([]), AT_EMPTY_PATH)
     calls.add("exit_group", NOT_EXECUTABLE)
     calls.hold(message)
-    return calls, born
+    return calls, new_process
 
 
 def command_process(
-    tools: Tools, box: Box, command: Mapping[str, Any], descriptors: Sequence[int], doors: Sequence[int]
+    tools: Tools, box: SandboxRecord, command: Mapping[str, Any], descriptors: Sequence[int], entries: Sequence[int]
 ) -> tuple[CallList, Result | None]:
     """A command, confined; ``descriptors`` are its stdin, stdout and stderr.
 
     The result is its number, for who cannot be in its process namespace before it is made; for the machine's root, who
     can, it is ``None``.
     """
-    calls = CallList(kernel.MACHINE)
-    born = None
+    calls = CallList(MACHINE)
+    new_process = None
     if not tools.maps_range:
-        calls.add("setns", box.pidfd, kernel.CLONE_NEWPID)
-        born = calls.add("clone", BORN, traits=PARTS_WAYS)
+        calls.add("setns", box.pidfd, CLONE_NEWPID)
+        new_process = calls.add("clone", NEW_PROCESS, traits=PARENT_EXITS)
     calls.add("setsid")
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         calls.add("rt_sigaction", ignored, bytes(SIGACTION_BYTES), 0, SIGNAL_SET_BYTES)
-    score = calls.add("openat", kernel.AT_FDCWD, b"/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    score = calls.add("openat", AT_FDCWD, b"/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     calls.add("write", score, OUT_OF_MEMORY_SCORE, len(OUT_OF_MEMORY_SCORE))
-    _add_doors(calls, doors)
-    calls.add("prctl", kernel.PR_SET_DUMPABLE, 0)  # inside are processes of its user; the launcher's memory is its own
+    _join_groups(calls, entries)
+    calls.add("prctl", PR_SET_DUMPABLE, 0)  # inside are processes of its user; the launcher's memory is its own
     calls.add("setns", box.pidfd, JOINED)
     for number, descriptor in enumerate(descriptors):
         calls.add("dup3", descriptor, number, 0)
     _add_limits(calls, box, counts_memory=MEMORY in tools.cgroups.controllers)
-    kept = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
-    calls.extend(_bounding(kept))
+    capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
+    calls.extend(_bounding(capabilities))
     _add_user(calls, (0 if box.as_root else AGENT) if tools.maps_range else None)
-    _add_capabilities(calls, kept)
+    _add_capabilities(calls, capabilities)
     program = ctypes.create_string_buffer(tools.filter, len(tools.filter))
     calls.hold(program)
-    length = len(tools.filter) // kernel.INSTRUCTION_BYTES
+    length = len(tools.filter) // INSTRUCTION_BYTES
     filtering = struct.pack("HP", length, ctypes.addressof(program))
-    calls.add("prctl", kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, filtering)
+    calls.add("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filtering)
     calls.add("chdir", command["workdir"].encode("utf-8", "surrogateescape"), about=command["workdir"])
     _add_program(calls, command["argv"], command["environment"])
-    return calls, born
+    return calls, new_process
 
 
 def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
-    """Why a command's program was not executed, and with what code that ends; ``None`` if it was.
+    """The reason that a command's program was not executed, and the exit code; ``None`` if it was.
 
     Raises ``OSError`` where something else failed than the program.
     """
@@ -177,27 +457,27 @@ def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
     return f"{program}: {os.strerror(telling[0])}", NOT_EXECUTABLE
 
 
-def become_job(box: Box, tools: Tools, request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+def become_job(box: SandboxRecord, tools: Tools, request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
     """Do a job of étude's inside and end; ``descriptors`` are what it reads, what it fills, and for its answer."""
     source, target, answers = descriptors
     with End():
         try:
             _start_session()
-            kernel.hide_process()  # inside are processes of its user, and it has the launcher's memory and descriptors
+            hide_process()  # inside are processes of its user, and it has the launcher's memory and descriptors
             if not stays_outside(request["job"]):
-                kernel.enter(box.pidfd, JOINED)
+                enter(box.pidfd, JOINED)
                 os.chdir("/")
                 _take_role(request["job"], box, tools)
             answer = run_job(request, source, target)
         except OSError as error:
-            answer = Answer(Verdict.FAILED, str(error).encode())
+            answer = JobResult(JobVerdict.FAILED, str(error).encode())
         with suppress(OSError), os.fdopen(answers, "wb") as file:
             file.write(bytes([answer.verdict]) + answer.payload)
         os._exit(0)
     raise AssertionError("the process outlived its end")
 
 
-def _take_role(job: str, box: Box, tools: Tools) -> None:
+def _take_role(job: str, box: SandboxRecord, tools: Tools) -> None:
     """Become who does a job inside.
 
     A job that touches what the agent has does so with the agent's rights, but is another's process: where there are
@@ -226,7 +506,7 @@ class End:
 # --- Parts of the lists -------------------------------------------------------------------------------------------
 
 
-class _Message(NamedTuple):
+class _SocketMessage(NamedTuple):
     """A ``struct msghdr`` that carries descriptors, and what it points to."""
 
     header: bytes
@@ -234,15 +514,15 @@ class _Message(NamedTuple):
     parts: object
 
 
-def _add_network(calls: CallList, written: Result, cradle: Cradle) -> _Message:
+def _add_network(calls: CallList, written: Result, init_pipe: InitPipe) -> _SocketMessage:
     """Raise the loopback, listen at every place, and have a message made of ``written`` and the listeners."""
-    message = _message(1 + len(cradle.places))
+    message = _message(1 + len(init_pipe.places))
     first = ctypes.addressof(message.control) + socket.CMSG_LEN(0)
     calls.store(written, first)
-    for request in network_requests(cradle.places):
+    for request in network_requests(init_pipe.places):
         any_socket = calls.add("socket", socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, 0)
         calls.add("ioctl", any_socket, request.kind, request.data, about=request.about)
-    for number, place in enumerate(cradle.places):
+    for number, place in enumerate(init_pipe.places):
         listener = calls.add("socket", socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, 0)
         address = socket_address(place)
         calls.add("bind", listener, address, len(address), about=f"{place.host}:{place.port}")
@@ -251,13 +531,13 @@ def _add_network(calls: CallList, written: Result, cradle: Cradle) -> _Message:
     return message
 
 
-def _message(count: int) -> _Message:
+def _message(count: int) -> _SocketMessage:
     control = ctypes.create_string_buffer(socket.CMSG_SPACE(4 * count))
     struct.pack_into("Nii", control, 0, socket.CMSG_LEN(4 * count), socket.SOL_SOCKET, socket.SCM_RIGHTS)
     text = ctypes.create_string_buffer(b"{}", 2)
     vector = ctypes.create_string_buffer(struct.pack("PN", ctypes.addressof(text), 2))
     header = struct.pack("PI4xPNPNi4x", 0, 0, ctypes.addressof(vector), 1, ctypes.addressof(control), len(control), 0)
-    return _Message(header, control, (text, vector))
+    return _SocketMessage(header, control, (text, vector))
 
 
 def _add_files(calls: CallList, files: Mapping[str, bytes], user: int | None) -> None:
@@ -271,15 +551,15 @@ def _add_files(calls: CallList, files: Mapping[str, bytes], user: int | None) ->
         whole = path.encode("utf-8", "surrogateescape")
         parts = whole.split(b"/")
         for end in range(2, len(parts)):
-            calls.add("mkdirat", kernel.AT_FDCWD, b"/".join(parts[:end]), 0o755, traits=MAY_FAIL)
-        file = calls.add("openat2", kernel.AT_FDCWD, whole, how, len(how), about=path)
+            calls.add("mkdirat", AT_FDCWD, b"/".join(parts[:end]), 0o755, traits=MAY_FAIL)
+        file = calls.add("openat2", AT_FDCWD, whole, how, len(how), about=path)
         calls.add("write", file, data, len(data), about=path)
         calls.add("close", file)
 
 
-def _add_doors(calls: CallList, doors: Sequence[int]) -> None:
-    for door in doors:
-        calls.add("write", door, b"0", 1, about="a control group")
+def _join_groups(calls: CallList, entries: Sequence[int]) -> None:
+    for entry in entries:
+        calls.add("write", entry, b"0", 1, about="a control group")
 
 
 def _add_user(calls: CallList, user: int | None) -> None:
@@ -290,23 +570,23 @@ def _add_user(calls: CallList, user: int | None) -> None:
         calls.add("setresuid", user, user, user)
 
 
-def _add_capabilities(calls: CallList, kept: frozenset[int]) -> None:
+def _add_capabilities(calls: CallList, capabilities: frozenset[int]) -> None:
     """Keep only some capabilities, and gain none any more."""
-    calls.add("capset", *kernel.capability_sets(kept))
-    calls.add("prctl", kernel.PR_SET_NO_NEW_PRIVS, 1)
+    calls.add("capset", *capability_sets(capabilities))
+    calls.add("prctl", PR_SET_NO_NEW_PRIVS, 1)
 
 
 @cache
-def _bounding(kept: frozenset[int]) -> Block:
-    """What lets an ``exec`` gain no capabilities but some."""
-    calls = CallList(kernel.MACHINE)
-    for capability in range(kernel.CAP_LAST + 1):
-        if capability not in kept:
-            calls.add("prctl", kernel.PR_CAPBSET_DROP, capability, traits=MAY_FAIL)
+def _bounding(capabilities: frozenset[int]) -> MemoryBlock:
+    """Secure bits and sets with which an ``exec`` gains no capabilities but some."""
+    calls = CallList(MACHINE)
+    for capability in range(CAP_LAST + 1):
+        if capability not in capabilities:
+            calls.add("prctl", PR_CAPBSET_DROP, capability, traits=MAY_FAIL)
     return calls.pack()
 
 
-def _add_limits(calls: CallList, box: Box, *, counts_memory: bool) -> None:
+def _add_limits(calls: CallList, box: SandboxRecord, *, counts_memory: bool) -> None:
     """Limits of each process; where there is no group to count memory, this is all that holds it."""
     processes, memory = box.creation["processes"], box.creation["memory_bytes"]
     limits = [
@@ -344,19 +624,19 @@ def _action(handler: signal.Handlers) -> bytes:
 
 
 def _start_session() -> None:
-    """Be nobody's process group but our own, with signals as programs expect them."""
+    """Be in a process group of our own, with signals as programs expect them."""
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
-def _confine(box: Box, tools: Tools, *, real: int) -> None:
+def _confine(box: SandboxRecord, tools: Tools, *, real: int) -> None:
     """Take the rights of whom commands run as; ``real`` is whose process it is, which is who may send it signals."""
-    kept = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
-    kernel.bound_capabilities(kept)
+    capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
+    bound_capabilities(capabilities)
     if tools.maps_range:
         _become(0 if box.as_root else AGENT, real=real)
-    kernel.limit_capabilities(kept)
+    limit_capabilities(capabilities)
 
 
 def _become(user: int | None, *, real: int = 0) -> None:

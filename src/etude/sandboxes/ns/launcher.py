@@ -2,7 +2,7 @@
 
     provider ──create──▶ launcher ──calls──▶ first process, which builds its root and becomes init
              ──exec────▶          ──calls──▶ command in the sandbox's namespaces       (etude.sandboxes.ns.child)
-             ──job─────▶          ──fork───▶ étude's own work in there                 (etude.sandboxes.ns.jobs)
+             ──job─────▶          ──fork───▶ étude's own work in there                 (etude.sandboxes.ns.child)
              ◀─ended───           ◀─pidfd──
 
 One small process for each provider, so that forks are cheap and hold no secret. Owns every process, group and mount of
@@ -27,16 +27,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from etude.sandboxes.ns import kernel, wire
-from etude.sandboxes.ns.boxes import Box, Running
-from etude.sandboxes.ns.cgroups import Cgroups, close_doors, find_hierarchies, launcher_name, writable
+from etude.sandboxes.ns import wire
+from etude.sandboxes.ns.boxes import RunningCommand, SandboxRecord
+from etude.sandboxes.ns.cgroups import Cgroups, close_entries, find_hierarchies, launcher_name, writable
 from etude.sandboxes.ns.child import End, Tools, become_job, command_process, how_it_failed
-from etude.sandboxes.ns.init import open_init
-from etude.sandboxes.ns.lifecycle import Grounds, Nursery, Unmade
-from etude.sandboxes.ns.mounts import Parcel, make_device_tree
-from etude.sandboxes.ns.root import make_bare_root
+from etude.sandboxes.ns.lifecycle import LifecycleManager, SharedMounts, Unmade
+from etude.sandboxes.ns.root import MountBundle, make_bare_root, make_device_tree
 from etude.sandboxes.ns.seccomp import filter_program
-from etude.sandboxes.ns.syscalls import MACHINES, NOT_MADE, CallList, Player, Result
+from etude.sandboxes.ns.syscalls import (
+    CLONE_NEWNS,
+    CLONE_NEWPID,
+    CLONE_NEWUSER,
+    CLONE_PARENT,
+    MACHINE,
+    MACHINES,
+    MS_PRIVATE,
+    MS_REC,
+    NOT_MADE,
+    CallList,
+    Player,
+    Result,
+    clone,
+    enter,
+    mount,
+    open_init,
+    show_process,
+    unshare,
+)
 
 CLOSE_TIMEOUT_S = 20.0
 """For all processes to be gone at the end."""
@@ -45,41 +62,41 @@ IDLE_S = 0.01
 PROCESS_NUMBER_BYTES = 32
 """More than any process number has digits."""
 ALL_USERS = ["0", "0", "4294967295"]
-"""What ``/proc/self/uid_map`` says in the machine's own user namespace."""
+"""The text of ``/proc/self/uid_map`` in the machine's own user namespace."""
 
 
 class Launcher:
     """Makes sandboxes, runs what they are told to, and sees all of it to its end."""
 
     def __init__(self, control: socket.socket, options: Mapping[str, str]) -> None:
-        if kernel.MACHINE not in MACHINES:
-            raise OSError(f"sandboxes with namespaces are written for {' and '.join(MACHINES)}, not {kernel.MACHINE}")
+        if MACHINE not in MACHINES:
+            raise OSError(f"sandboxes with namespaces are written for {' and '.join(MACHINES)}, not {MACHINE}")
         folder = Path(options["folder"])
         self._control = control
-        self._receiver = wire.Receiver(control)
+        self._receiver = wire.MessageReceiver(control)
         maps_range = enter_namespaces()
         devices = make_device_tree(folder / "dev", is_root=maps_range)
         name = launcher_name(os.getpid())
-        found = find_hierarchies(_text("/proc/self/mountinfo"), _text("/proc/self/cgroup")) if maps_range else []
+        hierarchies = find_hierarchies(_text("/proc/self/mountinfo"), _text("/proc/self/cgroup")) if maps_range else []
         self._tools = Tools(
-            cgroups=Cgroups(writable(found, name), name),
-            player=Player(kernel.MACHINE),
-            init=open_init(kernel.MACHINE),
-            filter=filter_program(kernel.MACHINE),
+            cgroups=Cgroups(writable(hierarchies, name), name),
+            player=Player(MACHINE),
+            init=open_init(MACHINE),
+            filter=filter_program(MACHINE),
             bare=open_bare_namespace(folder / "bare"),
             maps_range=maps_range,
         )
         self._own_processes = _open("/proc/self/ns/pid")
         self._selector = selectors.DefaultSelector()
-        grounds = Grounds(options["skeleton"], devices)
-        self._nursery = Nursery(self._tools, grounds, self._selector, self._tell)
-        self._nursery.prepare()
-        self._running: dict[int, Running] = {}
+        shared_mounts = SharedMounts(options["skeleton"], devices)
+        self._lifecycle = LifecycleManager(self._tools, shared_mounts, self._selector, self._tell)
+        self._lifecycle.prepare()
+        self._running: dict[int, RunningCommand] = {}
         self._hung_up = False
 
     @property
     def grants(self) -> wire.Grants:
-        """What the machine grants."""
+        """The grants of the machine."""
         controllers = sorted(self._tools.cgroups.controllers)
         return wire.Grants(error="", maps_range=self._tools.maps_range, controllers=controllers)
 
@@ -87,12 +104,12 @@ class Launcher:
         """Do what the provider asks for until it hangs up; then end every process and remove every group."""
         self._selector.register(self._control, selectors.EVENT_READ, self._receive)
         while not self._hung_up:
-            if not self._step(IDLE_S if self._nursery.wants_plot else None):
-                self._nursery.prepare()
+            if not self._step(IDLE_S if self._lifecycle.wants_uid_range else None):
+                self._lifecycle.prepare()
         self._selector.unregister(self._control)
-        self._nursery.end_all()
+        self._lifecycle.end_all()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while (self._nursery or self._running) and time.monotonic() < deadline_s:
+        while (self._lifecycle or self._running) and time.monotonic() < deadline_s:
             self._step(0.1)
         self._tools.cgroups.close()
 
@@ -105,7 +122,7 @@ class Launcher:
         return bool(events)
 
     def _receive(self) -> None:
-        """Do one thing; what goes wrong with a sandbox is told, and no other suffers from it."""
+        """Do one thing; a failure of a sandbox is reported, and no other suffers from it."""
         try:
             message = self._receiver.receive()
         except ConnectionResetError:
@@ -136,13 +153,13 @@ class Launcher:
             case "stats":
                 self._tell_stats(body)
             case "close":
-                if not self._nursery.end(body["box"]):
+                if not self._lifecycle.end(body["box"]):
                     self._tell({"kind": "closed", "box": body["box"], "error": ""})
             case other:
                 raise AssertionError(f"a provider sent {other!r}")
 
     def _create(self, body: Mapping[str, Any], files: int) -> None:
-        unsettled, listeners = self._nursery.create(body, files)
+        unsettled, listeners = self._lifecycle.create(body, files)
         try:
             self._tell({"kind": "created", "id": body["id"], "unsettled": unsettled}, listeners)
         finally:
@@ -151,14 +168,14 @@ class Launcher:
 
     def _start_command(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """Run a command; one whose program cannot be executed ends as it does in a shell."""
-        box = self._nursery.find(body["box"])
+        box = self._lifecycle.find(body["box"])
         box.may_run = True
-        doors = self._tools.cgroups.open_doors(box.name)
+        entries = self._tools.cgroups.open_entries(box.name)
         try:
-            calls, born = command_process(self._tools, box, body, descriptors, doors)
-            process = self._play(box, calls, born)
+            calls, new_process = command_process(self._tools, box, body, descriptors, entries)
+            process = self._play(box, calls, new_process)
         finally:
-            close_doors(doors)
+            close_entries(entries)
         try:
             failed = how_it_failed(calls, body["argv"][0])
         except OSError:
@@ -170,32 +187,32 @@ class Launcher:
             message, running.code = failed
             os.write(descriptors[2], f"{message}\n".encode("utf-8", "surrogateescape"))
 
-    def _play(self, box: Box, calls: CallList, born: Result | None) -> int:
+    def _play(self, box: SandboxRecord, calls: CallList, new_process: Result | None) -> int:
         """Make a command's calls in its sandbox's process namespace; returns its number."""
-        if born is not None:
-            kernel.show_process()  # the command before hid it; files of its own in /proc would be root's otherwise
+        if new_process is not None:
+            show_process()  # the command before hid it; files of its own in /proc would be root's otherwise
             os.waitpid(self._tools.player.play(calls), 0)
-            return calls.result(born)
-        kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+            return calls.result(new_process)
+        enter(box.pidfd, CLONE_NEWPID)
         try:
             return self._tools.player.play(calls)
         finally:
-            kernel.enter(self._own_processes, kernel.CLONE_NEWPID)
+            enter(self._own_processes, CLONE_NEWPID)
 
     def _start_job(self, body: Mapping[str, Any], source: int, answers: int) -> None:
         """Do something inside; a copy is made of what was written, into the folder ``into``."""
         if body["job"] == "kill":
-            self._nursery.find(body["box"]).may_run = False
+            self._lifecycle.find(body["box"]).may_run = False
         if body["job"] != "copy":
             self._run(body, lambda box: become_job(box, self._tools, body, (source, -1, answers)))
             return
-        box = self._nursery.find(body["box"])
+        box = self._lifecycle.find(body["box"])
         request = {**body, "overlays": box.overlays, "maps_range": self._tools.maps_range}
         users = os.open(f"/proc/{box.process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with Parcel(users if self._tools.maps_range else None) as parcel:
-                parcel.add(body["into"], 0, mapped=True)
-                descriptors = (box.upper, parcel.trees[0], answers)
+            with MountBundle(users if self._tools.maps_range else None) as bundle:
+                bundle.add(body["into"], 0, mapped=True)
+                descriptors = (box.upper, bundle.trees[0], answers)
                 self._run(request, lambda box: become_job(box, self._tools, request, descriptors))
         finally:
             os.close(users)
@@ -218,22 +235,22 @@ class Launcher:
                 os.close(nothing)
             running.ender = self._running[-number]
 
-    def _run(self, body: Mapping[str, Any], become: Callable[[Box], NoReturn]) -> None:
+    def _run(self, body: Mapping[str, Any], become: Callable[[SandboxRecord], NoReturn]) -> None:
         """Fork a process into a sandbox's process namespace; it enters the others by itself."""
-        box = self._nursery.find(body["box"])
+        box = self._lifecycle.find(body["box"])
         process = _fork_into(box, self._own_processes) if self._tools.maps_range else _fork_through(box)
         if process == 0:
             self._selector.close()
             become(box)
         self._watch(body, box, process)
 
-    def _watch(self, body: Mapping[str, Any], box: Box, process: int) -> Running:
-        running = Running(body["id"], box, process, is_job="job" in body)
+    def _watch(self, body: Mapping[str, Any], box: SandboxRecord, process: int) -> RunningCommand:
+        running = RunningCommand(body["id"], box, process, is_job="job" in body)
         self._running[running.number] = running
         self._selector.register(running.pidfd, selectors.EVENT_READ, lambda: self._reap(running))
         return running
 
-    def _reap(self, running: Running) -> None:
+    def _reap(self, running: RunningCommand) -> None:
         """A command or job has ended; it is over when what ends its descendants has, too."""
         _, status = os.waitpid(running.process, 0)
         self._selector.unregister(running.pidfd)
@@ -255,18 +272,18 @@ class Launcher:
                     self._tell(one.end)
 
     def _tell_stats(self, body: Mapping[str, Any]) -> None:
-        box = self._nursery.find(body["box"])
+        box = self._lifecycle.find(body["box"])
         disk = os.fstatvfs(box.upper)
         usage = self._tools.cgroups.usage(box.name)
         written = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
         self._tell({"kind": "stats", "id": body["id"], "disk_bytes": written, **usage._asdict()})
 
     def _tell(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # nobody is left to hear it; the loop sees that next
+        with suppress(BrokenPipeError, ConnectionResetError):  # there is no reader left; the loop sees that next
             wire.send(self._control, body, descriptors)
 
 
-def is_agents_doing(job: Running, tools: Tools) -> bool:
+def is_agents_doing(job: RunningCommand, tools: Tools) -> bool:
     """True if a job was killed, or held up, by what runs in its sandbox, and not by the machine.
 
     That takes memory that is used up, or a process inside that may send the job signals: of the same user.
@@ -277,29 +294,29 @@ def is_agents_doing(job: Running, tools: Tools) -> bool:
     return by_signal or tools.cgroups.ran_out(job.box.name)
 
 
-def _fork_into(box: Box, own_processes: int) -> int:
+def _fork_into(box: SandboxRecord, own_processes: int) -> int:
     """Fork into a sandbox's process namespace, by being about to for a moment; returns twice, as ``fork`` does."""
-    kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
+    enter(box.pidfd, CLONE_NEWPID)
     process = -1
     try:
         process = os.fork()
     finally:
         if process != 0:
-            kernel.enter(own_processes, kernel.CLONE_NEWPID)
+            enter(own_processes, CLONE_NEWPID)
     return process
 
 
-def _fork_through(box: Box) -> int:
+def _fork_through(box: SandboxRecord) -> int:
     """Fork into a sandbox's process namespace by way of a child, which has us as its child's parent.
 
-    For who is not the machine's root: into its namespace of processes there is a way out, but none back.
+    For who is not the machine's root: into its namespace of processes there is a way in, but none back.
     """
     ours, theirs = os.pipe()
     between = os.fork()
     if between == 0:
         try:
-            kernel.enter(box.pidfd, kernel.CLONE_NEWPID)
-            process = kernel.clone(kernel.CLONE_PARENT)
+            enter(box.pidfd, CLONE_NEWPID)
+            process = clone(CLONE_PARENT)
         except OSError:
             os._exit(1)
         if process != 0:
@@ -308,13 +325,13 @@ def _fork_through(box: Box) -> int:
         return 0
     os.close(theirs)
     try:
-        said = os.read(ours, PROCESS_NUMBER_BYTES)
+        number = os.read(ours, PROCESS_NUMBER_BYTES)
     finally:
         os.close(ours)
         os.waitpid(between, 0)
-    if not said:
+    if not number:
         raise OSError(f"no process can be started in sandbox {box.number}")
-    return int(said)
+    return int(number)
 
 
 def enter_namespaces() -> bool:
@@ -324,11 +341,11 @@ def enter_namespaces() -> bool:
     """
     user, group = os.geteuid(), os.getegid()
     is_root = user == 0 and _text("/proc/self/uid_map").split() == ALL_USERS
-    kernel.unshare(kernel.CLONE_NEWNS | (0 if is_root else kernel.CLONE_NEWUSER))
+    unshare(CLONE_NEWNS | (0 if is_root else CLONE_NEWUSER))
     if not is_root:
         for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
             Path("/proc/self", name).write_text(text, encoding="ascii")
-    kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    mount("", "/", flags=MS_REC | MS_PRIVATE)
     return is_root
 
 
@@ -339,7 +356,7 @@ def open_bare_namespace(folder: Path) -> int:
     process = os.fork()
     if process == 0:
         with End():
-            kernel.unshare(kernel.CLONE_NEWNS)
+            unshare(CLONE_NEWNS)
             make_bare_root(str(folder))
             os.write(ready[1], b"1")
             os.close(gone[1])
@@ -365,7 +382,7 @@ def main() -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # three for each sandbox
     gc.disable()  # what it would touch, every child would copy
-    options = wire.Receiver(control).receive()
+    options = wire.MessageReceiver(control).receive()
     assert options is not None, "the provider hung up before it said anything"
     try:
         launcher = Launcher(control, options.body)

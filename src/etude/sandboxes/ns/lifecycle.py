@@ -1,4 +1,4 @@
-"""How sandboxes come and go: the part of the launcher that owns them from their first process to their last.
+"""The lifecycle of sandboxes in the launcher, from their first process to their last.
 
     create:          plot ─▶ group ─▶ mounts ─▶ first process: its list of calls is made, its descriptors are taken
     close, or death: reaped ─▶ group removed ─▶ told; the plot is free for another
@@ -20,14 +20,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from etude.sandboxes.ns import kernel, wire
-from etude.sandboxes.ns.boxes import Box, BoxState
-from etude.sandboxes.ns.cgroups import CPU, MEMORY, PROCESSES, close_doors
-from etude.sandboxes.ns.child import Cradle, End, Tools, first_process
-from etude.sandboxes.ns.mounts import Parcel, is_unsettled, plan_root
-from etude.sandboxes.ns.network import Place
-from etude.sandboxes.ns.root import AGENT, RootPlan
-from etude.sandboxes.ns.syscalls import NOT_MADE, Failure
+from etude.sandboxes.ns import wire
+from etude.sandboxes.ns.boxes import BoxState, SandboxRecord
+from etude.sandboxes.ns.cgroups import CPU, MEMORY, PROCESSES, close_entries
+from etude.sandboxes.ns.child import End, InitPipe, Tools, first_process
+from etude.sandboxes.ns.root import AGENT, AllowedPlace, MountBundle, RootPlan, is_unsettled, plan_root
+from etude.sandboxes.ns.syscalls import (
+    CLONE_NEWUSER,
+    NOT_MADE,
+    CallFailure,
+    limit_capabilities,
+    show_process,
+    unshare,
+    write_text,
+)
 
 CAP_SYS_ADMIN = 21
 FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
@@ -35,17 +41,17 @@ FIRST_USER, USERS, SLOTS = 0x70000000, 0x10000, 4096
 COUNTS = {"max_inotify_instances": 64, "max_inotify_watches": 1 << 14}
 """Counts of one sandbox: a part of what a user of the machine has; who is not root has no other users to make plots."""
 SPARE_PLOTS = 2
-"""How many are kept ready."""
+"""Number of uid ranges that are kept ready."""
 PARTING_BYTES = 64
-"""Of what a first process sends with its descriptors, which is next to nothing."""
+"""Size of a first process's message beside its descriptors: next to nothing."""
 FILE_CALLS = ("openat2", "write")
-"""What fails when a first file cannot be written."""
+"""Exit code of a first process that cannot write a first file."""
 UNFIT = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.ENAMETOOLONG, errno.ENOENT)
-"""How, if that is not the machine's fault but the path's."""
+"""Errors of that which are the path's fault and not the machine's."""
 
 
-class Grounds(NamedTuple):
-    """What all sandboxes of a launcher see."""
+class SharedMounts(NamedTuple):
+    """Mounts that all sandboxes of a launcher share."""
 
     skeleton: str
     """The tree that makes the machine's programs a base system."""
@@ -53,11 +59,11 @@ class Grounds(NamedTuple):
     """Their ``/dev``."""
 
 
-class Plot(NamedTuple):
+class UidRange(NamedTuple):
     """A user namespace."""
 
     slot: int
-    """Which range of users it has."""
+    """Number of its uid range."""
     users: int
     """Its descriptor."""
 
@@ -68,44 +74,44 @@ class Unmade(OSError):
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)
         self.refused = refused
-        """Whether that is the caller's fault: a first file that is none."""
+        """True if that is the caller's fault: a first file that is none."""
 
 
-class Nursery:
+class LifecycleManager:
     """All sandboxes of a launcher."""
 
     def __init__(
         self,
         tools: Tools,
-        grounds: Grounds,
+        shared_mounts: SharedMounts,
         selector: selectors.BaseSelector,
         tell: Callable[[Mapping[str, Any]], None],
     ) -> None:
         """``selector`` has callbacks as its data; ``tell`` sends something to the provider."""
         self._tools = tools
-        self._grounds = grounds
+        self._shared_mounts = shared_mounts
         self._selector = selector
         self._tell = tell
-        self._boxes: dict[int, Box] = {}
-        self._plots: deque[Plot] = deque()
-        self._used: dict[int, Plot] = {}
+        self._boxes: dict[int, SandboxRecord] = {}
+        self._plots: deque[UidRange] = deque()
+        self._used: dict[int, UidRange] = {}
         self._first_slot = int.from_bytes(os.urandom(2), "little") % SLOTS
         self._slots_taken = 0
         self._is_full = False
 
     def __len__(self) -> int:
-        """How many sandboxes are not gone yet."""
+        """The number of sandboxes that are not gone yet."""
         return len(self._boxes)
 
     @property
-    def wants_plot(self) -> bool:
-        """Whether there is something to do ahead."""
+    def wants_uid_range(self) -> bool:
+        """True if there is something to do ahead."""
         return len(self._plots) < SPARE_PLOTS and not self._is_full
 
     def prepare(self) -> None:
         """Make a plot, unless there can be no more: then those that there are will do."""
         try:
-            self._plots.append(self._make_plot())
+            self._plots.append(self._make_uid_range())
         except OSError:
             self._is_full = True
             if not self._boxes and not self._plots:
@@ -116,21 +122,21 @@ class Nursery:
 
         Raises :class:`Unmade`, or ``OSError`` for what goes wrong out here.
         """
-        plot = self._plots.popleft() if self._plots else self._make_plot()
-        box = Box(creation, plot.slot)
+        uid_range = self._plots.popleft() if self._plots else self._make_uid_range()
+        box = SandboxRecord(creation, uid_range.slot)
         try:
             self._tools.cgroups.make(box.name, _limits(creation))
-            listeners = self._bear(box, plot, files)
+            listeners = self._start_first_process(box, uid_range, files)
         except BaseException:
             box.close()
             self._tools.cgroups.remove(box.name)
-            self._plots.append(plot)
+            self._plots.append(uid_range)
             raise
-        self._boxes[box.number], self._used[box.number] = box, plot
-        self._selector.register(box.pidfd, selectors.EVENT_READ, lambda: self._bury(box))
+        self._boxes[box.number], self._used[box.number] = box, uid_range
+        self._selector.register(box.pidfd, selectors.EVENT_READ, lambda: self._reap(box))
         return self._tools.maps_range and is_unsettled(creation), listeners
 
-    def find(self, number: int) -> Box:
+    def find(self, number: int) -> SandboxRecord:
         """A living sandbox. Raises ``OSError`` if it is not."""
         box = self._boxes.get(number)
         if box is None or box.state is not BoxState.LIVE:
@@ -154,41 +160,43 @@ class Nursery:
         for number in self._boxes:
             self.end(number)
 
-    def _bear(self, box: Box, plot: Plot, files: int) -> list[int]:
+    def _start_first_process(self, box: SandboxRecord, uid_range: UidRange, files: int) -> list[int]:
         """Make a sandbox's first process; returns its listeners."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        doors = self._tools.cgroups.open_doors(box.name)
+        entries = self._tools.cgroups.open_entries(box.name)
         try:
-            with ours, theirs, Parcel(plot.users if self._tools.maps_range else None) as parcel:
-                cradle = Cradle(
-                    users=plot.users,
-                    doors=doors,
-                    plan=self._plan(box, parcel),
-                    places=[Place(*fields) for fields in box.creation["places"]],
+            with ours, theirs, MountBundle(uid_range.users if self._tools.maps_range else None) as bundle:
+                init_pipe = InitPipe(
+                    users=uid_range.users,
+                    entries=entries,
+                    plan=self._plan(box, bundle),
+                    places=[AllowedPlace(*fields) for fields in box.creation["places"]],
                     files=_read_files(files),
                     parting=theirs.fileno(),
                     receiving=ours.fileno(),
                     as_root=box.as_root,
                 )
-                calls, born = first_process(self._tools, cradle)
+                calls, new_process = first_process(self._tools, init_pipe)
                 os.waitpid(self._tools.player.play(calls), 0)
-                process = calls.result(born)
+                process = calls.result(new_process)
                 if (failure := calls.failure) is not None:
-                    raise _unmade(failure, process, cradle.files)
+                    raise _unmade(failure, process, init_pipe.files)
                 box.process, box.pidfd = process, os.pidfd_open(process)
                 return self._take_descriptors(box, ours)
         finally:
-            close_doors(doors)
+            close_entries(entries)
 
-    def _plan(self, box: Box, parcel: Parcel) -> RootPlan:
-        grounds, maps_range = self._grounds, self._tools.maps_range
-        return plan_root(box, parcel, skeleton=grounds.skeleton, devices=grounds.devices, maps_range=maps_range)
+    def _plan(self, box: SandboxRecord, bundle: MountBundle) -> RootPlan:
+        shared_mounts, maps_range = self._shared_mounts, self._tools.maps_range
+        return plan_root(
+            box, bundle, skeleton=shared_mounts.skeleton, devices=shared_mounts.devices, maps_range=maps_range
+        )
 
-    def _take_descriptors(self, box: Box, ours: socket.socket) -> list[int]:
-        """What the first process sent before it became ``init``."""
+    def _take_descriptors(self, box: SandboxRecord, ours: socket.socket) -> list[int]:
+        """Receive the descriptors that the first process sent before it became ``init``."""
         ours.setblocking(False)
         try:
-            message = wire.Receiver(ours, PARTING_BYTES).receive()
+            message = wire.MessageReceiver(ours, PARTING_BYTES).receive()
         except BlockingIOError:
             message = None
         if message is None:
@@ -197,7 +205,7 @@ class Nursery:
         box.upper, *listeners = message.descriptors
         return listeners
 
-    def _bury(self, box: Box) -> None:
+    def _reap(self, box: SandboxRecord) -> None:
         """A sandbox's first process is gone, and everything with it."""
         os.waitpid(box.process, 0)
         self._selector.unregister(box.pidfd)
@@ -214,13 +222,13 @@ class Nursery:
             error = str(failure)
         self._tell({"kind": "closed" if box.close_asked else "died", "box": box.number, "error": error})
 
-    def _make_plot(self) -> Plot:
+    def _make_uid_range(self) -> UidRange:
         """Have a child leave for a user namespace, say who its users are outside, and keep that."""
         if self._slots_taken >= SLOTS:
             raise OSError(f"{SLOTS} sandboxes are alive, which is as many as one provider has users for")
         slot = (self._first_slot + self._slots_taken) % SLOTS
         ready, done = os.pipe(), os.pipe()
-        kernel.show_process()  # its child's maps could not be written otherwise
+        show_process()  # its child's maps could not be written otherwise
         process = os.fork()
         if process == 0:
             with End():
@@ -241,35 +249,35 @@ class Nursery:
                 os.close(descriptor)
             os.waitpid(process, 0)
         self._slots_taken += 1
-        return Plot(slot, users)
+        return UidRange(slot, users)
 
     def _make_namespace(self, slot: int) -> None:
         """Leave for a user namespace that the first user of a slot's range has made, where there are such users."""
         if self._tools.maps_range:
             os.seteuid(_first_user(slot))
-            kernel.limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
-        kernel.unshare(kernel.CLONE_NEWUSER)
+            limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none
+        unshare(CLONE_NEWUSER)
         for name, most in COUNTS.items():
             with suppress(OSError):  # a kernel without it counts in another way
-                kernel.write_text(f"/proc/sys/user/{name}", b"%d" % most)
+                write_text(f"/proc/sys/user/{name}", b"%d" % most)
 
     def _map_users(self, process: int, slot: int) -> None:
-        """Say who the users inside are outside: a range of nobody's users, else this user alone, who is not root."""
+        """Say who the users inside are outside: a range of unused users, else this user alone, who is not root."""
         if self._tools.maps_range:
             line = b"0 %d %d" % (_first_user(slot), USERS)
         else:
             line = b"%d 0 1" % AGENT
-            kernel.write_text(f"/proc/{process}/setgroups", b"deny")
+            write_text(f"/proc/{process}/setgroups", b"deny")
         for name in ("uid_map", "gid_map"):
-            kernel.write_text(f"/proc/{process}/{name}", line)
+            write_text(f"/proc/{process}/{name}", line)
 
 
 def _first_user(slot: int) -> int:
     return FIRST_USER + slot * USERS
 
 
-def _unmade(failure: Failure, process: int, files: Mapping[str, bytes]) -> Unmade:
-    """Why a first process ended before it was one, which is collected if there was one."""
+def _unmade(failure: CallFailure, process: int, files: Mapping[str, bytes]) -> Unmade:
+    """The reason that a first process ended before it was one, which is collected if there was one."""
     if 0 < process < NOT_MADE:
         os.waitpid(process, 0)
     reason = os.strerror(failure.errno)

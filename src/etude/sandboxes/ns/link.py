@@ -27,16 +27,16 @@ SEND_TIMEOUT_S = 30.0
 """For a launcher that is busy to take a message."""
 
 
-class Link:
+class LauncherLink:
     """Asks a launcher for things."""
 
     def __init__(self, process: Process, control: socket.socket, grants: Mapping[str, Any]) -> None:
         self._process = process
         self._control = control
-        self._receiver = wire.Receiver(control)
+        self._receiver = wire.MessageReceiver(control)
         self.grants = grants
         """The fields of :class:`~etude.sandboxes.ns.wire.Grants`."""
-        self._asked = 0
+        self._requests = 0
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ends: dict[int, asyncio.Future[str]] = {}
         self._sending = asyncio.Lock()
@@ -75,21 +75,21 @@ class Link:
 
     @property
     def pid(self) -> int:
-        """Of the launcher."""
+        """Process number of the launcher."""
         return self._process.pid
 
     @property
     def is_closed(self) -> bool:
-        """Whether the launcher is gone: nothing can be asked any more."""
+        """True once the launcher is gone."""
         return self._closed
 
     def next_number(self) -> int:
         """A number for a request or a sandbox, not used before."""
-        self._asked += 1
-        return self._asked
+        self._requests += 1
+        return self._requests
 
     def watch_box(self, box: int) -> asyncio.Future[str]:
-        """What becomes of a sandbox: why it ended, empty if it was closed."""
+        """Wait for the end of a sandbox; returns the reason, empty if it was closed."""
         return self._ends.setdefault(box, asyncio.get_running_loop().create_future())
 
     async def ask(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[dict[str, Any]]:
@@ -140,15 +140,15 @@ class Link:
         if end is not None and not end.done():
             end.set_result(body["error"] or reason)
 
-    def _settle_answer(self, message: wire.Message) -> None:
+    def _settle_answer(self, message: wire.LauncherMessage) -> None:
         body = message.body
         answer = self._answers.pop(body["id"], None)
-        if answer is None or answer.done():  # whoever asked has given up
+        if answer is None or answer.done():  # the caller has given up
             for descriptor in message.descriptors:
                 os.close(descriptor)
         elif body["kind"] == "failed":
             answer.set_exception(ValueError(body["error"]) if body["refused"] else SandboxError(body["error"]))
-            answer.exception()  # whoever asked may give up just now
+            answer.exception()  # the caller may give up just now
         else:
             answer.set_result({**body, "descriptors": message.descriptors})
 
@@ -162,7 +162,7 @@ class Link:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(SandboxError("the launcher of sandboxes has ended"))
-                answer.exception()  # whoever asked may have given up
+                answer.exception()  # the caller may have given up
         for end in self._ends.values():
             if not end.done():
                 end.set_result("the launcher of sandboxes has ended")
@@ -170,7 +170,7 @@ class Link:
         self._ends.clear()
 
 
-async def receive(connection: socket.socket, timeout_s: float) -> wire.Message | None:
+async def receive(connection: socket.socket, timeout_s: float) -> wire.LauncherMessage | None:
     """The next message of a socket that does not wait; ``None`` when the other end is gone.
 
     Raises :class:`~etude.errors.SandboxError` when there is none in time.
@@ -181,7 +181,7 @@ async def receive(connection: socket.socket, timeout_s: float) -> wire.Message |
     try:
         async with asyncio.timeout(timeout_s):
             await ready.wait()
-        return wire.Receiver(connection).receive()
+        return wire.MessageReceiver(connection).receive()
     except TimeoutError:
         raise SandboxError(f"no word from a sandbox within {timeout_s:g} s") from None
     except ConnectionResetError:

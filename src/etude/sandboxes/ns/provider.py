@@ -13,7 +13,7 @@ builds images (``IMAGES``, ``SNAPSHOT``); and control groups, without which memo
 The machine's root is no user of any sandbox: the kernel's own files ask who writes them, not for powers.
 
 All sandboxes share the machine's kernel: a boundary for models that are trained, not for tenants who are hostile. For
-those: :mod:`etude.sandboxes.gvisor.provider`, :mod:`etude.sandboxes.qemu`.
+those: :mod:`etude.sandboxes.oci.provider`, :mod:`etude.sandboxes.qemu`.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder and its launcher; when it is killed, the
 launcher ends everything, and the next provider sweeps the folder.
@@ -25,27 +25,25 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from etude.errors import SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
-from etude.sandboxes.capabilities import demands, unsupported
-from etude.sandboxes.endings import all_or_none, close_all
+from etude.sandboxes.capabilities import check_sources, demands, unsupported
+from etude.sandboxes.command_io import in_memory
+from etude.sandboxes.egress import EgressProxy
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.layers import remove_tree
-from etude.sandboxes.inputs import in_memory
+from etude.sandboxes.images.machine_base import machine_folders, search_path, write_skeleton
+from etude.sandboxes.lifecycle import all_or_none, close_all
 from etude.sandboxes.ns import wire
-from etude.sandboxes.ns.base_system import machine_folders, search_path, write_skeleton
 from etude.sandboxes.ns.cgroups import MEMORY
-from etude.sandboxes.ns.egress import Doors
-from etude.sandboxes.ns.link import Link
-from etude.sandboxes.ns.mounts import MAX_LAYERS
-from etude.sandboxes.ns.network import Place, hosts_text, places
-from etude.sandboxes.ns.root import HOSTNAME
-from etude.sandboxes.ns.sandbox import Birthright, Home, NamespaceSandbox
+from etude.sandboxes.ns.link import LauncherLink
+from etude.sandboxes.ns.root import HOSTNAME, MAX_LAYERS, AllowedPlace, hosts_text, places
+from etude.sandboxes.ns.sandbox import HandleArguments, NamespaceSandbox, NamespaceSandboxHooks
 from etude.sandboxes.scratch import Scratch
 
 NAME = "ns"
@@ -57,7 +55,7 @@ ALWAYS = frozenset(
         *(Capability.PROCESS_LIMIT, Capability.DISK_LIMIT, Capability.BACKGROUND, Capability.FORK),
     }
 )
-"""What is held to on any machine on which a sandbox can be made."""
+"""Capabilities on any machine on which a sandbox can be made."""
 
 
 class NamespaceSandboxes:
@@ -76,7 +74,7 @@ class NamespaceSandboxes:
         self._parent = scratch or Path(tempfile.gettempdir())
         self._bases = dict(bases or {})
         self._scratch: Scratch | None = None
-        self._home: Home | None = None
+        self._home: NamespaceSandboxHooks | None = None
         self._proven: frozenset[Capability] | None = None
         self._opening = asyncio.Lock()
         self._sandboxes: set[NamespaceSandbox] = set()
@@ -90,7 +88,7 @@ class NamespaceSandboxes:
         return None if self._home is None else self._home.link.pid
 
     async def capabilities(self) -> frozenset[Capability]:
-        """What it holds to on this machine: nothing where no sandbox can be made."""
+        """Its capabilities on this machine: none where no sandbox can be made."""
         if self._proven is None:
             try:
                 home = await self._open()
@@ -132,7 +130,7 @@ class NamespaceSandboxes:
                 await asyncio.to_thread(self._scratch.close)
                 self._scratch = None
 
-    async def _open(self) -> Home:
+    async def _open(self) -> NamespaceSandboxHooks:
         async with self._opening:
             if self._closed:
                 raise SandboxError("the sandbox provider is closed")
@@ -143,30 +141,32 @@ class NamespaceSandboxes:
                 self._home = await self._start()
             return self._home
 
-    async def _start(self) -> Home:
+    async def _start(self) -> NamespaceSandboxHooks:
         if self._scratch is None:
             self._scratch = Scratch.open(self._parent)
         skeleton = self._scratch.path / "skeleton"
         if not skeleton.exists():
             await asyncio.to_thread(write_skeleton, skeleton)
         folder = tempfile.mkdtemp(prefix="launcher-", dir=self._scratch.path)
-        link = await Link.start(wire.Options(folder=folder, skeleton=str(skeleton)))
-        return Home(link=link, snapshot=self._snapshot, fork=self._fork, forget=self._forget)
+        link = await LauncherLink.start(wire.Options(folder=folder, skeleton=str(skeleton)))
+        return NamespaceSandboxHooks(link=link, snapshot=self._snapshot, fork=self._fork, forget=self._forget)
 
-    async def _make(self, files: Mapping[str, str], spec: SandboxSpec, home: Home) -> NamespaceSandbox:
-        link, known = home.link, places(spec.allow)
-        creation = self._creation(spec, known, link.next_number())
+    async def _make(self, files: Mapping[str, str], spec: SandboxSpec, home: NamespaceSandboxHooks) -> NamespaceSandbox:
+        link, reachable = home.link, places(spec.allow)
+        creation = self._creation(spec, reachable, link.next_number())
         inside = Folder(Path("/"), owner=None, inside="/", workdir=spec.image.workdir)
         texts = {f"/{inside.place(path)}": text for path, text in files.items()}
         first_files = in_memory(orjson.dumps(texts) if texts else b"")
         link.watch_box(creation["box"])
         try:
             made = await _ask_for(link, creation, first_files)
-            doors = Doors()
-            await doors.open(known, made["descriptors"])
+            egress = EgressProxy()
+            await egress.open(reachable, made["descriptors"])
             self._hold(spec.image.layers)
             path = search_path(spec.mounts, own_base=not spec.image.base)
-            sandbox = NamespaceSandbox(home, Birthright(box=creation["box"], spec=spec, search_path=path, doors=doors))
+            sandbox = NamespaceSandbox(
+                home, HandleArguments(box=creation["box"], spec=spec, search_path=path, egress=egress)
+            )
             self._sandboxes.add(sandbox)
         except BaseException:
             with suppress(SandboxError):  # it is gone with its launcher
@@ -182,18 +182,20 @@ class NamespaceSandboxes:
             raise
         return sandbox
 
-    def _creation(self, spec: SandboxSpec, known: Sequence[Place], number: int) -> wire.Creation:
+    def _creation(self, spec: SandboxSpec, reachable: Sequence[AllowedPlace], number: int) -> wire.CreateOrder:
         image, limits = spec.image, spec.limits
         system = {} if image.base else machine_folders()
-        self._check_there(image, spec.mounts)
-        return wire.Creation(
+        check_sources(spec, self._bases)
+        if len(image.layers) > MAX_LAYERS:
+            raise SandboxError(f"an image of {len(image.layers)} layers, at most {MAX_LAYERS}: build it of fewer")
+        return wire.CreateOrder(
             box=number,
             root=str(self._bases[image.base]) if image.base else "",
             layers=[str(layer.absolute()) for layer in image.layers],
             system={target: str(path) for target, path in system.items()},
             shown={target: str(path.absolute()) for target, path in sorted(spec.mounts.items())},
-            places=[list(place) for place in known],
-            hosts=hosts_text(known, HOSTNAME) if known or image.base else "",
+            places=[list(place) for place in reachable],
+            hosts=hosts_text(reachable, HOSTNAME) if reachable or image.base else "",
             workdir=image.workdir,
             as_root=spec.user == "root",
             memory_bytes=limits.memory_bytes,
@@ -201,22 +203,6 @@ class NamespaceSandboxes:
             processes=limits.processes,
             cpus=limits.cpus,
         )
-
-    def _check_there(self, image: Image, mounts: Mapping[str, Path]) -> None:
-        """Raise for what a specification names and is not there, or is no place in a sandbox."""
-        if image.base and image.base not in self._bases:
-            raise SandboxError(
-                f"base system {image.base!r} is not stored, but {sorted(self._bases)}: "
-                f"build it with `etude images build {image.base}`"
-            )
-        missing = [str(path) for path in (*image.layers, *mounts.values()) if not path.exists()]
-        if missing:
-            raise SandboxError(f"a sandbox cannot show {' and '.join(missing)}: there is no such folder or file")
-        if len(image.layers) > MAX_LAYERS:
-            raise SandboxError(f"an image of {len(image.layers)} layers, at most {MAX_LAYERS}: build it of fewer")
-        for place in (image.workdir, *mounts):
-            if not place.startswith("/") or ".." in PurePosixPath(place).parts or place == "/":
-                raise ValueError(f"{place!r} is no place in a sandbox: use an absolute path without '..'")
 
     async def _snapshot(self, sandbox: NamespaceSandbox) -> Image:
         home = await self._open()
@@ -256,12 +242,12 @@ class NamespaceSandboxes:
         await self._release(sandbox.spec.image.layers)
 
     def _hold(self, layers: Sequence[Path]) -> None:
-        """Somebody more stands on layers, of which those that were made for forks would go with the last."""
+        """Count one more user of layers; those that were made for forks go with their last user."""
         for layer in set(layers) & self._lent.keys():
             self._lent[layer] += 1
 
     async def _release(self, layers: Sequence[Path]) -> None:
-        """Somebody less stands on layers."""
+        """Count one user of layers less."""
         for layer in set(layers) & self._lent.keys():
             self._lent[layer] -= 1
             if self._lent[layer] == 0:
@@ -270,13 +256,13 @@ class NamespaceSandboxes:
 
 
 def _claims(grants: Mapping[str, Any]) -> frozenset[Capability]:
-    """What can be held to with what a launcher was granted."""
+    """Capabilities by the grants of a launcher."""
     images = {Capability.IMAGES, Capability.SNAPSHOT} if grants["maps_range"] else set()
     counted = {Capability.MEMORY_LIMIT} if MEMORY in grants["controllers"] else set()
     return ALWAYS | images | counted
 
 
-async def _ask_for(link: Link, creation: wire.Creation, files: int) -> dict[str, Any]:
+async def _ask_for(link: LauncherLink, creation: wire.CreateOrder, files: int) -> dict[str, Any]:
     """Ask the launcher for a sandbox. Raises ``ValueError`` for files that cannot be, else ``SandboxError``."""
     try:
         async with asyncio.timeout(START_TIMEOUT_S):

@@ -3,23 +3,133 @@
     skeleton or base ◀ layers ◀ upper (a tmpfs as large as the disk limit)   one overlay, and one of /usr where it is
     the machine's; then /proc, /dev and what is shown read-only; all of it covers the bare root below.
 
-The calls are made in the sandbox's namespaces, as their root and nobody outside. Their mount namespace begins as a copy
-of a bare one (:func:`make_bare_root`), in which there is nothing of the machine but a ``/proc`` for the kernel to see:
-so nothing has to be let go of, which would take longer than all the rest. What is covered can be reached by nobody:
+The calls are made in the sandbox's namespaces, as their root, which is no user outside. Their mount namespace begins as
+a copy of a bare one (:func:`make_bare_root`), in which there is nothing of the machine but a ``/proc`` for the kernel
+to see: so nothing has to be let go of, which would take longer than all the rest. What is covered cannot be reached:
 that takes the right to mount or to ``chroot``, which no command has, not even the sandbox's root. Everything of the
 machine comes in as a mount that the launcher made and has open, so no path of the machine is looked up in here. Owns
 the order of mounts. Standard library alone.
 """
 
+import ipaddress
 import os
+import socket
+import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import PurePosixPath
-from typing import NamedTuple
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from etude.sandboxes.ns import kernel
-from etude.sandboxes.ns.syscalls import MAY_FAIL, CallList, Result
+from etude.sandbox_spec import WORKDIR
+from etude.sandboxes.ns.boxes import SandboxRecord, is_own_folder
+from etude.sandboxes.ns.syscalls import (
+    AT_FDCWD,
+    AT_SYMLINK_NOFOLLOW,
+    ATTR_IDMAP,
+    ATTR_NODEV,
+    ATTR_NOSUID,
+    ATTR_RDONLY,
+    MAY_FAIL,
+    MOVE_MOUNT_F_EMPTY_PATH,
+    MS_BIND,
+    MS_MOVE,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_RDONLY,
+    MS_REC,
+    MS_REMOUNT,
+    OPEN_TREE_CLONE,
+    CallList,
+    Result,
+    clone_tree,
+    mount,
+    pivot_root,
+    set_attributes,
+    unmount,
+)
+
+NAMES_NETWORK = ipaddress.IPv4Network("127.77.0.0/16")
+"""Addresses of names, in order; 127.0.0.1 stays the sandbox's own."""
+SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, IFF_UP_RUNNING = 0x8914, 0x8916, 0x891C, 0x41
+MAX_PLACES = 64
+"""Most places of one sandbox: each has a listener in the provider's process."""
+
+
+class AllowedPlace(NamedTuple):
+    """One place that may be reached."""
+
+    host: str
+    port: int
+    address: str
+    """Its address inside: one of the loopback."""
+
+
+def places(allow: Sequence[str]) -> tuple[AllowedPlace, ...]:
+    """The places of a list ``host:port``, with their addresses inside. ``ValueError`` for a port that none can have, or
+    too many.
+
+    A name has the same address for each of its ports.
+    """
+    if len(allow) > MAX_PLACES:
+        raise ValueError(f"{len(allow)} places in allow, at most {MAX_PLACES}: put a proxy of yours before them")
+    addresses: dict[str, str] = {"localhost": "127.0.0.1"}
+    result = []
+    for text in dict.fromkeys(allow):
+        host, _, port = text.rpartition(":")
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError(f"allow={text!r}: there is no port {port}")
+        if host not in addresses:
+            addresses[host] = _literal(host) or str(NAMES_NETWORK[len(addresses)])
+        result.append(AllowedPlace(host, int(port), addresses[host]))
+    return tuple(result)
+
+
+def hosts_text(reachable: Sequence[AllowedPlace], hostname: str) -> str:
+    """The text of ``/etc/hosts`` inside."""
+    lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", f"127.0.1.1 {hostname}"]
+    lines += dict.fromkeys(f"{place.address} {place.host}" for place in reachable if place.host not in _silent(place))
+    return "\n".join(lines) + "\n"
+
+
+class SocketIoctl(NamedTuple):
+    """An ``ioctl`` of a socket."""
+
+    kind: int
+    data: bytes
+    about: str
+
+
+def network_requests(reachable: Sequence[AllowedPlace]) -> list[SocketIoctl]:
+    """The requests that raise the loopback of a network namespace and give it the addresses of places."""
+    requests = [SocketIoctl(SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP_RUNNING), "the loopback")]
+    added = sorted({place.address for place in reachable if not place.address.startswith("127.")})
+    for number, address in enumerate(added):
+        alias = f"lo:{number}".encode()
+        requests += [
+            SocketIoctl(kind, struct.pack("16sHH4s16x", alias, socket.AF_INET, 0, socket.inet_aton(text)), address)
+            for kind, text in ((SIOCSIFADDR, address), (SIOCSIFNETMASK, "255.255.255.255"))
+        ]
+    return requests
+
+
+def socket_address(place: AllowedPlace) -> bytes:
+    """The address of a place inside, as the kernel takes it."""
+    return struct.pack("=H", socket.AF_INET) + struct.pack("!H4s8x", place.port, socket.inet_aton(place.address))
+
+
+def _literal(host: str) -> str | None:
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        return None
+
+
+def _silent(place: AllowedPlace) -> tuple[str, ...]:
+    """Hosts that no line is needed for."""
+    return place.address, "localhost"
+
 
 AGENT = 1000
 HOME = "/home/agent"
@@ -29,17 +139,17 @@ INODE_BYTES = 4096
 TERMINALS = 64
 """Pseudo-terminals that may be open; the machine has some thousand."""
 SHIELDED = ("/proc/sys",)
-"""Shown read-only. In a user namespace of its own nobody may write there anyway: two locks on that door."""
+"""Shown read-only. In a user namespace of its own no process may write there anyway: this is the second lock."""
 HIDDEN_FILES = ("/proc/kcore", "/proc/keys", "/proc/latency_stats")
 HIDDEN_FOLDERS = ("/proc/acpi", "/proc/scsi", "/proc/asound")
-"""What tells of the machine and nothing of the sandbox, as far as others than the machine's root may read it."""
+"""Files that tell of the machine and nothing of the sandbox, as far as others than the machine's root may read them."""
 STAGE = "/stage"
-"""Where a root is built, in a bare one."""
-QUIET = kernel.MS_NOSUID | kernel.MS_NODEV
+"""Folder in which a root is built, in a bare one."""
+QUIET = MS_NOSUID | MS_NODEV
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 
 
-class Overlay(NamedTuple):
+class OverlayMount(NamedTuple):
     """Trees that lie over each other, the topmost first, and where they are seen."""
 
     target: str
@@ -47,44 +157,44 @@ class Overlay(NamedTuple):
     """Mounts that are nowhere yet."""
 
 
-class Shown(NamedTuple):
+class ShownMount(NamedTuple):
     """Something that is shown as it is."""
 
     target: str
     tree: int
     is_folder: bool
     has_place: bool
-    """Whether the lowest tree has something at the target."""
+    """True if the lowest tree has something at the target."""
 
 
 class RootPlan(NamedTuple):
-    """What a root is made from."""
+    """The parts of a root."""
 
-    overlays: tuple[Overlay, ...]
+    overlays: tuple[OverlayMount, ...]
     """The root's first."""
     devices: int
     """The mount of a ``/dev``."""
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownMount, ...]
     disk_bytes: int
     shared_memory_bytes: int
     workdir: str
     hosts: str
     """The text of ``/etc/hosts``; empty for the one that is there."""
     is_settled: bool
-    """Whether the lowest tree has all folders that a root needs, the agent's among them as they shall be."""
+    """True if the lowest tree has all folders that a root needs, the agent's among them as they shall be."""
     maps_range: bool
-    """Whether the namespace has users besides the one that commands run as."""
+    """True if the namespace has users besides the one that commands run as."""
 
 
 def make_bare_root(folder: str) -> None:
     """Make this process's root a new one in ``folder``, with nothing in it but a ``/proc`` and a place to build on."""
-    kernel.mount("bare", folder, "tmpfs", QUIET | kernel.MS_NOEXEC, "size=64k,mode=755")
+    mount("bare", folder, "tmpfs", QUIET | MS_NOEXEC, "size=64k,mode=755")
     for name in ("proc", STAGE.strip("/")):
         os.mkdir(f"{folder}/{name}")  # noqa: PTH102 - beside the mounts
-    kernel.mount("/proc", f"{folder}/proc", flags=kernel.MS_BIND | kernel.MS_REC)
+    mount("/proc", f"{folder}/proc", flags=MS_BIND | MS_REC)
     os.chdir(folder)
-    kernel.pivot_root()
-    kernel.unmount(".")
+    pivot_root()
+    unmount(".")
     os.chdir("/")
 
 
@@ -111,10 +221,10 @@ class RootCalls:
         self._make_folder("upper")
         for number, overlay in enumerate(plan.overlays):
             self._add_overlay(number, overlay)
-        written = calls.add("openat", kernel.AT_FDCWD, b"upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        written = calls.add("openat", AT_FDCWD, b"upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         hosts = self._add_hosts() if plan.hosts else None
         calls.add("chdir", b"root")
-        self._mount(".", "/", "", kernel.MS_MOVE)
+        self._mount(".", "/", "", MS_MOVE)
         calls.add("chroot", b".")
         if not plan.is_settled:
             self._settle()
@@ -129,7 +239,7 @@ class RootCalls:
             self._guard_system()
         return written
 
-    def _add_overlay(self, number: int, overlay: Overlay) -> None:
+    def _add_overlay(self, number: int, overlay: OverlayMount) -> None:
         """Mount trees over each other at ``root`` + target; what is written goes to ``upper/number``."""
         lowers = [f"lower{number}.{index}" for index in range(len(overlay.trees))]
         for lower, tree in zip(lowers, overlay.trees, strict=True):
@@ -143,31 +253,31 @@ class RootCalls:
     def _add_hosts(self) -> Result:
         """A file beside the root, as a mount that is nowhere yet."""
         text = self._plan.hosts.encode()
-        file = self._calls.add("openat", kernel.AT_FDCWD, b"hosts", NEW_FILE, 0o644)
+        file = self._calls.add("openat", AT_FDCWD, b"hosts", NEW_FILE, 0o644)
         self._calls.add("write", file, text, len(text))
-        flags = kernel.OPEN_TREE_CLONE | os.O_CLOEXEC
-        return self._calls.add("open_tree", kernel.AT_FDCWD, b"hosts", flags)
+        flags = OPEN_TREE_CLONE | os.O_CLOEXEC
+        return self._calls.add("open_tree", AT_FDCWD, b"hosts", flags)
 
     def _settle(self) -> None:
         """Folders that another root than ours may lack; what belongs to the agent."""
         for path in ("/proc", "/dev", "/sys", "/tmp", "/etc"):
             self._make_folder(path, anyway=True)
-        self._calls.add("fchmodat", kernel.AT_FDCWD, b"/tmp", 0o1777)
+        self._calls.add("fchmodat", AT_FDCWD, b"/tmp", 0o1777)
         for path in (self._plan.workdir, HOME):
             self._make_parents(path)
             self._make_folder(path, anyway=True)
             if self._plan.maps_range:
-                self._calls.add("fchownat", kernel.AT_FDCWD, path.encode(), AGENT, AGENT, kernel.AT_SYMLINK_NOFOLLOW)
+                self._calls.add("fchownat", AT_FDCWD, path.encode(), AGENT, AGENT, AT_SYMLINK_NOFOLLOW)
 
     def _add_system(self) -> None:
         """``/proc`` and ``/dev``; the kernel allows the former because of the one that hides nothing below."""
-        self._mount("proc", "/proc", "proc", QUIET | kernel.MS_NOEXEC)
+        self._mount("proc", "/proc", "proc", QUIET | MS_NOEXEC)
         self._attach(self._plan.devices, "/dev")
         terminals = f"newinstance,ptmxmode=0666,max={TERMINALS}"
-        self._mount("devpts", "/dev/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, terminals)
+        self._mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, terminals)
         self._mount("shm", "/dev/shm", "tmpfs", QUIET, f"size={self._plan.shared_memory_bytes},mode=1777")
 
-    def _show(self, item: Shown) -> None:
+    def _show(self, item: ShownMount) -> None:
         if not item.has_place:
             self._make_parents(item.target)
             if item.is_folder:
@@ -177,22 +287,22 @@ class RootCalls:
         self._attach(item.tree, item.target)
 
     def _shield(self) -> None:
-        again = kernel.MS_BIND | kernel.MS_REMOUNT | kernel.MS_RDONLY
+        again = MS_BIND | MS_REMOUNT | MS_RDONLY
         for path in present(SHIELDED):
-            self._mount(path, path, "", kernel.MS_BIND)
-            self._mount("", path, "", again | QUIET | kernel.MS_NOEXEC)
+            self._mount(path, path, "", MS_BIND)
+            self._mount("", path, "", again | QUIET | MS_NOEXEC)
         for path in present(HIDDEN_FILES):
-            self._mount("/dev/null", path, "", kernel.MS_BIND)
+            self._mount("/dev/null", path, "", MS_BIND)
             self._mount("", path, "", again)
         for path in present(HIDDEN_FOLDERS):
-            self._mount("none", path, "tmpfs", kernel.MS_RDONLY, "size=4k")
+            self._mount("none", path, "tmpfs", MS_RDONLY, "size=4k")
 
     def _guard_system(self) -> None:
-        """Where everything belongs to the one user there is, only the agent's folders can be written."""
+        """Let only the agent's folders be written where everything belongs to the one user there is."""
         for path in (self._plan.workdir, HOME, "/tmp", "/var/tmp"):
-            self._mount(path, path, "", kernel.MS_BIND | kernel.MS_REC)
-        read_only = struct.pack("4Q", kernel.ATTR_RDONLY, 0, 0, 0)
-        self._calls.add("mount_setattr", kernel.AT_FDCWD, b"/", 0, read_only, len(read_only), about="a read-only root")
+            self._mount(path, path, "", MS_BIND | MS_REC)
+        read_only = struct.pack("4Q", ATTR_RDONLY, 0, 0, 0)
+        self._calls.add("mount_setattr", AT_FDCWD, b"/", 0, read_only, len(read_only), about="a read-only root")
 
     def _make_parents(self, path: str) -> None:
         for parent in [*reversed(PurePosixPath(path).parents)][1:]:
@@ -201,11 +311,11 @@ class RootCalls:
     def _make_folder(self, path: str, *, anyway: bool = False) -> None:
         """``anyway``: one that is there already will do."""
         traits = MAY_FAIL if anyway else 0
-        self._calls.add("mkdirat", kernel.AT_FDCWD, path.encode(), 0o755, traits=traits, about=path)
+        self._calls.add("mkdirat", AT_FDCWD, path.encode(), 0o755, traits=traits, about=path)
 
     def _make_file(self, path: str) -> None:
         """One that is there already will do. It is closed: a root with open files could not be made read-only."""
-        file = self._calls.add("openat", kernel.AT_FDCWD, path.encode(), NEW_FILE, 0o644, traits=MAY_FAIL)
+        file = self._calls.add("openat", AT_FDCWD, path.encode(), NEW_FILE, 0o644, traits=MAY_FAIL)
         self._calls.add("close", file, traits=MAY_FAIL)
 
     def _mount(self, source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -214,10 +324,130 @@ class RootCalls:
 
     def _attach(self, tree: int | Result, target: str) -> None:
         """Put a mount that is nowhere yet in its place."""
-        flags = kernel.MOVE_MOUNT_F_EMPTY_PATH
-        self._calls.add("move_mount", tree, b"", kernel.AT_FDCWD, target.encode(), flags, about=target)
+        flags = MOVE_MOUNT_F_EMPTY_PATH
+        self._calls.add("move_mount", tree, b"", AT_FDCWD, target.encode(), flags, about=target)
 
 
 def overlay_folders(targets: Sequence[str]) -> dict[str, str]:
     """The folder of what is written → where it belongs in a layer, by the targets of a root's overlays."""
     return {str(number): target.strip("/") for number, target in enumerate(targets)}
+
+
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+"""Name → the kernel's numbers."""
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+GUARDED = ATTR_NOSUID | ATTR_NODEV
+MAX_LAYERS = 100
+"""Most layers of one image; overlayfs takes a few hundred."""
+SHARED_MEMORY_PART = 2
+"""``/dev/shm`` may hold this part of a sandbox's memory, and no more than its disk."""
+
+
+def make_device_tree(folder: Path, *, is_root: bool) -> str:
+    """A ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns where.
+
+    Only the machine's root makes devices; anybody else shows the machine's, each a mount of its own.
+    """
+    folder.mkdir()
+    mount("devices", str(folder), "tmpfs", MS_NOSUID | MS_NOEXEC, "size=64k,mode=755")
+    for name, numbers in DEVICES.items():
+        if is_root:
+            os.mknod(folder / name, stat.S_IFCHR | 0o666, os.makedev(*numbers))
+            (folder / name).chmod(0o666)
+        else:
+            (folder / name).touch()
+            mount(f"/dev/{name}", str(folder / name), flags=MS_BIND)
+    for name, target in DEVICE_LINKS.items():
+        (folder / name).symlink_to(target)
+    for name in ("pts", "shm"):
+        (folder / name).mkdir()
+    return str(folder)
+
+
+class MountBundle:
+    """The mounts for one sandbox; leaving the block closes them."""
+
+    def __init__(self, user_namespace: int | None) -> None:
+        """``user_namespace`` is the one that owners are shown in, ``None`` to show the machine's."""
+        self._user_namespace = user_namespace
+        self.trees: list[int] = []
+
+    def __enter__(self) -> "MountBundle":
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for tree in self.trees:
+            os.close(tree)
+
+    def add(self, path: str, attributes: int, *, mapped: bool, recursive: bool = False) -> int:
+        """Add a mount; returns its descriptor. ``OSError`` for a path that is not there."""
+        tree, recursive = _clone(path, recursive=recursive)
+        self.trees.append(tree)
+        if mapped and self._user_namespace is not None:
+            set_attributes(tree, attributes | ATTR_IDMAP, self._user_namespace, recursive=recursive)
+        elif attributes:
+            set_attributes(tree, attributes, recursive=recursive)
+        return tree
+
+
+def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices: str, maps_range: bool) -> RootPlan:
+    """Fill a mount bundle for a sandbox; returns the plan of its root."""
+    creation = box.creation
+    overlays = []
+    for target in box.overlays:
+        bottom = creation["root"] or (target or skeleton)
+        paths = [f"{layer}{target}" for layer in reversed(creation["layers"])]
+        there = [path for path in paths if not target or is_own_folder(path)]
+        trees = tuple(bundle.add(path, GUARDED, mapped=True) for path in (*there, bottom))
+        overlays.append(OverlayMount(target, trees))
+    shown = []
+    read_only = GUARDED | ATTR_RDONLY
+    if not creation["root"] and "/usr" not in box.overlays:
+        shown.append(ShownMount("/usr", bundle.add("/usr", read_only, mapped=True), is_folder=True, has_place=True))
+    for target, path in creation["system"].items():
+        shown.append(ShownMount(target, bundle.add(path, read_only, mapped=False), is_folder=True, has_place=True))
+    for target, path in creation["shown"].items():
+        is_folder = os.path.isdir(path)  # noqa: PTH112
+        shown.append(ShownMount(target, bundle.add(path, read_only, mapped=False), is_folder, has_place=False))
+    return RootPlan(
+        overlays=tuple(overlays),
+        devices=bundle.add(devices, 0, mapped=False, recursive=True),
+        shown=tuple(shown),
+        disk_bytes=creation["disk_bytes"],
+        shared_memory_bytes=min(creation["memory_bytes"] // SHARED_MEMORY_PART, creation["disk_bytes"]),
+        workdir=creation["workdir"],
+        hosts=creation["hosts"],
+        is_settled=not creation["root"] and not creation["layers"] and creation["workdir"] == WORKDIR,
+        maps_range=maps_range,
+    )
+
+
+def is_unsettled(creation: Mapping[str, Any]) -> bool:
+    """Say whether an image has something in the agent's folders that is not the agent's; a store's images have not."""
+    trees = [*reversed(creation["layers"]), *filter(None, [creation["root"]])]
+    for place in (creation["workdir"], HOME):
+        for tree in trees:
+            try:
+                owner = os.lstat(f"{tree}{place}").st_uid
+            except FileNotFoundError:
+                continue
+            if owner != AGENT:
+                return True
+            break
+    return False
+
+
+def _clone(path: str, *, recursive: bool) -> tuple[int, bool]:
+    """A mount of ``path``, with what is mounted below it where that may not be uncovered; and whether it is."""
+    try:
+        return clone_tree(path, recursive=recursive), recursive
+    except OSError as error:
+        if recursive or isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        return clone_tree(path, recursive=True), True

@@ -1,29 +1,187 @@
 """One namespace sandbox, seen from its provider: commands, files, copies, and its end.
 
-    exec ──argv, pipes──▶ launcher ──▶ command        files ──▶ job inside (etude.sandboxes.ns.jobs)
+    exec ──argv, pipes──▶ launcher ──▶ command        files ──▶ job inside (etude.sandboxes.ns.child)
 
 Owns its life: open until it is closed, by its holder, its provider or its time to live, or until its first process
 dies. Then everything in it is killed, and what still waits for it fails. What runs in it is
-:mod:`etude.sandboxes.ns.commands`'s.
+:mod:`etude.sandboxes.ns.sandbox`'s.
 """
 
 import asyncio
 import math
+import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
-from etude.errors import SandboxError
+from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
-from etude.sandboxes.folder_sandbox import Command
+from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
+from etude.sandboxes.egress import EgressProxy
+from etude.sandboxes.folder_sandbox import NOT_EXECUTABLE, Command
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
-from etude.sandboxes.ns.commands import Commands
-from etude.sandboxes.ns.egress import Doors
-from etude.sandboxes.ns.link import Link
+from etude.sandboxes.ns import wire
+from etude.sandboxes.ns.child import JobVerdict
+from etude.sandboxes.ns.link import LauncherLink
 from etude.sandboxes.ns.root import HOME
+from etude.sandboxes.output_pipe import OutputPipe
+
+GRACE_S = 10.0
+"""For a command to end once it was killed; then its sandbox is given up."""
+JOB_TIMEOUT_S = 120.0
+"""For files to be carried in or out."""
+MAX_LISTENED = 32
+"""Outputs of descendants that are read at a time; who writes to the oldest finds it broken."""
+ANSWER_LIMIT_BYTES = 1 << 30
+"""Deadline of a job; what it carries has limits of its own."""
+KILLED = 137
+"""Exit code of a command whose time ran out."""
+
+
+class Commands:
+    """All that runs in one sandbox."""
+
+    def __init__(
+        self, link: LauncherLink, box: int, *, check_open: Callable[[], None], fail: Callable[[str], None]
+    ) -> None:
+        """``check_open`` raises when the sandbox is closed; ``fail`` closes it for a reason."""
+        self._link = link
+        self._box = box
+        self._check_open = check_open
+        self._fail = fail
+        self._listened: deque[OutputPipe] = deque()
+
+    async def run(self, command: Command, *, environment: Mapping[str, str], workdir: str) -> ExecResult:
+        """Run a command to its end. Raises :class:`~etude.errors.SandboxError` when the sandbox fails under it."""
+        body = {
+            "kind": "exec",
+            "id": self._link.next_number(),
+            "box": self._box,
+            **wire.ExecOrder(argv=list(command.argv), environment=dict(environment), workdir=workdir),
+        }
+        if wire.is_too_large(body):
+            return _too_long(command.argv[0])
+        pipes = [await OutputPipe.open(OUTPUT_LIMIT_BYTES), await OutputPipe.open(OUTPUT_LIMIT_BYTES)]
+        try:
+            return await self._run(body, command, pipes)
+        finally:
+            self._listen_on(pipes)
+
+    async def job(self, job: str, request: Mapping[str, Any], data: bytes = b"") -> bytes | None:
+        """Do one of :data:`~etude.sandboxes.ns.child.JOBS` inside; ``None`` when there is no such file."""
+        number = self._link.next_number()
+        body = {"kind": "job", "id": number, "box": self._box, "job": job, **request}
+        pipe = await OutputPipe.open(ANSWER_LIMIT_BYTES)
+        try:
+            ending = await self._start(body, (in_memory(data), pipe.theirs))
+            pipe.hand_over()
+            timed_out = await self._see_end(number, ending, JOB_TIMEOUT_S)
+            end = {} if ending.cancelled() else await ending
+            if end.get("agents_doing"):
+                raise AgentFault(
+                    f"{job} was killed or stopped by what runs in the sandbox, or by what fills its memory"
+                )
+            if timed_out:
+                raise SandboxError(f"{job} in a sandbox took more than {JOB_TIMEOUT_S:g} s")
+            self._status(end)
+            pipe.finish()
+            return judge(job, bytes(pipe.data))
+        finally:
+            pipe.close()
+
+    def close(self) -> None:
+        """Stop reading what anybody prints."""
+        for pipe in self._listened:
+            pipe.close()
+        self._listened.clear()
+
+    async def _run(self, body: Mapping[str, Any], command: Command, pipes: Sequence[OutputPipe]) -> ExecResult:
+        start_s = time.monotonic()
+        stdin = in_memory(command.stdin.encode("utf-8", "surrogateescape"))
+        ending = await self._start(body, (stdin, *(pipe.theirs for pipe in pipes)))
+        for pipe in pipes:
+            pipe.hand_over()
+        timed_out = await self._see_end(body["id"], ending, command.timeout_s)
+        status = self._status(await ending)
+        for pipe in pipes:
+            pipe.finish()
+        stdout, stderr = pipes
+        return ExecResult(
+            exit_code=KILLED if timed_out else 128 - status if status < 0 else status,
+            stdout=stdout.text,
+            stderr=stderr.text,
+            timed_out=timed_out,
+            truncated=stdout.truncated or stderr.truncated,
+            seconds=time.monotonic() - start_s,
+        )
+
+    async def _start(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> asyncio.Future[dict[str, Any]]:
+        """Ask for a command or job; its input, the first descriptor, is closed out here."""
+        try:
+            return await self._link.ask(body, descriptors)
+        except SandboxError:
+            self._check_open()  # that it has ended says more than that there is no launcher
+            raise
+        finally:
+            os.close(descriptors[0])
+
+    async def _see_end(self, number: int, ending: asyncio.Future[Any], timeout_s: float) -> bool:
+        """Wait for the end of what runs, or kill it; true if its time ran out. It is over when this is, however."""
+        try:
+            await asyncio.wait({ending}, timeout=timeout_s)
+            return not ending.done()
+        finally:
+            if not ending.done():
+                await self._link.send({"kind": "kill", "id": number, "box": self._box})
+                await asyncio.wait({ending}, timeout=GRACE_S)
+            if not ending.done():
+                self._fail(f"a command did not end within {GRACE_S:g} s of being killed")
+                ending.cancel()
+
+    def _status(self, end: Mapping[str, Any]) -> int:
+        """The end of a command or job; what ended because its sandbox did has no result."""
+        if end["sandbox_died"]:
+            self._fail("the sandbox has died under a command")
+        self._check_open()
+        return int(end["status"])
+
+    def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
+        """Go on reading what descendants print."""
+        for pipe in pipes:
+            pipe.hand_over()
+            pipe.finish()
+        self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
+        while len(self._listened) > MAX_LISTENED:
+            self._listened.popleft().close()
+
+
+def judge(job: str, answer: bytes) -> bytes | None:
+    """Read what a job said. Raises ``ValueError``, :class:`~etude.errors.AgentFault` or
+    :class:`~etude.errors.SandboxError` when it did not do it.
+    """
+    verdict, payload = answer[:1], answer[1:]
+    if verdict == bytes([JobVerdict.DONE]):
+        return payload
+    if verdict == bytes([JobVerdict.MISSING]):
+        return None
+    text = payload.decode("utf-8", "replace")
+    if verdict == bytes([JobVerdict.REFUSED]):
+        raise ValueError(text)
+    if verdict == bytes([JobVerdict.FULL]):
+        raise AgentFault(f"{job} in a sandbox that has no room left: {text}")
+    raise SandboxError(text or f"{job} in a sandbox was killed")
+
+
+def _too_long(program: str) -> ExecResult:
+    """The result of a shell for a command line that Linux does not take."""
+    stderr = f"{program}: Argument list too long: use a file or stdin\n"
+    return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)
+
 
 CLOSE_TIMEOUT_S = 30.0
 """For a sandbox's last process to be gone."""
@@ -33,40 +191,40 @@ ROOT_HOME = "/root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """What a provider does for its sandboxes."""
+class NamespaceSandboxHooks:
+    """Callbacks from a sandbox to its provider."""
 
-    link: Link
+    link: LauncherLink
     snapshot: Callable[["NamespaceSandbox"], Awaitable[Image]]
     fork: Callable[["NamespaceSandbox", int], Awaitable[Sequence["NamespaceSandbox"]]]
     forget: Callable[["NamespaceSandbox"], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Birthright:
-    """What a sandbox is born with."""
+class HandleArguments:
+    """The arguments of a sandbox's handle."""
 
     box: int
     """The launcher's number of it."""
     spec: SandboxSpec
     search_path: str
-    """Where its commands are looked for."""
-    doors: Doors
+    """The ``PATH`` of its commands."""
+    egress: EgressProxy
 
 
 class NamespaceSandbox:
     """A machine of its own, but for the kernel; implements :class:`~etude.protocols.Sandbox`."""
 
-    def __init__(self, home: Home, birthright: Birthright) -> None:
+    def __init__(self, home: NamespaceSandboxHooks, arguments: HandleArguments) -> None:
         self._home = home
         self._link = home.link
-        self.spec = birthright.spec
-        self.box = birthright.box
+        self.spec = arguments.spec
+        self.box = arguments.box
         """The launcher's number of it."""
-        self._doors = birthright.doors
+        self._egress = arguments.egress
         self._commands = Commands(home.link, self.box, check_open=self._check_open, fail=self._fail)
         user_home = ROOT_HOME if self.spec.user == "root" else HOME
-        self._environment = {"PATH": birthright.search_path, "LANG": "C.UTF-8", "HOME": user_home}
+        self._environment = {"PATH": arguments.search_path, "LANG": "C.UTF-8", "HOME": user_home}
         self._environment |= {**self.spec.image.environment, **self.spec.environment}
         self._born_s = time.monotonic()
         self._end = home.link.watch_box(self.box)
@@ -84,7 +242,7 @@ class NamespaceSandbox:
     ) -> ExecResult:
         """Run one command in the working folder, at most 64 KiB of stdout and of stderr being kept.
 
-        When its time runs out, or whoever asked gives up, its whole session is killed. What it left running in
+        When its time runs out, or the caller gives up, its whole session is killed. What it left running in
         another session, or when it ended by itself, goes on.
         """
         self._check_open()
@@ -113,7 +271,7 @@ class NamespaceSandbox:
         await self.job("load", {}, tar)
 
     async def stats(self) -> SandboxStats:
-        """What is used now, by all its processes together; ``nan`` for what the machine counts for root alone."""
+        """Usage now of all its processes together; ``nan`` for what the machine counts for root alone."""
         self._check_open()
         request = {"kind": "stats", "id": self._link.next_number(), "box": self.box}
         async with asyncio.timeout(STATS_TIMEOUT_S):
@@ -143,7 +301,7 @@ class NamespaceSandbox:
         return await self._home.fork(self, count)
 
     async def job(self, job: str, request: Mapping[str, object], data: bytes = b"") -> bytes | None:
-        """Have one of étude's own jobs done inside, see :mod:`etude.sandboxes.ns.jobs`."""
+        """Have one of étude's own jobs done inside, see :mod:`etude.sandboxes.ns.child`."""
         self._check_open()
         return await self._commands.job(job, {"workdir": self.spec.image.workdir, **request}, data)
 
@@ -170,7 +328,7 @@ class NamespaceSandbox:
 
     async def _close(self) -> None:
         self._ttl.cancel()
-        await self._doors.close()
+        await self._egress.close()
         try:
             if not self._end.done():
                 await self._link.send({"kind": "close", "box": self.box})

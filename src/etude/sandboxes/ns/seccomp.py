@@ -23,7 +23,7 @@ from types import MappingProxyType
 NO_CALL = -1
 """The number of a call that a processor's kernel does not have."""
 AUDIT_ARCHITECTURES: Mapping[str, int] = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
-"""What the kernel calls a processor's own system call interface; 32-bit programs have another and cannot run."""
+"""The kernel's numbers of processors' own system call interfaces; 32-bit programs have another and cannot run."""
 CALL_NUMBERS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
         "acct": (163, 89),
@@ -115,7 +115,7 @@ LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 """Verdicts; ``REFUSE`` has an error number in its low half."""
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
-"""Of ``struct seccomp_data``; arguments have 8 bytes, the low half first on both processors."""
+"""Offsets in ``struct seccomp_data``; arguments have 8 bytes, the low half first on both processors."""
 X32_BIT = 0x40000000
 """In numbers of x86_64's second interface, which would go round this list."""
 
@@ -130,7 +130,7 @@ def filter_program(machine: str, *, shared: bool = False) -> bytes:
 
     ``shared`` is for commands that share namespaces, and the user of process 1, with the next sandbox's. A search tree,
     because the kernel runs it for every call that there is when it is installed, which is once for each command.
-    ``KeyError`` for a processor whose calls nobody wrote down.
+    ``KeyError`` for a processor that is not in the table.
     """
     architecture = AUDIT_ARCHITECTURES[machine]
     column = list(AUDIT_ARCHITECTURES).index(machine)

@@ -18,12 +18,214 @@ from collections.abc import Mapping, Sequence
 from textwrap import dedent
 from typing import Any, Final, NamedTuple
 
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+CLONE_PARENT = 0x00008000
+"""The caller's parent becomes the child's."""
+SANDBOX_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+"""Namespaces of every sandbox from its first moment; a control group namespace comes when it is in its group."""
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 4096, 8192, 16384, 1 << 18
+MNT_DETACH = 2
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV, ATTR_IDMAP = 1, 2, 4, 0x00100000
+"""Attributes of a mount, as ``mount_setattr`` has them."""
+AT_FDCWD, AT_SYMLINK_NOFOLLOW, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x100, 0x1000, 0x8000
+OPEN_TREE_CLONE, MOVE_MOUNT_F_EMPTY_PATH = 1, 4
+SYS_CLONE: Final = {"x86_64": 56, "aarch64": 220}
+SYS_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
+"""By machine; later calls have one number everywhere."""
+SYS_OPEN_TREE, SYS_MOUNT_SETATTR = 428, 442
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 38
+SECCOMP_MODE_FILTER, INSTRUCTION_BYTES = 2, 8
+CAPABILITY_VERSION_3 = 0x20080522
+CAP_LAST = 40
+"""The highest capability that Linux has had since 5.9; dropping one that does not exist does no harm."""
+MACHINE = os.uname().machine
+LIBC = ctypes.CDLL(None, use_errno=True)
+HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
+"""The same, without letting go of the interpreter: the child of a clone must hold it."""
+
+
+def clone(namespaces: int) -> int:
+    """Fork into new ``namespaces`` (``CLONE_NEW…``): 0 in the child, else its process number.
+
+    The child keeps the calling thread alone, so a process that uses threads must not.
+    """
+    ctypes.pythonapi.PyOS_BeforeFork()
+    process: int = HOLDING_LIBC.syscall(SYS_CLONE[MACHINE], ctypes.c_long(namespaces | signal.SIGCHLD), 0, 0, 0, 0)
+    if process == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return _check(process, f"clone(0x{namespaces:x})")
+
+
+def unshare(namespaces: int) -> None:
+    """Leave some namespaces for new ones."""
+    _check(LIBC.unshare(namespaces), f"unshare(0x{namespaces:x})")
+
+
+def enter(descriptor: int, namespaces: int) -> None:
+    """Enter ``namespaces`` of a process (``descriptor`` is a pidfd) or the one that a descriptor is."""
+    _check(LIBC.setns(descriptor, namespaces), f"setns(0x{namespaces:x})")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mount, as ``mount(2)`` does."""
+    done = LIBC.mount(
+        source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None
+    )
+    _check(done, f"mount {source or kind} on {target}")
+
+
+def unmount(target: str) -> None:
+    """Take a mount and all below it out of sight; it ends with its last user."""
+    _check(LIBC.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
+
+
+def pivot_root() -> None:
+    """Make the working directory the root; the old root is mounted over it."""
+    _check(LIBC.syscall(SYS_PIVOT_ROOT[MACHINE], b".", b"."), "pivot_root")
+
+
+def clone_tree(path: str, *, recursive: bool = False) -> int:
+    """A descriptor of a mount that shows what is at ``path`` and is nowhere yet."""
+    flags = OPEN_TREE_CLONE | os.O_CLOEXEC | (AT_RECURSIVE if recursive else 0)
+    return _check(LIBC.syscall(SYS_OPEN_TREE, AT_FDCWD, os.fsencode(path), flags), f"open_tree {path}")
+
+
+def set_attributes(tree: int, attributes: int, user_namespace: int = 0, *, recursive: bool = False) -> None:
+    """Set attributes of a mount; with ``ATTR_IDMAP`` owners are shown as a namespace maps them."""
+    settings = struct.pack("4Q", attributes, 0, 0, user_namespace)
+    flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
+    done = LIBC.syscall(SYS_MOUNT_SETATTR, tree, b"", flags, settings, ctypes.c_size_t(len(settings)))
+    _check(done, f"mount_setattr 0x{attributes:x}")
+
+
+def write_text(path: str, text: bytes) -> None:
+    """Write a file of the kernel's, in one piece."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text)
+    finally:
+        os.close(descriptor)
+
+
+def show_process() -> None:
+    """Let this process's own user see it again, whatever its children did while they shared its memory."""
+    _prctl(PR_SET_DUMPABLE, 1)
+
+
+def hide_process() -> None:
+    """Let no user but root open this process's memory or trace it, until it executes a program."""
+    _prctl(PR_SET_DUMPABLE, 0)
+
+
+def bound_capabilities(capabilities: frozenset[int]) -> None:
+    """Keep only some capabilities from being gained by an ``exec``; takes the right to set capabilities."""
+    for capability in range(CAP_LAST + 1):
+        if capability not in capabilities:
+            _prctl(PR_CAPBSET_DROP, capability)
+
+
+def limit_capabilities(capabilities: frozenset[int]) -> None:
+    """Give up all capabilities but some, and gain none by an ``exec`` any more, for good."""
+    _check(LIBC.capset(*capability_sets(capabilities)), "capset")
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def capability_sets(capabilities: frozenset[int]) -> tuple[bytes, bytes]:
+    """Header and data of ``capset``: these permitted and in effect, none handed on."""
+    mask = sum(1 << capability for capability in capabilities)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    return struct.pack("2I", CAPABILITY_VERSION_3, 0), struct.pack("6I", low, low, 0, high, high, 0)
+
+
+def _prctl(option: int, value: int) -> None:
+    if LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0 and option != PR_CAPBSET_DROP:
+        _check(-1, f"prctl({option}, {value})")
+
+
+def _check(result: int, attempt: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{attempt}: {os.strerror(number)}")
+    return result
+
+
+# ── the first process: some hundred bytes that name themselves ``init`` and sleep for ever ────────────────────────────
+#     prctl(PR_SET_NAME, "init"); for (;;) ppoll(NULL, 0, NULL, NULL);
+# Nothing of the host can be found in it: no interpreter, no environment, no descriptor, no memory but one page. It is
+# started with SIGCHLD ignored, which an exec keeps, so orphans that end in its namespace are gone at once. When it is
+# killed, the kernel kills everything else in there.
+
+NAME = b"init\0"
+LOAD_ADDRESS = 0x400000
+HEADERS_BYTES = 64 + 56
+"""An ELF header and one program header."""
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+
+
+def init_program(machine: str) -> bytes:
+    """The program as a static ELF executable. ``KeyError`` for a processor that it was not written for."""
+    code = {"x86_64": _x86_64, "aarch64": _aarch64}[machine]()
+    size = HEADERS_BYTES + len(code)
+    ident = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
+    entry = LOAD_ADDRESS + HEADERS_BYTES
+    header = struct.pack("<HHIQQQIHHHHHH", 2, ELF_MACHINES[machine], 1, entry, 64, 0, 0, 64, 56, 1, 0, 0, 0)
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, LOAD_ADDRESS, LOAD_ADDRESS, size, size, 0x1000)
+    return ident + header + segment + code
+
+
+def open_init(machine: str) -> int:
+    """A descriptor of the program in memory, which can be executed and not be read."""
+    descriptor = os.memfd_create("init")
+    os.write(descriptor, init_program(machine))
+    os.fchmod(descriptor, 0o111)  # a process whose program it may not read shows nothing of itself in /proc
+    readable = os.open(f"/proc/self/fd/{descriptor}", os.O_PATH)
+    os.close(descriptor)  # nothing that is open for writing can be executed
+    return readable
+
+
+def _x86_64() -> bytes:
+    head = bytes.fromhex("bf0f000000")  # mov edi, 15 (PR_SET_NAME)
+    name_offset = bytes.fromhex("488d35")  # lea rsi, [rip + …]
+    tail = bytes.fromhex(
+        "b89d000000"  # mov eax, 157 (prctl)
+        "0f05"  # syscall
+        "31ff31f631d24d31d2"  # edi = esi = edx = r10 = 0
+        "b80f010000"  # loop: mov eax, 271 (ppoll)
+        "0f05"  # syscall
+        "ebf7"  # jmp loop
+    )
+    return head + name_offset + struct.pack("<i", len(tail)) + tail + NAME
+
+
+def _aarch64() -> bytes:
+    instructions = (
+        0xD28001E0,  # mov x0, 15 (PR_SET_NAME)
+        0x10000141,  # adr x1, name: 40 bytes on
+        0xD28014E8,  # mov x8, 167 (prctl)
+        0xD4000001,  # svc 0
+        0xD2800000,  # loop: mov x0, 0
+        0xD2800001,  # mov x1, 0
+        0xD2800002,  # mov x2, 0
+        0xD2800003,  # mov x3, 0
+        0xD2800928,  # mov x8, 73 (ppoll)
+        0xD4000001,  # svc 0
+        0x17FFFFFA,  # b loop
+    )
+    return struct.pack(f"<{len(instructions)}I", *instructions) + NAME
+
+
 ENTRY: Final = struct.Struct("=7Qq3QQ")
 """Number, six arguments, result, where else the result is put (4 bytes each), and traits."""
 ARGUMENTS, STORES = 6, 3
 RESULT_FIELD, STORE_FIELD, TRAITS_FIELD = 7, 8, 11
-MAY_FAIL, PARTS_WAYS = 1, 2
-"""Traits: the next call is made whatever comes of this one; whoever gets a result other than 0 ends, with status 0."""
+MAY_FAIL, PARENT_EXITS = 1, 2
+"""Traits: the next call is made whatever comes of this one; a process that gets a result other than 0 ends, with status
+0.
+"""
 NOT_MADE = 1 << 62
 """The result of a call that was not made yet."""
 STACK_BYTES = 1 << 15
@@ -121,17 +323,16 @@ CODE: Final[Mapping[str, str]] = {
 CODE_COLUMNS = 20
 NOWHERE = ctypes.create_string_buffer(8)
 SCRAP = ctypes.addressof(NOWHERE)
-"""Where results are put that nobody wants."""
-LIBC = ctypes.CDLL(None, use_errno=True)
+"""Place of results that are not used."""
 
 
-class Failure(NamedTuple):
+class CallFailure(NamedTuple):
     """The call that ended a list before its time."""
 
     call: str
     errno: int
     about: str
-    """What it was made for, in the words of :meth:`CallList.add`."""
+    """Its purpose, in the words of :meth:`CallList.add`."""
 
 
 class Result(NamedTuple):
@@ -140,7 +341,7 @@ class Result(NamedTuple):
     number: int
 
 
-class Block(NamedTuple):
+class MemoryBlock(NamedTuple):
     """Calls of a list that stand in others as they are."""
 
     calls: tuple[tuple[str, str], ...]
@@ -154,15 +355,15 @@ class CallList:
     """System calls that a child will make, in order; the last must not return."""
 
     def __init__(self, machine: str) -> None:
-        """``ValueError`` for a processor whose calls nobody wrote down."""
+        """``ValueError`` for a processor that is not in the table."""
         self._column = MACHINES.index(machine)
         self._calls: list[tuple[str, str]] = []
         self._entries: list[list[int] | bytes] = []
-        """As lists while they can change, packed where they cannot."""
+        """The entries: lists while they can change, packed where they cannot."""
         self._uses: list[tuple[int, int, int]] = []
         """Source, and the entry and the argument that take its result."""
-        self._held: list[object] = []
-        """What arguments point to."""
+        self._buffers: list[object] = []
+        """Memory that arguments point to."""
         self._table = ctypes.create_string_buffer(0)
 
     def add(self, call: str, *arguments: Argument, traits: int = 0, about: str = "") -> Result:
@@ -176,27 +377,27 @@ class CallList:
 
     def hold(self, thing: object) -> None:
         """Keep something alive that an argument points to from the inside."""
-        self._held.append(thing)
+        self._buffers.append(thing)
 
     def store(self, result: Result, address: int) -> None:
         """Have 4 bytes of a result put at an address of ours, too."""
         entry = self._entries[result.number]
-        assert isinstance(entry, list), "a packed entry's result is nobody's"
+        assert isinstance(entry, list), "a packed entry has no result"
         entry[entry.index(SCRAP, STORE_FIELD, TRAITS_FIELD)] = address
 
-    def extend(self, block: "Block") -> None:
+    def extend(self, block: "MemoryBlock") -> None:
         """Add calls that were packed before."""
         self._calls += block.calls
         self._entries += block.entries
 
-    def pack(self) -> "Block":
+    def pack(self) -> "MemoryBlock":
         """The calls so far, to be made by others, too; they must point to nothing and take no results."""
-        assert not self._held, "an argument would point to what may be gone"
+        assert not self._buffers, "an argument would point to what may be gone"
         assert not self._uses, "a result would go to another list"
-        return Block(tuple(self._calls), tuple(map(_packed, self._entries)))
+        return MemoryBlock(tuple(self._calls), tuple(map(_packed, self._entries)))
 
     def table(self) -> int:
-        """Where the list is in memory; it must live until the child has executed a program or ended."""
+        """The address of the list; it must live until the child has executed a program or ended."""
         self._table = ctypes.create_string_buffer(ENTRY.size * len(self._entries))
         base = ctypes.addressof(self._table)
         for source, number, position in self._uses:
@@ -206,30 +407,32 @@ class CallList:
         return base
 
     def result(self, made: Result) -> int:
-        """What a call returned, negative for an error; ``NOT_MADE`` if it was not made."""
+        """The return value of a call, negative for an error; ``NOT_MADE`` if it was not made."""
         return int(ENTRY.unpack_from(self._table, made.number * ENTRY.size)[RESULT_FIELD])
 
     @property
-    def failure(self) -> Failure | None:
+    def failure(self) -> CallFailure | None:
         """The call that failed and was not meant to; ``None`` where all went well or nothing was made yet."""
         for (call, about), entry in zip(self._calls, ENTRY.iter_unpack(self._table), strict=False):
             if entry[RESULT_FIELD] < 0 and not entry[TRAITS_FIELD] & MAY_FAIL:
-                return Failure(call, -entry[RESULT_FIELD], about)
+                return CallFailure(call, -entry[RESULT_FIELD], about)
         return None
 
     def errors(self, call: str) -> list[int]:
-        """How the calls of one kind failed, in order; 0 for one that did not fail, did not return or was not made."""
+        """Error numbers of the calls of one kind, in order; 0 for one that did not fail, did not return or was not
+        made.
+        """
         numbers = [number for number, (name, _) in enumerate(self._calls) if name == call]
         return [-min(0, self.result(Result(number))) for number in numbers]
 
     def _value(self, argument: Argument, number: int, position: int) -> int:
-        """What the kernel is given."""
+        """The bytes that the kernel is given."""
         if isinstance(argument, Result):
             self._uses.append((argument.number, number, position))
             return 0
         if isinstance(argument, int):
             return argument & MASK
-        self._held.append(argument)
+        self._buffers.append(argument)
         if isinstance(argument, bytes):
             return ctypes.cast(ctypes.c_char_p(argument), ctypes.c_void_p).value or 0
         return ctypes.addressof(argument)

@@ -12,36 +12,36 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict
 
 MESSAGE_LIMIT_BYTES = 200 << 10
-"""Of one datagram: more than any command line that Linux takes, less than any socket's buffer."""
+"""Most bytes of one datagram: more than any command line that Linux takes, less than any socket's buffer."""
 MAX_DESCRIPTORS = 250
 """With one datagram; Linux takes 253."""
 
 NUMBER_BYTES = array("i").itemsize
-"""Of one descriptor on the wire."""
+"""Size of one descriptor on the wire."""
 
 
 class Options(TypedDict):
-    """What a launcher is told at its start."""
+    """The options of a launcher."""
 
     folder: str
     """For what it makes: a private folder that its provider removes."""
     skeleton: str
-    """The tree that makes the machine's own programs a base system, see :mod:`etude.sandboxes.ns.base_system`."""
+    """The tree that makes the machine's own programs a base system, see :mod:`etude.sandboxes.images.machine_base`."""
 
 
 class Grants(TypedDict):
-    """What a launcher found that the machine grants."""
+    """The grants of the machine, as a launcher found them."""
 
     error: str
-    """Why there can be no sandbox at all; empty otherwise."""
+    """Reason that there can be no sandbox at all; empty otherwise."""
     maps_range: bool
-    """Whether sandboxes have 65,536 users; else only the one that commands run as."""
+    """True if sandboxes have 65,536 users; else only the one that commands run as."""
     controllers: list[str]
-    """Of control groups."""
+    """Controllers of control groups."""
 
 
-class Creation(TypedDict):
-    """How a sandbox shall be; everything here was checked by the provider."""
+class CreateOrder(TypedDict):
+    """An order for a sandbox; everything here was checked by the provider."""
 
     box: int
     """Its number."""
@@ -50,11 +50,13 @@ class Creation(TypedDict):
     layers: list[str]
     """Lowest first."""
     system: dict[str, str]
-    """Of the machine's programs, beside ``/usr``: place inside, which the skeleton has → folder of the machine."""
+    """Folders of the machine's programs, beside ``/usr``: place inside, which the skeleton has → folder of the
+    machine.
+    """
     shown: dict[str, str]
     """Place inside → folder or file of the machine."""
     places: list[list[Any]]
-    """The fields of :class:`~etude.sandboxes.ns.network.Place`."""
+    """The fields of :class:`~etude.sandboxes.ns.root.AllowedPlace`."""
     hosts: str
     workdir: str
     as_root: bool
@@ -64,15 +66,15 @@ class Creation(TypedDict):
     cpus: float
 
 
-class Command(TypedDict):
-    """What an ``exec`` runs."""
+class ExecOrder(TypedDict):
+    """An order for a command."""
 
     argv: list[str]
     environment: dict[str, str]
     workdir: str
 
 
-class Message(NamedTuple):
+class LauncherMessage(NamedTuple):
     """A datagram as it was received."""
 
     body: dict[str, Any]
@@ -88,7 +90,7 @@ def send(connection: socket.socket, body: object, descriptors: Sequence[int] = (
     connection.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
 
 
-class Receiver:
+class MessageReceiver:
     """Receives the datagrams of one socket, into memory that it has once."""
 
     def __init__(self, connection: socket.socket, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
@@ -96,7 +98,7 @@ class Receiver:
         self._connection = connection
         self._memory = bytearray(limit_bytes + 1)
 
-    def receive(self) -> Message | None:
+    def receive(self) -> LauncherMessage | None:
         """The next one; ``None`` when the other end is gone. No program that is executed inherits the descriptors."""
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * NUMBER_BYTES)
         size, ancillary, _, _ = self._connection.recvmsg_into([self._memory], room, socket.MSG_CMSG_CLOEXEC)
@@ -107,9 +109,9 @@ class Receiver:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(packed[: len(packed) - len(packed) % NUMBER_BYTES])
         text = self._memory[:size].decode("utf-8", "surrogateescape")
-        return Message(json.loads(text), descriptors.tolist())
+        return LauncherMessage(json.loads(text), descriptors.tolist())
 
 
 def is_too_large(body: object) -> bool:
-    """Whether no datagram can hold it."""
+    """Say whether no datagram can hold it."""
     return len(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")) > MESSAGE_LIMIT_BYTES

@@ -1,18 +1,26 @@
-"""What a virtual machine is made of, as a command line of QEMU. Pure.
+"""The hardware of a virtual machine: what a spec needs, packed into disks, and as a command line of QEMU.
 
     disk 0   the machine's own root      disk 1   what commands write       disks 2 …   layers of images
 
 Every machine has the same devices, because a copy must find those that its original had: a place for a layer that is
 not used holds an empty disk. All disks say they are ``DISK_BYTES`` large, whatever is in them, so that another one can
-be put into a place while a machine rests. Owns words; processes are :mod:`etude.sandboxes.qemu.machine`'s.
+be put into a place while a machine rests. Owns the translation, which packs layers and mounts
+that are not disks yet: slow, and not for an event loop. Processes are :mod:`etude.sandboxes.qemu.machine`'s.
 """
 
+import hashlib
+import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
+from etude.errors import SandboxError
+from etude.sandbox_spec import SandboxLimits, SandboxSpec
+from etude.sandboxes.images.debian import Base, open_base
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.guest.agent import PORT_NAME
 
 LAYER_DISKS = 10
@@ -34,7 +42,7 @@ SOFTWARE_ARGUMENTS = "no_timer_check clocksource=hpet tsc=unstable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What distinguishes machines that cannot be copies of each other."""
+    """The properties of machines that cannot be copies of each other."""
 
     accelerator: str
     """``tcg`` or ``kvm``."""
@@ -50,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boot:
-    """How a machine starts from nothing."""
+    """The files that a machine boots from."""
 
     kernel: Path
     initramfs: Path
@@ -66,7 +74,7 @@ class Disks:
     upper: tuple[Path, ...]
     """Each over those before it: a raw disk unless ``is_blank``, then qcow2 files, of which the last is written."""
     is_blank: bool
-    """Whether there is no raw disk at the bottom."""
+    """True if there is no raw disk at the bottom."""
     layers: tuple[Path, ...]
     """Squashfs files, from ``FIRST_LAYER`` on."""
     empty: Path
@@ -160,3 +168,79 @@ def _file(path: Path, *, is_written: bool = False) -> dict[str, object]:
 def memory_mib(memory_bytes: int) -> int:
     """Memory of a machine whose commands may use ``memory_bytes``, in steps that templates can share."""
     return -(-memory_bytes // (64 << 20)) * 64 + KERNEL_MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VmSpec:
+    """The hardware and disks of a sandbox; equal ones share a template."""
+
+    shape: Shape
+    layers: tuple[Path, ...]
+    """Disks in their places, lowest first, those of mounts after those of the image."""
+    order: str
+    """The rest, as JSON for :class:`~etude.sandboxes.qemu.guest.filesystem.World`."""
+    disk_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Its digest."""
+        parts = [self.shape.accelerator, self.shape.memory_mib, self.shape.cpus, self.disk_bytes, self.order]
+        return hashlib.sha256(orjson.dumps([*parts, *map(str, self.layers)])).hexdigest()[:24]
+
+
+def shape_of(accelerator: str, limits: SandboxLimits) -> Shape:
+    """The shape of a machine for these limits."""
+    cpus = math.ceil(limits.cpus)
+    return Shape(accelerator=accelerator, memory_mib=memory_mib(limits.memory_bytes), cpus=cpus)
+
+
+def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Base) -> VmSpec:
+    """The VM spec of a sandbox spec; ``base`` is the base system of the machine itself.
+
+    Raises :class:`~etude.errors.SandboxError` for more layers and mounts than there are places, or a mount of nothing,
+    :class:`~etude.errors.ConfigError` for a base system that is not stored.
+    """
+    image = spec.image
+    is_system = image.base in ("", base.name)
+    disks = [] if is_system else [open_base(store, image.base).disk]
+    disks += [store.disk_image(layer) for layer in image.layers]
+    mounts = sorted(spec.mounts.items())
+    first_mount = FIRST_LAYER + len(disks)
+    if len(disks) + len(mounts) > LAYER_DISKS:
+        raise SandboxError(
+            f"{len(disks)} layers and {len(mounts)} mounts: a virtual machine has places for {LAYER_DISKS} together; "
+            "put several layers into one"
+        )
+    order = {
+        "disks": list(range(FIRST_LAYER, first_mount)),
+        "system": is_system,
+        "mounts": [
+            [first_mount + place, path, source.name if source.is_file() else ""]
+            for place, (path, source) in enumerate(mounts)
+        ],
+        "workdir": image.workdir,
+        "user": spec.user,
+        "environment": {**image.environment, **spec.environment},
+        "memory_bytes": spec.limits.memory_bytes,
+        "processes": spec.limits.processes,
+        "cpus": spec.limits.cpus,
+    }
+    return VmSpec(
+        shape=shape_of(accelerator, spec.limits),
+        layers=(*disks, *(_mount_disk(store, source) for _, source in mounts)),
+        order=orjson.dumps(order, option=orjson.OPT_SORT_KEYS).decode(),
+        disk_bytes=spec.limits.disk_bytes,
+    )
+
+
+def _mount_disk(store: ImageStore, source: Path) -> Path:
+    """The squashfs of a folder, or of one that holds a file, as they are now."""
+    if source.is_dir():
+        return store.disk_image(source)
+    if not source.is_file():
+        raise SandboxError(f"a sandbox cannot show {source}: there is no such folder or file")
+    with store.incoming() as folder:
+        alone = folder / "alone"
+        alone.mkdir()
+        shutil.copy2(source, alone / source.name)
+        return store.disk_image(alone)

@@ -8,20 +8,20 @@ import lzma
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import etude
 
 MODULES = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_console", "vmw_vsock_virtio_transport", "squashfs")
 """Kernel modules without which there is no disk and no port; :data:`OVERLAY` comes last."""
 OVERLAY = "overlay"
+AGENT_PARTS = ("__init__", "agent", "filesystem", "frames", "system", "tunnels")
 AGENT_CODE = (
-    "__init__.py", "errors.py", "sandboxes/__init__.py", "sandboxes/images/archives.py", "sandboxes/folders.py",
-    "sandboxes/outputs.py", "sandboxes/guest/__init__.py", "sandboxes/qemu/guest/agent.py",
-    "sandboxes/qemu/guest/file_server.py", "sandboxes/qemu/guest/commands.py", "sandboxes/qemu/guest/frames.py",
-    "sandboxes/qemu/guest/system.py", "sandboxes/qemu/guest/tunnels.py", "sandboxes/qemu/guest/filesystem.py",
-)  # fmt: skip
-"""Of the package ``etude``: what runs inside, and what that imports."""
+    *("__init__.py", "errors.py", "sandboxes/__init__.py", "sandboxes/command_io.py", "sandboxes/folders.py"),
+    *("sandboxes/images/__init__.py", "sandboxes/images/archives.py", "sandboxes/qemu/__init__.py"),
+    *(f"sandboxes/qemu/guest/{name}.py" for name in AGENT_PARTS),
+)
+"""Files of the package ``etude`` that run inside, and those that they import."""
 AGENT_MODULE = "etude.sandboxes.qemu.guest.agent"
 SCRIPT = """#!/bin/busybox sh
 b=/bin/busybox
@@ -59,27 +59,28 @@ def agent_archive() -> bytes:
     """The archive with the agent's code, in ``/agent``."""
     source = Path(etude.__file__).parent
     files = {f"agent/etude/{name}": (0o644, _code(source / name)) for name in AGENT_CODE}
-    return write_cpio(("agent", "agent/etude", "agent/etude/sandboxes", "agent/etude/sandboxes/guest"), files)
+    folders = {str(parent): None for name in sorted(files) for parent in [*PurePosixPath(name).parents][-2::-1]}
+    return write_cpio(tuple(folders), files)
 
 
-def module_order(modules: Path, wanted: Sequence[str]) -> Mapping[str, Path]:
+def module_order(modules: Path, names: Sequence[str]) -> Mapping[str, Path]:
     """The wanted modules and those they need, each after what it needs. Raises ``FileNotFoundError``."""
-    found = {path.name.split(".ko")[0].replace("-", "_"): path for path in modules.rglob("*.ko*")}
+    paths = {path.name.split(".ko")[0].replace("-", "_"): path for path in modules.rglob("*.ko*")}
     order: dict[str, Path] = {}
-    waiting = list(reversed(wanted))
+    waiting = list(reversed(names))
     while waiting:
         name = waiting.pop()
         if name in order:
             continue
-        if name not in found:
+        if name not in paths:
             raise FileNotFoundError(f"kernel module {name!r} is not below {modules}")
-        depends = re.search(rb"\0depends=([^\0]*)\0", _module(found[name]))
+        depends = re.search(rb"\0depends=([^\0]*)\0", _module(paths[name]))
         needs = [need.decode().replace("-", "_") for need in (depends[1] if depends else b"").split(b",") if need]
         missing = [need for need in needs if need not in order]
         if missing:
             waiting += [name, *missing]
         else:
-            order[name] = found[name]
+            order[name] = paths[name]
     return order
 
 

@@ -1,6 +1,6 @@
 """The host's end of an agent's language: questions with deadlines, answers, and tunnels to allowed places.
 
-    ask ──request──▶ port ──▶ agent ──answer──▶ whoever asked          tunnels: etude.sandboxes.qemu.port_forwarder
+    ask ──request──▶ port ──▶ agent ──answer──▶ the caller             tunnels: etude.sandboxes.qemu.port_forwarder
 
 Owns the socket. Reads until the machine hangs up or says what cannot be understood; then everybody who waits gets a
 :class:`~etude.errors.SandboxError`, and so does who asks later. Any number may ask at a time.
@@ -13,8 +13,8 @@ from typing import Any
 
 from etude.errors import AgentFault, SandboxError
 from etude.sandboxes.qemu.guest.agent import TUNNEL_WORDS
-from etude.sandboxes.qemu.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, Inbox, Message, Outbox
-from etude.sandboxes.qemu.port_forwarder import Outlets
+from etude.sandboxes.qemu.guest.frames import MESSAGE_LIMIT_BYTES, FrameError, GuestMessage, Inbox, Outbox
+from etude.sandboxes.qemu.port_forwarder import PortForwarder
 
 CHUNK_BYTES = 256 << 10
 LARGE_BYTES = 1 << 20
@@ -23,7 +23,7 @@ OPEN_LIMIT = 1000
 """Questions without an answer yet."""
 
 
-class Link:
+class GuestLink:
     """Questions and answers over one socket."""
 
     def __init__(self, *, next_id: int = 1, allow: Sequence[str] = ()) -> None:
@@ -31,10 +31,10 @@ class Link:
         self.next_id = next_id
         self._port: socket.socket | None = None
         self._outbox = Outbox()
-        self._wanted = asyncio.Event()
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._has_output = asyncio.Event()
+        self._waiting: dict[int, asyncio.Future[GuestMessage]] = {}
         self._large = asyncio.Lock()
-        self._outlets = Outlets(allow, lambda head, body: self.say(Message(head, body)))
+        self._forwarders = PortForwarder(allow, lambda head, body: self.say(GuestMessage(head, body)))
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._error = ""
 
@@ -44,7 +44,7 @@ class Link:
         self._port = port
         self._tasks = (asyncio.create_task(self._read(port)), asyncio.create_task(self._write(port)))
 
-    async def ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+    async def ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> GuestMessage:
         """Ask the agent to do something.
 
         Raises :class:`~etude.errors.SandboxError` when there is no answer or it failed, ``ValueError`` for what the
@@ -55,26 +55,26 @@ class Link:
         if self._error or len(self._waiting) >= OPEN_LIMIT:
             raise SandboxError(self._error or f"{OPEN_LIMIT} questions wait for a virtual machine's answer already")
         number, self.next_id = self.next_id, self.next_id + 1
-        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[GuestMessage] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             async with asyncio.timeout(timeout_s):
-                await self._send(Message({"do": do, "id": number, **head}, body))
+                await self._send(GuestMessage({"do": do, "id": number, **head}, body))
                 answer = await future
         except TimeoutError:
             raise SandboxError(f"the virtual machine did not answer {do!r} within {timeout_s} s") from None
         except asyncio.CancelledError:
             if do == "exec":
-                self.say(Message({"do": "kill", "id": 0, "command": number}))
+                self.say(GuestMessage({"do": "kill", "id": 0, "command": number}))
             raise
         finally:
             self._waiting.pop(number, None)
         return _judge(answer)
 
-    def say(self, message: Message) -> None:
+    def say(self, message: GuestMessage) -> None:
         """Send something that has no answer."""
         self._outbox.add(message)
-        self._wanted.set()
+        self._has_output.set()
 
     async def drain(self) -> None:
         """Wait until all that was said is on its way."""
@@ -91,9 +91,9 @@ class Link:
         finally:
             if self._port is not None:
                 self._port.close()
-            await self._outlets.close()
+            await self._forwarders.close()
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, message: GuestMessage) -> None:
         if len(message.body) < LARGE_BYTES:
             self.say(message)
             return
@@ -116,17 +116,17 @@ class Link:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                await self._wanted.wait()
+                await self._has_output.wait()
                 while self._outbox:
                     await loop.sock_sendall(port, self._outbox.next_frame())
-                self._wanted.clear()
+                self._has_output.clear()
         except OSError as error:
             self._fail(f"the virtual machine hung up: {error}")
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: GuestMessage) -> None:
         head = message.head
         if head.get("do") == "open" or head.get("do") in TUNNEL_WORDS:
-            self._outlets.hear(head, message.body)
+            self._forwarders.hear(head, message.body)
         else:
             future = self._waiting.get(head["re"])
             if future is not None and not future.done():
@@ -139,7 +139,7 @@ class Link:
                 future.set_exception(SandboxError(self._error))
 
 
-def _judge(answer: Message) -> Message:
+def _judge(answer: GuestMessage) -> GuestMessage:
     error = answer.head.get("error")
     if error is None:
         return answer

@@ -10,24 +10,181 @@ is killed. Every wait has a deadline.
 """
 
 import asyncio
+import errno
+import fcntl
+import os
 import secrets
 import shutil
 import socket
 import time
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import orjson
 
 from etude.errors import SandboxError
-from etude.sandboxes.qemu.control import Control
 from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, Wires, command_line, upper_node
-from etude.sandboxes.qemu.link import Link
-from etude.sandboxes.qemu.memory import save_memory
+from etude.sandboxes.qemu.link import GuestLink
+
+TIMEOUT_S = 60.0
+"""For QEMU to do what it is told."""
+LINE_LIMIT_BYTES = 1 << 20
+"""Most bytes of one message of QEMU."""
+
+
+class QmpControl:
+    """A way to tell one QEMU process what to do."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, channel: socket.socket) -> Self:
+        """Greet the process at the other end. Raises :class:`~etude.errors.SandboxError` when it does not answer."""
+        control = cls(*await asyncio.open_connection(sock=channel, limit=LINE_LIMIT_BYTES))
+        try:
+            await control.ask("qmp_capabilities")
+        except BaseException:
+            control.close()
+            raise
+        return control
+
+    async def ask(self, command: str, **arguments: object) -> object:
+        """Have something done and return what it gives. Raises :class:`~etude.errors.SandboxError`."""
+        async with self._turn:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    self._writer.write(orjson.dumps({"execute": command, "arguments": arguments}) + b"\n")
+                    await self._writer.drain()
+                    return await self._result()
+            except TimeoutError:
+                raise SandboxError(f"QEMU did not do {command!r} within {TIMEOUT_S} s") from None
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise SandboxError(f"QEMU did not do {command!r}: {error}") from error
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+
+    async def _result(self) -> object:
+        """The result of a command; events are skipped."""
+        while line := await self._reader.readline():
+            answer = orjson.loads(line)
+            if "error" in answer:
+                raise ValueError(answer["error"]["desc"])
+            if "return" in answer:
+                return answer["return"]
+        raise ValueError("it ended")
+
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+"""Bits of an entry of ``pagemap``."""
+Pages: TypeAlias = npt.NDArray[np.intp]
+"""Numbers of pages."""
+
+PAGE_BYTES = 4096
+PRESENT, SWAPPED, SHARED = 1 << 63, 1 << 62, 1 << 61
+"""Flags in ``pagemap``; ``SHARED`` is set on pages of a file."""
+FICLONE = 0x40049409
+CHUNK_BYTES = 8 << 20
+
+
+def save_memory(process: int, source: Path, target: Path) -> int:
+    """Write the memory of a copy, which was mapped from ``source``, to ``target``; return the bytes it had changed.
+
+    Raises ``OSError`` when the process is gone or not ours to read.
+    """
+    copy_sparse(source, target)
+    changed_bytes = 0
+    memory = os.open(f"/proc/{process}/mem", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with target.open("r+b", buffering=0) as file:
+            for address, offset, length in _mappings(process, source):
+                for first, count in _runs(_changed_pages(process, address, length)):
+                    start, size = first * PAGE_BYTES, count * PAGE_BYTES
+                    changed_bytes += size
+                    _copy(memory, address + start, file.fileno(), offset + start, size)
+    finally:
+        os.close(memory)
+    return changed_bytes
+
+
+def copy_sparse(source: Path, target: Path) -> None:
+    """Copy a file with its holes, by reference where the file system can."""
+    with source.open("rb", buffering=0) as old, target.open("xb", buffering=0) as new:
+        try:
+            fcntl.ioctl(new, FICLONE, old.fileno())
+        except OSError:
+            size = os.fstat(old.fileno()).st_size
+            os.truncate(new.fileno(), size)
+            for start, end in _data(old.fileno(), size):
+                _copy(old.fileno(), start, new.fileno(), start, end - start)
+
+
+def changed_pages(flags_N: Words) -> Pages:
+    """Numbers of the pages that a process changed in a private mapping, from their ``pagemap`` words, [N] uint64."""
+    is_here = (flags_N & np.uint64(PRESENT)) != 0
+    is_own = (flags_N & np.uint64(SHARED)) == 0
+    is_swapped = (flags_N & np.uint64(SWAPPED)) != 0
+    return np.flatnonzero((is_here & is_own) | is_swapped)
+
+
+def _changed_pages(process: int, address: int, length: int) -> Pages:
+    with Path(f"/proc/{process}/pagemap").open("rb", buffering=0) as file:
+        file.seek(address // PAGE_BYTES * 8)
+        words = file.read(length // PAGE_BYTES * 8)
+    return changed_pages(np.frombuffer(words, np.uint64))
+
+
+def _runs(pages_N: Pages) -> Iterator[tuple[int, int]]:
+    """First page and number of pages of every run of neighbours, ascending."""
+    if pages_N.size:
+        for run in np.split(pages_N, np.flatnonzero(np.diff(pages_N) != 1) + 1):
+            yield int(run[0]), run.size
+
+
+def _mappings(process: int, source: Path) -> Iterator[tuple[int, int, int]]:
+    """Address, offset in the file and length of every private mapping of ``source``."""
+    inode = source.stat().st_ino
+    for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8").splitlines():
+        span, mode, offset, _, number, *_ = line.split()
+        if int(number) == inode and mode.endswith("p"):
+            start, end = (int(part, 16) for part in span.split("-"))
+            yield start, int(offset, 16), end - start
+
+
+def _data(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
+    """Start and end of all that is not a hole."""
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole is left
+                return
+            raise
+        end = os.lseek(descriptor, start, os.SEEK_HOLE)
+        yield start, end
+
+
+def _copy(source: int, at: int, target: int, to: int, length: int) -> None:
+    done = 0
+    while done < length:
+        data = os.pread(source, min(CHUNK_BYTES, length - done), at + done)
+        if not data:
+            raise OSError(errno.EIO, f"the memory ends after {at + done} bytes")
+        done += os.pwrite(target, data, to + done)
+
 
 ENTROPY_BYTES = 64
 WAKE_TIMEOUT_S = 30.0
@@ -37,7 +194,7 @@ WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 class MachineState(StrEnum):
-    """Where a machine is in its life."""
+    """The state of a machine."""
 
     NEW = "new"
     RUNNING = "running"
@@ -78,8 +235,8 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What makes a copy another machine than its original."""
+class MachineIdentity:
+    """The names and sockets that make a copy another machine than its original."""
 
     name: str
     allow: tuple[str, ...] = ()
@@ -94,10 +251,10 @@ class Machine:
         self.disks = disks
         self.state = MachineState.NEW
         self._ram = ram
-        self.link = Link()
+        self.link = GuestLink()
         """Replaced by one that is open when the process starts."""
         self._process: Process | None = None
-        self._control: Control | None = None
+        self._control: QmpControl | None = None
         self._tops = 0
 
     @classmethod
@@ -105,7 +262,7 @@ class Machine:
         """Start one from nothing, whose memory is the file ``ram`` in ``folder``; it answers a while later."""
         machine = cls(shape, folder, disks, folder / "ram")
         try:
-            await machine._start(program, boot, None, Link())
+            await machine._start(program, boot, None, GuestLink())
         except BaseException:
             with suppress(SandboxError):
                 await machine.kill()
@@ -114,7 +271,7 @@ class Machine:
 
     @classmethod
     async def copy(
-        cls, program: str, frozen: Frozen, folder: Path, identity: Identity, disks: Disks | None = None
+        cls, program: str, frozen: Frozen, folder: Path, identity: MachineIdentity, disks: Disks | None = None
     ) -> Self:
         """Start a copy, with a disk of its own in ``folder``, and wake it; ``disks`` replace those that it had.
 
@@ -126,7 +283,7 @@ class Machine:
         machine = cls(frozen.shape, folder, replace(disks, upper=(*disks.upper, top)), frozen.ram)
         try:
             with frozen.devices.open("rb") as state:
-                link = Link(next_id=frozen.next_id, allow=identity.allow)
+                link = GuestLink(next_id=frozen.next_id, allow=identity.allow)
                 await machine._start(program, None, state.fileno(), link)
             await machine._ask("cont")
             await machine.wake(identity)
@@ -138,7 +295,7 @@ class Machine:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Number of the process."""
         assert self._process is not None
         return self._process.pid
 
@@ -155,7 +312,7 @@ class Machine:
         self._move(MachineState.RUNNING)
         await self.link.ask("wake", {"is_copy": False, "now_ns": time.time_ns()}, timeout_s=WAKE_TIMEOUT_S)
 
-    async def wake(self, identity: Identity) -> None:
+    async def wake(self, identity: MachineIdentity) -> None:
         """Tell the agent of a copy who and when it is."""
         news = {"is_copy": True, "now_ns": time.time_ns(), "name": identity.name, "allow": list(identity.allow)}
         await self.link.ask("wake", news, secrets.token_bytes(ENTROPY_BYTES), timeout_s=WAKE_TIMEOUT_S)
@@ -210,7 +367,7 @@ class Machine:
         A machine that goes on finds it at its old place as well: QEMU looks there again at the next snapshot.
         """
         top = self.disks.upper[-1]
-        kept = folder / top.name
+        frozen_disk = folder / top.name
         if keep:
             self._tops += 1
             fresh = self.folder / f"upper{self._tops}.qcow2"
@@ -219,13 +376,15 @@ class Machine:
             await self._ask("blockdev-add", **upper_node(fresh, name=name))
             below = f"disk{UPPER}" if self._tops == 1 else f"top{self._tops - 1}"
             await self._ask("blockdev-snapshot", node=below, overlay=name)
-            self.disks = replace(self.disks, upper=(*self.disks.upper[:-1], kept, fresh))
-            kept.hardlink_to(top)
+            self.disks = replace(self.disks, upper=(*self.disks.upper[:-1], frozen_disk, fresh))
+            frozen_disk.hardlink_to(top)
         else:
-            top.rename(kept)
-        return replace(self.disks, upper=(*self.disks.upper[:-2], kept) if keep else (*self.disks.upper[:-1], kept))
+            top.rename(frozen_disk)
+        return replace(
+            self.disks, upper=(*self.disks.upper[:-2], frozen_disk) if keep else (*self.disks.upper[:-1], frozen_disk)
+        )
 
-    async def _start(self, program: str, boot: Boot | None, state: int | None, link: Link) -> None:
+    async def _start(self, program: str, boot: Boot | None, state: int | None, link: GuestLink) -> None:
         """Start the process and the link to its agent; ``state`` is an open file with the devices of a copy."""
         control, port = socket.socketpair(), socket.socketpair()
         wires = Wires(control=control[1].fileno(), port=port[1].fileno(), state=state)
@@ -243,12 +402,12 @@ class Machine:
                 raise SandboxError(f"{program!r} cannot be started: {error}") from error
         self._move(MachineState.RUNNING)
         try:
-            self._control = await Control.open(control[0])
+            self._control = await QmpControl.open(control[0])
         except SandboxError as error:
             raise SandboxError(f"{error}{self._last_words()}") from error
 
     def _last_words(self) -> str:
-        """What QEMU said, for an error."""
+        """QEMU's own words, for an error."""
         try:
             text = (self.folder / "qemu.log").read_text(encoding="utf-8", errors="replace").strip()
         except OSError:

@@ -17,13 +17,13 @@ CONNECT_TIMEOUT_S = 10.0
 Say = Callable[[dict[str, Any], bytes], None]
 
 
-class Outlets:
+class PortForwarder:
     """The connections of one machine."""
 
     def __init__(self, allow: Sequence[str], say: Say) -> None:
         self._allow = frozenset(allow)
         self._say = say
-        self._open: dict[int, _Outlet] = {}
+        self._open: dict[int, _Forwarder] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hear(self, head: dict[str, Any], body: bytes) -> None:
@@ -34,8 +34,8 @@ class Outlets:
         number = int(head["tunnel"])
         if head["do"] == "open":
             self._start(number, str(head["place"]))
-        elif outlet := self._open.get(number):
-            outlet.hear(head["do"], body, int(head.get("bytes", 0)))
+        elif forwarder := self._open.get(number):
+            forwarder.hear(head["do"], body, int(head.get("bytes", 0)))
 
     async def close(self) -> None:
         """Close every connection."""
@@ -47,9 +47,9 @@ class Outlets:
         if place not in self._allow or number in self._open or len(self._open) >= MAX_TUNNELS:
             self._say({"do": "shut", "tunnel": number}, b"")
             return
-        outlet = _Outlet(number, self._say)
-        self._open[number] = outlet
-        task = asyncio.create_task(outlet.run(place))
+        forwarder = _Forwarder(number, self._say)
+        self._open[number] = forwarder
+        task = asyncio.create_task(forwarder.run(place))
         self._tasks.add(task)
         task.add_done_callback(lambda task: self._forget(number, task))
 
@@ -58,7 +58,7 @@ class Outlets:
         self._tasks.discard(task)
 
 
-class _Outlet:
+class _Forwarder:
     """One connection: what came through the tunnel goes out, what comes back goes in."""
 
     def __init__(self, number: int, say: Say) -> None:

@@ -1,6 +1,6 @@
 """Sandboxes that are virtual machines: QEMU with the base system's own kernel; implements ``SandboxProvider``.
 
-    create ──▶ template of this kind of world ──copy──▶ machine ──▶ sandbox
+    create ──▶ template of this VM spec ──copy──▶ machine ──▶ sandbox
 
 With hardware virtualisation where a machine boots under it, else in software: slower by a factor of ten or so, the same
 in every other respect. Needs no right but to read ``/dev/kvm``, if there is one. Owns the machines, the templates and
@@ -19,17 +19,15 @@ from typing import Literal
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import check_spec
-from etude.sandboxes.endings import all_or_none, close_all
 from etude.sandboxes.images.debian import open_base
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.store import ImageStore
-from etude.sandboxes.qemu.acceleration import find_accelerator
+from etude.sandboxes.lifecycle import all_or_none, close_all
 from etude.sandboxes.qemu.disks import missing_tools
+from etude.sandboxes.qemu.hardware import shape_of, vm_spec_of
 from etude.sandboxes.qemu.machine import Frozen, Machine
-from etude.sandboxes.qemu.overlay_upper import unpack_upper
-from etude.sandboxes.qemu.sandbox import QemuSandbox, identity_of
+from etude.sandboxes.qemu.sandbox import QemuSandbox, identity_of, unpack_upper
 from etude.sandboxes.qemu.templates import Templates
-from etude.sandboxes.qemu.vm_spec import furnishing_of, shape_of
 from etude.sandboxes.scratch import Scratch
 
 PROGRAM = "qemu-system-x86_64"
@@ -41,6 +39,8 @@ PACKAGES: Mapping[str, str] = {
 VERSION_TIMEOUT_S = 10.0
 
 Accelerator = Literal["auto", "kvm", "tcg"]
+PROBE_TIMEOUT_S = 20.0
+"""For a boot that takes one or two."""
 
 
 class QemuSandboxes:
@@ -59,14 +59,14 @@ class QemuSandboxes:
 
         Raises :class:`~etude.errors.ConfigError` when a program is missing or the base system is not built.
         """
-        found = shutil.which(program)
-        missing = [*missing_tools(), *([] if found else [program])]
-        if found is None or missing:
+        path = shutil.which(program)
+        missing = [*missing_tools(), *([] if path else [program])]
+        if path is None or missing:
             packages = sorted({PACKAGES.get(name, "qemu-system-x86") for name in missing})
             raise ConfigError(f"{missing} are not installed: on Debian or Ubuntu, apt-get install {' '.join(packages)}")
         self.accelerator: str = accelerator
         """``auto`` until the first sandbox was asked for, then ``kvm`` or ``tcg``."""
-        self._program = found
+        self._program = path
         self._store = store or ImageStore()
         self._base = open_base(self._store, base)
         self._parent = scratch
@@ -91,8 +91,8 @@ class QemuSandboxes:
         spec = spec or SandboxSpec()
         check_spec(spec, CLAIMS, "qemu")
         templates = await self._open()
-        furnishing = await asyncio.to_thread(furnishing_of, spec, self.accelerator, self._store, self._base)
-        frozen = await templates.furnished(furnishing)
+        vm_spec = await asyncio.to_thread(vm_spec_of, spec, self.accelerator, self._store, self._base)
+        frozen = await templates.prepared(vm_spec)
         (sandbox,) = await self.copies(spec, (frozen,), 1)
         try:
             await sandbox.write_files(files)
@@ -112,21 +112,23 @@ class QemuSandboxes:
         if failures:
             raise failures[0]
 
-    async def copies(self, spec: SandboxSpec, held: tuple[Frozen, ...], count: int) -> Sequence[QemuSandbox]:
-        """So many sandboxes that start from the first of ``held`` and need the files of all; or none, and an error."""
-        self._hold(held)  # until all are made
+    async def copies(self, spec: SandboxSpec, memories: tuple[Frozen, ...], count: int) -> Sequence[QemuSandbox]:
+        """So many sandboxes that start from the first of ``memories`` and need the files of all; or none, and an
+        error.
+        """
+        self._hold(memories)  # until all are made
         try:
-            return await all_or_none(self._copy(spec, held) for _ in range(count))
+            return await all_or_none(self._copy(spec, memories) for _ in range(count))
         finally:
-            self._let_go(held)
+            self._let_go(memories)
 
     def hold(self, sandbox: QemuSandbox, frozen: Frozen) -> None:
         """Keep the files of something frozen as long as a sandbox."""
         self._opened.hold(frozen)
-        sandbox.held = (frozen, *sandbox.held)
+        sandbox.memories = (frozen, *sandbox.memories)
 
     def fresh_folder(self) -> Path:
-        """Where a machine can be written down."""
+        """Folder for the memory of machines."""
         return self._opened.fresh_folder()
 
     async def keep_files(self, spec: SandboxSpec, pack: Callable[..., Awaitable[tuple[bytes, bool]]]) -> Image:
@@ -154,7 +156,7 @@ class QemuSandboxes:
         """A sandbox has been closed."""
         if sandbox in self._sandboxes:
             self._sandboxes.discard(sandbox)
-            self._let_go(sandbox.held)
+            self._let_go(sandbox.memories)
             await asyncio.to_thread(remove_tree, machine.folder)
 
     @property
@@ -163,28 +165,28 @@ class QemuSandboxes:
             raise SandboxError("the sandbox provider has no sandboxes yet")
         return self._templates
 
-    async def _copy(self, spec: SandboxSpec, held: tuple[Frozen, ...]) -> QemuSandbox:
+    async def _copy(self, spec: SandboxSpec, memories: tuple[Frozen, ...]) -> QemuSandbox:
         folder = self._new_folder()
-        self._hold(held)
+        self._hold(memories)
         try:
-            machine = await Machine.copy(self._program, held[0], folder, identity_of(_name(), spec))
+            machine = await Machine.copy(self._program, memories[0], folder, identity_of(_name(), spec))
         except BaseException:
-            self._let_go(held)
+            self._let_go(memories)
             remove_tree(folder)
             raise
-        sandbox = QemuSandbox(self, spec, machine, held)
+        sandbox = QemuSandbox(self, spec, machine, memories)
         self._sandboxes.add(sandbox)
         if self._closed:
             await sandbox.close()
             raise SandboxError("the sandbox provider is closed")
         return sandbox
 
-    def _hold(self, held: tuple[Frozen, ...]) -> None:
-        for frozen in held:
+    def _hold(self, memories: tuple[Frozen, ...]) -> None:
+        for frozen in memories:
             self._opened.hold(frozen)
 
-    def _let_go(self, held: tuple[Frozen, ...]) -> None:
-        for frozen in held:
+    def _let_go(self, memories: tuple[Frozen, ...]) -> None:
+        for frozen in memories:
             self._opened.let_go(frozen)
 
     async def _open(self) -> Templates:
@@ -215,3 +217,31 @@ class QemuSandboxes:
 def _name() -> str:
     """A name that no other machine has."""
     return f"box-{secrets.token_hex(4)}"
+
+
+async def find_accelerator(templates: Templates, store: ImageStore) -> str:
+    """``kvm`` if a machine boots under it, else ``tcg``. That ``/dev/kvm`` opens says little: under some nested
+    virtualisation it does, and Debian's kernel stops at an instruction that is not emulated. To be sure of a no takes a
+    while, so it is noted beside the booted machines.
+    """
+    if not _can_open_kvm():
+        return "tcg"
+    shape = shape_of("kvm", SandboxLimits())
+    note = store.folder / "machines" / f"{templates.key(shape)}.refused"
+    if note.exists():
+        return "tcg"
+    try:
+        await templates.booted(shape, PROBE_TIMEOUT_S)
+    except SandboxError as error:
+        note.parent.mkdir(exist_ok=True)
+        note.write_text(f"{error}\n", encoding="utf-8")
+        return "tcg"
+    return "kvm"
+
+
+def _can_open_kvm() -> bool:
+    try:
+        with Path("/dev/kvm").open("r+b", buffering=0):
+            return True
+    except OSError:
+        return False

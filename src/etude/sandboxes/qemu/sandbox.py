@@ -5,16 +5,89 @@ Owns the machine and its time to live. What happens inside is the agent's (:mod:
 
 import asyncio
 import math
+import os
+import stat
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
-from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, read_archive
-from etude.sandboxes.qemu.guest.frames import Message
-from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
+from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, check_date, read_archive
+from etude.sandboxes.images.layers import AGENT, PATH_LIMIT_BYTES, WHITEOUT_XATTRS
+from etude.sandboxes.qemu.guest.filesystem import XATTR_HEADER
+from etude.sandboxes.qemu.guest.frames import GuestMessage
+from etude.sandboxes.qemu.machine import Frozen, Machine, MachineIdentity
+
+COPY_BYTES = 1 << 20
+MODE = 0o7777
+
+
+def unpack_upper(tar: Path, target: Path) -> None:
+    """Unpack an upper layer into the new folder ``target``. Raises :class:`~etude.errors.SandboxError`."""
+    target.mkdir(mode=0o755)
+    folders: dict[str, tarfile.TarInfo | None] = {".": None}
+    try:
+        with tarfile.open(tar, mode="r:") as archive:
+            for member in archive:
+                _check(member, folders)
+                _make(archive, member, target / member.name)
+                if member.isdir():
+                    folders[member.name] = member
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise SandboxError(f"what a virtual machine wrote cannot be made a layer: {error}") from error
+    for name, folder in reversed(folders.items()):  # last, since to fill a folder changes its time
+        if folder is not None:
+            _finish(folder, target / name)
+
+
+def _check(member: tarfile.TarInfo, folders: dict[str, tarfile.TarInfo | None]) -> None:
+    path = PurePosixPath(member.name)
+    is_plain = str(path) == member.name and not path.is_absolute() and ".." not in path.parts and path.parts
+    if not is_plain or str(path.parent) not in folders or member.name in folders:
+        raise ValueError(f"{member.name!r} is not below a folder of the layer")
+    if len(os.fsencode(member.name)) > PATH_LIMIT_BYTES:
+        raise ValueError(f"{member.name[:60]}… is longer than {PATH_LIMIT_BYTES} bytes")
+    check_date(member)
+
+
+def _make(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    if member.isdir():
+        path.mkdir(mode=0o700)
+        if member.pax_headers.get(XATTR_HEADER) == "y":
+            os.setxattr(path, WHITEOUT_XATTRS[0], b"y")
+        return
+    if member.issym():
+        path.symlink_to(member.linkname)
+    elif member.ischr() and (member.devmajor, member.devminor) == (0, 0):
+        os.mknod(path, stat.S_IFCHR | 0o600, 0)
+    elif member.isreg():
+        _write(archive, member, path)
+    else:
+        raise ValueError(f"{member.name!r} is of a kind that no layer holds (tar type {member.type!r})")
+    _finish(member, path)
+
+
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    source = archive.extractfile(member)
+    assert source is not None
+    with path.open("xb") as file:
+        while chunk := source.read(COPY_BYTES):
+            file.write(chunk)
+
+
+def _finish(member: tarfile.TarInfo, path: Path) -> None:
+    """Give it its owner, mode and time."""
+    if os.geteuid() == 0:
+        owner = AGENT if member.uid == AGENT else 0
+        os.chown(path, owner, owner, follow_symlinks=False)
+    if member.isreg() or member.isdir():
+        path.chmod(member.mode & MODE)
+    os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+
 
 if TYPE_CHECKING:
     from etude.sandboxes.qemu.provider import QemuSandboxes
@@ -23,18 +96,18 @@ FILE_TIMEOUT_S = 60.0
 """For one file."""
 ARCHIVE_TIMEOUT_S = 300.0
 GRACE_S = 30.0
-"""How much later than a command's own deadline its end may be reported."""
+"""Time after a command's own deadline within which its end may be reported."""
 
 
 class QemuSandbox:
-    """A world of commands in a machine of its own."""
+    """An environment of commands in a machine of its own."""
 
     def __init__(
-        self, provider: "QemuSandboxes", spec: SandboxSpec, machine: Machine, held: tuple[Frozen, ...]
+        self, provider: "QemuSandboxes", spec: SandboxSpec, machine: Machine, memories: tuple[Frozen, ...]
     ) -> None:
-        """``held`` are those whose files the machine or its copies need, what it is a copy of among them."""
+        """``memories`` are those whose files the machine or its copies need, what it is a copy of among them."""
         self.spec = spec
-        self.held = held
+        self.memories = memories
         self._provider = provider
         self._machine = machine
         self._started_at = time.monotonic()
@@ -93,7 +166,7 @@ class QemuSandbox:
             await self._ask("load", {}, tar, timeout_s=ARCHIVE_TIMEOUT_S)
 
     async def stats(self) -> SandboxStats:
-        """What the commands use, as the machine's kernel counts it."""
+        """Usage of the commands, as the machine's kernel counts it."""
         stats: Mapping[str, Any] = (await self._ask("stats", {}, timeout_s=FILE_TIMEOUT_S)).head["stats"]
         return SandboxStats(
             memory_bytes=float(stats["memory_bytes"]),
@@ -134,7 +207,7 @@ class QemuSandbox:
             finally:
                 await self._machine.resume()
         self._provider.hold(self, frozen)  # its disk goes on over the frozen one
-        return await self._provider.copies(self.spec, self.held, count)
+        return await self._provider.copies(self.spec, self.memories, count)
 
     async def close(self) -> None:
         """Kill the machine and remove its files."""
@@ -147,7 +220,7 @@ class QemuSandbox:
             sizes = [[path, len(data)] for path, data in datas.items()]
             await self._ask("write", {"files": sizes}, b"".join(datas.values()), timeout_s=FILE_TIMEOUT_S)
 
-    async def _ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> Message:
+    async def _ask(self, do: str, head: Mapping[str, Any], body: bytes = b"", *, timeout_s: float) -> GuestMessage:
         self._check_open()
         try:
             return await self._machine.link.ask(do, head, body, timeout_s=timeout_s)
@@ -175,13 +248,13 @@ class QemuSandbox:
             await self._provider.forget(self, self._machine)
 
 
-def identity_of(name: str, spec: SandboxSpec) -> Identity:
-    """What a sandbox's machine is called, and what it may reach."""
-    return Identity(name=name, allow=spec.allow)
+def identity_of(name: str, spec: SandboxSpec) -> MachineIdentity:
+    """The machine's host name, and the places that it may reach."""
+    return MachineIdentity(name=name, allow=spec.allow)
 
 
 def _check_archive(tar: bytes) -> None:
-    """What comes from inside is held to what an archive may be. Raises :class:`~etude.errors.SandboxError`."""
+    """Check an archive from inside. Raises :class:`~etude.errors.SandboxError`."""
     try:
         read_archive(tar)
     except ValueError as error:

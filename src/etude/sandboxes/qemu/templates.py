@@ -1,10 +1,10 @@
-"""Machines at rest that sandboxes are copied from: one booted for each shape, and one furnished for each kind of world.
+"""Machines at rest that sandboxes are copied from: one booted for each shape, and one prepared for each VM spec.
 
-    boot (seconds) ──▶ booted, kept on disk ──copy, make the world──▶ furnished, kept in memory ──copy──▶ sandbox
+    boot (seconds) ──▶ booted, kept on disk ──copy, environment──▶ prepared, kept in memory ──copy──▶ sandbox
 
 A booted machine depends on nothing but QEMU, the base system, the agent's code and its shape, so it is stored beside
 the images and found again by the next process. Owns both kinds and who waits for one that is being made; at most
-``FURNISHED_LIMIT`` furnished ones are kept, and those that sandboxes still use beside them.
+``PREPARED_LIMIT`` prepared ones are kept, and those that sandboxes still use beside them.
 """
 
 import asyncio
@@ -24,48 +24,47 @@ from etude.sandboxes.images.debian import Base
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.store import ImageStore, settle
 from etude.sandboxes.qemu.disks import make_empty, make_writable
-from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, Wires, command_line
+from etude.sandboxes.qemu.hardware import UPPER, Boot, Disks, Shape, VmSpec, Wires, command_line
 from etude.sandboxes.qemu.initramfs import agent_archive
-from etude.sandboxes.qemu.machine import Frozen, Identity, Machine
-from etude.sandboxes.qemu.vm_spec import Furnishing
+from etude.sandboxes.qemu.machine import Frozen, Machine, MachineIdentity
 
 BOOT_TIMEOUT_S = 180.0
 """Software emulation on a busy machine; on an idle one it takes eight seconds."""
-WORLD_TIMEOUT_S = 60.0
-FURNISHED_LIMIT = 16
+PREPARE_TIMEOUT_S = 60.0
+PREPARED_LIMIT = 16
 BOOTED_LIMIT = 12
 """Kept on disk; each takes some 150 MB."""
-LOCK_LIMIT = 8 * FURNISHED_LIMIT
-"""Of templates that are being made or once were."""
+LOCK_LIMIT = 8 * PREPARED_LIMIT
+"""Most templates that are being made or once were."""
 CONSOLE_TAIL = 600
 """Characters of what a kernel said that are shown when it does not boot."""
 
 
 class Templates:
-    """Booted and furnished machines, made when they are first asked for."""
+    """Booted and prepared machines, made when they are first asked for."""
 
     def __init__(self, program: str, version: str, store: ImageStore, base: Base, folder: Path) -> None:
-        """``folder`` is where furnished ones are kept, ``version`` QEMU's own words about itself."""
+        """``folder`` is where prepared ones are kept, ``version`` QEMU's own words about itself."""
         self._program = program
         self._version = version
         self._store = store
         self._base = base
         self._folder = folder
         self._agent = agent_archive()
-        self._furnished: OrderedDict[str, Frozen] = OrderedDict()
+        self._prepared: OrderedDict[str, Frozen] = OrderedDict()
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: dict[Path, int] = {}
         self._made = 0
 
-    async def furnished(self, furnishing: Furnishing) -> Frozen:
-        """The template of a kind of world; whoever copies it says so with :meth:`hold`."""
-        key = furnishing.key
+    async def prepared(self, vm_spec: VmSpec) -> Frozen:
+        """The template of a VM spec; a caller that copies it says so with :meth:`hold`."""
+        key = vm_spec.key
         async with self._locks.setdefault(key, asyncio.Lock()):
-            if key not in self._furnished:
-                self._furnished[key] = await self._furnish(furnishing)
-            self._furnished.move_to_end(key)
+            if key not in self._prepared:
+                self._prepared[key] = await self._prepare(vm_spec)
+            self._prepared.move_to_end(key)
             self._evict()
-            return self._furnished[key]
+            return self._prepared[key]
 
     async def booted(self, shape: Shape, timeout_s: float = BOOT_TIMEOUT_S) -> Frozen:
         """A machine of a shape as it is when its agent first answers.
@@ -91,7 +90,7 @@ class Templates:
         self._users[frozen.folder] -= 1
         if not self._users[frozen.folder]:
             del self._users[frozen.folder]
-            if all(kept.folder != frozen.folder for kept in self._furnished.values()):
+            if all(frozen_disk.folder != frozen.folder for frozen_disk in self._prepared.values()):
                 remove_tree(frozen.folder)
 
     def fresh_folder(self) -> Path:
@@ -101,24 +100,24 @@ class Templates:
 
     def _evict(self) -> None:
         if len(self._locks) > LOCK_LIMIT:
-            kept = {key: lock for key, lock in self._locks.items() if lock.locked() or key in self._furnished}
-            self._locks = kept
-        while len(self._furnished) > FURNISHED_LIMIT:
-            _, frozen = self._furnished.popitem(last=False)
+            frozen_disk = {key: lock for key, lock in self._locks.items() if lock.locked() or key in self._prepared}
+            self._locks = frozen_disk
+        while len(self._prepared) > PREPARED_LIMIT:
+            _, frozen = self._prepared.popitem(last=False)
             if frozen.folder not in self._users:
                 remove_tree(frozen.folder)
 
-    async def _furnish(self, furnishing: Furnishing) -> Frozen:
-        """Copy a booted machine, have it make the world, and bring it to rest."""
-        booted = await self.booted(furnishing.shape)
-        disk = await asyncio.to_thread(self._writable, furnishing.disk_bytes)
-        disks = replace(booted.disks, upper=(disk,), is_blank=False, layers=furnishing.layers)
+    async def _prepare(self, vm_spec: VmSpec) -> Frozen:
+        """Copy a booted machine, have it make the commands' environment, and bring it to rest."""
+        booted = await self.booted(vm_spec.shape)
+        disk = await asyncio.to_thread(self._writable, vm_spec.disk_bytes)
+        disks = replace(booted.disks, upper=(disk,), is_blank=False, layers=vm_spec.layers)
         folder = self.fresh_folder()
         folder.mkdir()
-        machine = await Machine.copy(self._program, booted, folder, Identity(name="template"), disks)
+        machine = await Machine.copy(self._program, booted, folder, MachineIdentity(name="template"), disks)
         try:
-            order: Mapping[str, Any] = orjson.loads(furnishing.order)
-            await machine.link.ask("world", {**order, "upper": UPPER}, timeout_s=WORLD_TIMEOUT_S)
+            order: Mapping[str, Any] = orjson.loads(vm_spec.order)
+            await machine.link.ask("environment", {**order, "upper": UPPER}, timeout_s=PREPARE_TIMEOUT_S)
             await machine.rest()
             return await machine.freeze(self.fresh_folder(), keep=False)
         finally:
@@ -176,7 +175,7 @@ def prune(folder: Path) -> None:
     used |= {file.parent: file.stat().st_mtime_ns for file in folder.glob("*/frozen.json")}
     for path in sorted(used, key=lambda path: used[path])[:-BOOTED_LIMIT]:
         if path.is_dir():
-            (path / "frozen.json").unlink()  # first, so that nobody takes half a machine for one
+            (path / "frozen.json").unlink()  # first, so that half a machine is not taken for one
             remove_tree(path)
         else:
             path.unlink()

@@ -1,4 +1,4 @@
-"""Sandboxes on somebody else's machines: the client of :mod:`etude.sandboxes.remote.server`, or of another server that
+"""Sandboxes on other machines: the client of :mod:`etude.sandboxes.remote.server`, or of another server that
 speaks :mod:`etude.sandboxes.remote.wire`.
 
     trainer's side: RemoteSandboxes ──HTTPS, one key──▶ server in the user's own network ──▶ clones of their services
@@ -34,9 +34,9 @@ CREATE_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 30.0
 """For a sandbox to close; one that does not is the server's to close when its lease is over."""
 GRACE_S = 60.0
-"""How much later than a command's own deadline its end may be reported."""
+"""Time after a command's own deadline within which its end may be reported."""
 ATTEMPTS = 3
-"""Of what may be asked again."""
+"""Tries of a request that may be repeated."""
 RETRY_S = 0.5
 """Between them."""
 HEARTBEATS_PER_LEASE = 3
@@ -46,7 +46,7 @@ MIN_HEARTBEAT_S = 0.05
 CONNECTIONS = 256
 """To the server at a time; more calls wait for one of them to end."""
 
-M = TypeVar("M", bound=wire.Message)
+M = TypeVar("M", bound=wire.WireMessage)
 
 
 class RemoteSandboxes:
@@ -56,19 +56,19 @@ class RemoteSandboxes:
         """``url`` is the server's, without the version. Raises :class:`~etude.errors.ConfigError` if it is none."""
         if not url.startswith(("http://", "https://")) or not key:
             raise ConfigError(f"sandboxes at {url!r}: expected an http(s) URL and a key")
-        self._server = _Server(f"{url.rstrip('/')}/v{wire.VERSION}", key)
+        self._server = _ServerConnection(f"{url.rstrip('/')}/v{wire.VERSION}", key)
         self._claims: frozenset[Capability] | None = None
         self._sandboxes: dict[str, RemoteSandbox] = {}
         self._heart: asyncio.Task[None] | None = None
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
-        """What the server's provider holds to, as far as we know the words."""
+        """The capabilities of the server's provider, as far as this client knows their names."""
         if self._claims is None:
-            promises = await self._server.ask(wire.Promises, "GET", "capabilities", attempts=ATTEMPTS)
-            if promises.version != wire.VERSION:
-                raise SandboxError(f"the server speaks version {promises.version}, this client {wire.VERSION}")
-            self._claims = wire.known_capabilities(promises.capabilities)
+            capabilities = await self._server.ask(wire.CapabilitiesReply, "GET", "capabilities", attempts=ATTEMPTS)
+            if capabilities.version != wire.VERSION:
+                raise SandboxError(f"the server speaks version {capabilities.version}, this client {wire.VERSION}")
+            self._claims = wire.known_capabilities(capabilities.capabilities)
         return self._claims
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> "RemoteSandbox":
@@ -80,10 +80,10 @@ class RemoteSandboxes:
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
         name, spec = uuid.uuid4().hex, spec or SandboxSpec()
-        body = wire.write_message(wire.Creation.of(files, spec))
+        body = wire.write_message(wire.CreateRequest.of(files, spec))
         try:
             lease = await self._server.ask(
-                wire.Lease, "PUT", f"sandboxes/{name}", body, timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
+                wire.LeaseReply, "PUT", f"sandboxes/{name}", body, timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
             )
         except BaseException:
             await self.drop(name)  # it may have been made
@@ -129,7 +129,7 @@ class RemoteSandboxes:
 class RemoteSandbox:
     """One sandbox of a server; implements :class:`~etude.protocols.Sandbox`."""
 
-    def __init__(self, provider: RemoteSandboxes, server: "_Server", name: str, lease_s: float) -> None:
+    def __init__(self, provider: RemoteSandboxes, server: "_ServerConnection", name: str, lease_s: float) -> None:
         self._provider = provider
         self._server = server
         self._name = name
@@ -146,9 +146,9 @@ class RemoteSandbox:
         environment: Mapping[str, str] | None = None,
     ) -> ExecResult:
         """Run one command; giving it up ends it. A connection that is lost under it is an error of the sandbox."""
-        order = wire.Order(argv=list(argv), stdin=stdin, timeout_s=timeout_s, environment=dict(environment or {}))
+        order = wire.ExecRequest(argv=list(argv), stdin=stdin, timeout_s=timeout_s, environment=dict(environment or {}))
         wait_s = timeout_s + GRACE_S if timeout_s > 0 else GRACE_S
-        return (await self._ask(wire.Ending, "exec", order, timeout_s=wait_s)).result()
+        return (await self._ask(wire.ExecReply, "exec", order, timeout_s=wait_s)).result()
 
     async def read_file(self, path: str) -> str | None:
         """The text of a file, or ``None`` if there is none; ``ValueError`` if it is no plain file."""
@@ -164,7 +164,7 @@ class RemoteSandbox:
         One that could not be unpacked safely is an error of the sandbox.
         """
         self._check_open()
-        body = wire.write_message(wire.Choice(paths=list(paths), limit_bytes=limit_bytes))
+        body = wire.write_message(wire.ExportRequest(paths=list(paths), limit_bytes=limit_bytes))
         tar = await self._server.fetch(
             "POST",
             f"sandboxes/{self._name}/export",
@@ -185,7 +185,7 @@ class RemoteSandbox:
         await self._server.ask(wire.Done, "POST", path, tar)
 
     async def stats(self) -> SandboxStats:
-        """What is used now, as the server's provider counts it."""
+        """Usage now, as the server's provider counts it."""
         return (await self._ask(wire.Use, "stats")).stats()
 
     async def kill_processes(self) -> None:
@@ -220,7 +220,7 @@ class RemoteSandbox:
         self,
         kind: type[M],
         action: str,
-        message: wire.Message | None = None,
+        message: wire.WireMessage | None = None,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         attempts: int = 1,
@@ -235,7 +235,7 @@ class RemoteSandbox:
             raise SandboxError("the sandbox is closed")
 
 
-class _Server:
+class _ServerConnection:
     """The other end: asks it things, and believes nothing that it did not read."""
 
     def __init__(self, url: str, key: str) -> None:
@@ -298,10 +298,10 @@ class _Server:
         if response.status == 200:
             return bytes(answer)
         try:
-            refusal = wire.read_message(wire.Refusal, bytes(answer))
+            reply = wire.read_message(wire.ErrorReply, bytes(answer))
         except ValueError:
             raise SandboxError(f"the server of {self._url} answered {response.status} {response.reason}") from None
-        raise refusal.error()
+        raise reply.error()
 
     async def close(self) -> None:
         """Hang up."""

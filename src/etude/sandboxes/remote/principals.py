@@ -3,13 +3,14 @@
     FILE: what holds for all, and a table [clients.NAME] each ──▶ Client: digest of a key, permissions, quota
 
 What a client may name of the server's machine and network, and how much it may have, is never the client's word: who
-is told of nothing has no network, no folders and the usual limits. Does no more I/O than reading the file.
+has no permissions has no network, no folders and the usual limits. Does no more I/O than reading the file.
 """
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,165 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from etude.config.section import Section
-from etude.errors import ConfigError, Unsupported
+from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.sandbox_spec import WORKDIR, Image, SandboxLimits, SandboxSpec
-from etude.sandboxes.remote.holdings import EACH, SANDBOXES, TOTAL, Quota
+
+SANDBOXES = 256
+"""Sandboxes of one key at a time, unless its operator says otherwise."""
+EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, cpus=4.0)
+"""The most of one sandbox, likewise: what builds and databases take."""
+TOTAL = SandboxLimits(
+    **{limit.name: SANDBOXES * getattr(SandboxLimits(), limit.name) for limit in fields(SandboxLimits)}
+)
+"""The most of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """The most that the holder of one key may have at a time."""
+
+    sandboxes: int = SANDBOXES
+    each: SandboxLimits = EACH
+    """The highest limits that one sandbox may be made with."""
+    total: SandboxLimits = TOTAL
+    """The highest sum of the limits of all."""
+
+    def __post_init__(self) -> None:
+        if self.sandboxes < 1:
+            raise ValueError(f"sandboxes={self.sandboxes}: expected at least 1")
+        for name, most in _amounts(self.each):
+            if most > getattr(self.total, name):
+                raise ValueError(f"each.{name}={most} is more than total.{name}={getattr(self.total, name)}")
+
+    def check(self, limits: SandboxLimits, holder: str) -> None:
+        """Raise :class:`~etude.errors.Unsupported` for limits that no sandbox of ``holder`` may have."""
+        for name, amount in _amounts(limits):
+            if amount > (most := getattr(self.each, name)):
+                raise Unsupported(
+                    f"limits.{name}={amount}: a sandbox of key {holder!r} may have {most} on this server; "
+                    "ask for less, or let its operator allow more"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredSandbox:
+    """One sandbox's name, which is unique among those of its holder."""
+
+    holder: str
+    name: str
+
+
+@dataclass(slots=True)
+class _Terms:
+    ends: float
+    """When the lease is over, in monotonic seconds."""
+    dies: float
+    """When its time to live is."""
+    limits: SandboxLimits
+    requests: int = 0
+    """Under way."""
+
+
+class SandboxRegistry:
+    """All that is held of one server."""
+
+    def __init__(self, *, lease_s: float, quotas: Mapping[str, Quota]) -> None:
+        """``quotas`` by holder."""
+        self.lease_s = lease_s
+        self._quotas = quotas
+        self._terms: dict[RegisteredSandbox, _Terms] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """The number of sandboxes."""
+        return len(self._terms)
+
+    def __contains__(self, registered: RegisteredSandbox) -> bool:
+        """Say whether a sandbox is registered."""
+        return registered in self._terms
+
+    def take(self, needed: Sequence[RegisteredSandbox], limits: SandboxLimits, ttl_s: float, now: float) -> None:
+        """Hold new ones, all or none.
+
+        Raises ``ValueError`` for one that is held already, :class:`~etude.errors.SandboxError` beyond the quota of
+        their holder.
+        """
+        clients_by_digest = [registered.name for registered in needed if registered in self._terms]
+        if clients_by_digest:
+            raise ValueError(f"sandbox {clients_by_digest[0]} is there already: give new ones names of their own")
+        for holder, count in Counter(registered.holder for registered in needed).items():
+            self._check_room(holder, count, limits)
+        for registered in needed:
+            self._terms[registered] = _Terms(ends=now + self.lease_s, dies=now + ttl_s, limits=limits)
+            self._counts[registered.holder] += 1
+
+    def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
+        """Those that it was made with. ``KeyError`` if it is not held."""
+        return self._terms[registered].limits
+
+    def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
+        """Raise unless ``count`` more sandboxes of a holder fit."""
+        quota, fix = self._quotas[holder], "close some, or try again later"
+        if self._counts[holder] + count > quota.sandboxes:
+            raise SandboxError(
+                f"{self._counts[holder]} of {quota.sandboxes} sandboxes of key {holder!r} are open, {count} more do "
+                f"not fit: {fix}"
+            )
+        for name, amount in _amounts(limits):
+            used = sum(
+                getattr(terms.limits, name) for registered, terms in self._terms.items() if registered.holder == holder
+            )
+            if used + count * amount > (most := getattr(quota.total, name)):
+                raise SandboxError(
+                    f"sandboxes of key {holder!r} have {name}={used} of {most}, {count * amount} more do not fit: {fix}"
+                )
+
+    def begin(self, registered: RegisteredSandbox, now: float) -> bool:
+        """A request on it begins; false, and nothing happens, if it is not held."""
+        terms = self._terms.get(registered)
+        if terms is None:
+            return False
+        terms.requests += 1
+        terms.ends = now + self.lease_s
+        return True
+
+    def end(self, registered: RegisteredSandbox, now: float) -> None:
+        """A request on it is over; the sandbox may be, too."""
+        terms = self._terms.get(registered)
+        if terms is not None:
+            terms.requests -= 1
+            terms.ends = now + self.lease_s
+
+    def renew(self, needed: Iterable[RegisteredSandbox], now: float) -> list[RegisteredSandbox]:
+        """Begin the leases of some anew; returns those that are not held."""
+        lost = []
+        for registered in needed:
+            terms = self._terms.get(registered)
+            if terms is None:
+                lost.append(registered)
+            else:
+                terms.ends = now + self.lease_s
+        return lost
+
+    def drop(self, registered: RegisteredSandbox) -> None:
+        """It is closed, or will be; dropping it again does nothing."""
+        if self._terms.pop(registered, None) is not None:
+            self._counts[registered.holder] -= 1
+            if not self._counts[registered.holder]:
+                del self._counts[registered.holder]
+
+    def due(self, now: float) -> list[RegisteredSandbox]:
+        """Those whose time is over, or whose lease is while no request is under way."""
+        return [
+            registered
+            for registered, terms in self._terms.items()
+            if terms.dies <= now or (terms.ends <= now and not terms.requests)
+        ]
+
+
+def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
+    return [(limit.name, getattr(limits, limit.name)) for limit in fields(limits)]
+
 
 TABLE = "clients"
 """The key of the file below which each client has a table; what is beside it holds for all."""
@@ -79,7 +236,7 @@ class Permissions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Client:
+class SandboxClient:
     """The holder of a key, and what that opens."""
 
     digest: str
@@ -97,7 +254,7 @@ class Caps(Section):
     cpus: float | None = None
 
     def over(self, usual: SandboxLimits) -> SandboxLimits:
-        """The usual caps but for those that are named. ``ValueError`` for one that nobody could keep to."""
+        """The usual caps but for those that are named. ``ValueError`` for one that cannot be kept."""
         return replace(usual, **self.model_dump(exclude_none=True))
 
 
@@ -122,16 +279,16 @@ class ClientSection(Section):
     def _are_places(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
         return SandboxSpec(allow=allow).allow
 
-    def client(self, images: Callable[[str], Image] | None) -> Client:
+    def client(self, images: Callable[[str], Image] | None) -> SandboxClient:
         """Make a noun of it. ``ValueError`` for caps that contradict each other."""
-        return Client(
+        return SandboxClient(
             digest=self.key_sha256,
             permissions=Permissions(allow=frozenset(self.allow), folders=self.folders, images=images),
             quota=Quota(sandboxes=self.sandboxes, each=self.each.over(EACH), total=self.total.over(TOTAL)),
         )
 
 
-def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str, Client]:
+def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str, SandboxClient]:
     """The clients of a TOML file, by name; ``images`` finds a stored image for any of them.
 
     Raises :class:`~etude.errors.ConfigError` with the file, the client, the key and the value.
@@ -151,7 +308,7 @@ def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str,
     return clients
 
 
-def parse_client(source: str, tree: Mapping[str, object], images: Callable[[str], Image] | None) -> Client:
+def parse_client(source: str, tree: Mapping[str, object], images: Callable[[str], Image] | None) -> SandboxClient:
     """A client from plain values. Raises :class:`~etude.errors.ConfigError`, which begins with ``source``."""
     try:
         return ClientSection.model_validate_json(json.dumps(tree, default=str)).client(images)

@@ -2,11 +2,10 @@
 
     client ──HTTP──▶ this server ──▶ provider ──▶ sandboxes, in the network they are meant for
 
-Owns sizes and how much goes on at a time. What a client may ask for is its operator's word
-(:mod:`etude.sandboxes.remote.principals`), and nothing outlives a lost one, because of leases
-(:mod:`etude.sandboxes.remote.holdings`). What is said: :mod:`etude.sandboxes.remote.wire`. Listening and encryption are
-its caller's, whose runner must cancel the handlers of clients that hang up
-(``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
+Owns sizes and how much goes on at a time. What a client may ask for is its operator's word, and nothing outlives a lost
+one, because of leases (both :mod:`etude.sandboxes.remote.principals`). What is said:
+:mod:`etude.sandboxes.remote.wire`. Listening and encryption are its caller's, whose runner must cancel the handlers of
+clients that hang up (``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
 
 States: new ──start-up of the app──▶ open ──clean-up──▶ closed. Consumes requests; waits for the provider, which keeps
 the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of its own, which a client
@@ -28,16 +27,15 @@ from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits
 from etude.sandboxes.remote import wire
-from etude.sandboxes.remote.holdings import Held, Holdings
-from etude.sandboxes.remote.principals import Client
+from etude.sandboxes.remote.principals import RegisteredSandbox, SandboxClient, SandboxRegistry
 
 PREFIX = f"/v{wire.VERSION}"
 SWEEPS_PER_LEASE = 8
-"""How often leases are looked at."""
+"""Time between two looks at leases."""
 BODY_TIMEOUT_S = 300.0
 """For a client to send all of a request."""
 TAR = "application/x-tar"
-Answer: TypeAlias = wire.Message | bytes
+Answer: TypeAlias = wire.WireMessage | bytes
 """JSON, or a tar."""
 
 
@@ -48,13 +46,13 @@ class ServerLimits:
     snapshots: int = 64
     """Kept of each key, as long as the server runs."""
     requests: int = 1024
-    """Under way at a time, of all keys; one more is told to come back."""
+    """Under way at a time, of all keys; one more gets an error to retry."""
     lease_s: float = 60.0
-    """After which a sandbox nobody asks for is closed."""
+    """Time after which a sandbox without requests is closed."""
     ttl_s: float = 24 * 3600.0
     """The longest that a sandbox may live."""
     tar_bytes: int = 256 << 20
-    """Of one export or load."""
+    """Most bytes of one export or load."""
 
 
 class SandboxServer:
@@ -63,21 +61,21 @@ class SandboxServer:
     def __init__(
         self,
         provider: SandboxProvider,
-        clients: Mapping[str, Client],
+        clients: Mapping[str, SandboxClient],
         *,
         limits: ServerLimits | None = None,
     ) -> None:
         """``clients`` by their names. Raises :class:`~etude.errors.ConfigError` without any."""
         if not clients:
-            raise ConfigError("a server of sandboxes without keys would serve nobody: name at least one")
+            raise ConfigError("a server of sandboxes without keys would serve no client: name at least one")
         self._provider = provider
         self._clients = MappingProxyType(dict(clients))
         self._names = MappingProxyType({client.digest: name for name, client in clients.items()})
         self._limits = limits or ServerLimits()
         quotas = {name: client.quota for name, client in clients.items()}
-        self._holdings = Holdings(lease_s=self._limits.lease_s, quotas=quotas)
-        self._sandboxes: dict[Held, asyncio.Task[Sandbox]] = {}
-        self._ttls_s: dict[Held, float] = {}
+        self._registry = SandboxRegistry(lease_s=self._limits.lease_s, quotas=quotas)
+        self._sandboxes: dict[RegisteredSandbox, asyncio.Task[Sandbox]] = {}
+        self._ttls_s: dict[RegisteredSandbox, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._snapshots: dict[str, dict[str, Image]] = {name: {} for name in clients}
         self._under_way = 0
@@ -90,7 +88,7 @@ class SandboxServer:
         """The routes; leases are watched for as long as it runs, and then every sandbox is closed."""
         app = web.Application(client_max_size=max(self._limits.tar_bytes + wire.TAR_SLACK_BYTES, wire.JSON_LIMIT_BYTES))
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
-        app.router.add_get(f"{PREFIX}/capabilities", self._route(self._promise))
+        app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew))
         app.router.add_put(place, self._route(self._create))
         app.router.add_delete(place, self._route(self._delete))
@@ -103,110 +101,112 @@ class SandboxServer:
         return app
 
     def _route(
-        self, handle: "Callable[[Held, bytes], Awaitable[Answer]]"
+        self, handle: "Callable[[RegisteredSandbox, bytes], Awaitable[Answer]]"
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Let those in who have a key, read what they send, and tell them what went wrong."""
 
         async def answer(request: web.Request) -> web.Response:
             try:
-                held = Held(_client(request, self._names), request.match_info.get("name", ""))
+                registered = RegisteredSandbox(_client(request, self._names), request.match_info.get("name", ""))
                 if self._under_way >= self._limits.requests:
                     raise SandboxError(f"{self._under_way} requests are under way: try again later")
                 self._under_way += 1
                 try:
-                    return _response(await handle(held, await _body(request)))
+                    return _response(await handle(registered, await _body(request)))
                 finally:
                     self._under_way -= 1
             except _Stranger as error:
-                return _refuse(wire.Refusal(fault=wire.Fault.KEY, message=str(error)))
+                return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
             except (EtudeError, ValueError) as error:
-                return _refuse(wire.Refusal.of(error))
+                return _refuse(wire.ErrorReply.of(error))
 
         return answer
 
-    async def _promise(self, held: Held, body: bytes) -> Answer:
+    async def _capabilities(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         claims = await self._provider.capabilities()
-        return wire.Promises(version=wire.VERSION, capabilities=sorted(map(str, claims)))
+        return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, claims)))
 
-    async def _renew(self, held: Held, body: bytes) -> Answer:
+    async def _renew(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         names = wire.read_message(wire.Names, body).names
-        lost = self._holdings.renew([Held(held.holder, name) for name in names], time.monotonic())
+        lost = self._registry.renew([RegisteredSandbox(registered.holder, name) for name in names], time.monotonic())
         return wire.Names(names=[each.name for each in lost])
 
-    async def _create(self, held: Held, body: bytes) -> Answer:
-        order = wire.read_message(wire.Creation, body)
-        if held not in self._sandboxes:
-            client = self._clients[held.holder]
-            spec = client.permissions.resolve(order.spec(), self._snapshots[held.holder])
-            client.quota.check(spec.limits, held.holder)
+    async def _create(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        order = wire.read_message(wire.CreateRequest, body)
+        if registered not in self._sandboxes:
+            client = self._clients[registered.holder]
+            spec = client.permissions.resolve(order.spec(), self._snapshots[registered.holder])
+            client.quota.check(spec.limits, registered.holder)
             if spec.ttl_s > self._limits.ttl_s:
                 raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
 
             async def create() -> Sequence[Sandbox]:
                 return [await self._provider.create(order.files, spec)]
 
-            self._make([held], spec.limits, spec.ttl_s, create)
-        await self._made([held])
-        return wire.Lease(lease_s=self._limits.lease_s)
+            self._make([registered], spec.limits, spec.ttl_s, create)
+        await self._made([registered])
+        return wire.LeaseReply(lease_s=self._limits.lease_s)
 
-    async def _delete(self, held: Held, body: bytes) -> Answer:
-        await asyncio.shield(self._close(held))
+    async def _delete(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        await asyncio.shield(self._close(registered))
         return wire.Done()
 
     def _use(
         self, act: "Callable[[Sandbox, bytes], Awaitable[Answer]]"
-    ) -> "Callable[[Held, bytes], Awaitable[Answer]]":
-        async def use(held: Held, body: bytes) -> Answer:
-            return await self._with(held, lambda sandbox: act(sandbox, body))
+    ) -> "Callable[[RegisteredSandbox, bytes], Awaitable[Answer]]":
+        async def use(registered: RegisteredSandbox, body: bytes) -> Answer:
+            return await self._with(registered, lambda sandbox: act(sandbox, body))
 
         return use
 
-    async def _with(self, held: Held, act: "Callable[[Sandbox], Awaitable[Answer]]") -> Answer:
+    async def _with(self, registered: RegisteredSandbox, act: "Callable[[Sandbox], Awaitable[Answer]]") -> Answer:
         """Do something with a sandbox that is held, and meanwhile keep it."""
-        if not self._holdings.begin(held, time.monotonic()):
-            raise SandboxError(f"sandbox {held.name} is closed, or its lease or time to live is over")
+        if not self._registry.begin(registered, time.monotonic()):
+            raise SandboxError(f"sandbox {registered.name} is closed, or its lease or time to live is over")
         try:
-            (sandbox,) = await self._made([held])
+            (sandbox,) = await self._made([registered])
             return await act(sandbox)
         finally:
-            self._holdings.end(held, time.monotonic())
+            self._registry.end(registered, time.monotonic())
 
-    async def _export(self, held: Held, body: bytes) -> Answer:
-        choice = wire.read_message(wire.Choice, body)
+    async def _export(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        choice = wire.read_message(wire.ExportRequest, body)
         limit_bytes = min(choice.limit_bytes, self._limits.tar_bytes)
-        return await self._with(held, lambda sandbox: sandbox.export(choice.paths, limit_bytes=limit_bytes))
+        return await self._with(registered, lambda sandbox: sandbox.export(choice.paths, limit_bytes=limit_bytes))
 
-    async def _snapshot(self, held: Held, body: bytes) -> Answer:
-        kept = self._snapshots[held.holder]
+    async def _snapshot(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        reply_body = self._snapshots[registered.holder]
 
         async def keep(sandbox: Sandbox) -> Answer:
-            if len(kept) >= self._limits.snapshots:
-                raise SandboxError(f"{len(kept)} snapshots of this key are kept, which is the limit of this server")
+            if len(reply_body) >= self._limits.snapshots:
+                raise SandboxError(
+                    f"{len(reply_body)} snapshots of this key are kept, which is the limit of this server"
+                )
             image = await sandbox.snapshot()
             name = f"snapshot-{uuid.uuid4().hex}"
-            kept[name] = image
+            reply_body[name] = image
             return wire.Picture(digest=name, environment=dict(image.environment), workdir=image.workdir)
 
-        return await self._with(held, keep)
+        return await self._with(registered, keep)
 
-    async def _fork(self, held: Held, body: bytes) -> Answer:
+    async def _fork(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         names = wire.read_message(wire.Names, body).names
         if not 0 < len(set(names)) == len(names) <= wire.MAX_FORKS:
             raise ValueError(f"fork({len(names)}): expected 1 to {wire.MAX_FORKS} different names")
-        forks = [Held(held.holder, name) for name in names]
+        forks = [RegisteredSandbox(registered.holder, name) for name in names]
 
         async def fork(sandbox: Sandbox) -> Answer:
             if not all(each in self._sandboxes for each in forks):
-                limits = self._holdings.limits(held)
-                self._make(forks, limits, self._ttls_s[held], lambda: sandbox.fork(len(forks)))
+                limits = self._registry.limits(registered)
+                self._make(forks, limits, self._ttls_s[registered], lambda: sandbox.fork(len(forks)))
             await self._made(forks)
             return wire.Done()
 
-        return await self._with(held, fork)
+        return await self._with(registered, fork)
 
     def _make(
         self,
-        helds: Sequence[Held],
+        helds: Sequence[RegisteredSandbox],
         limits: SandboxLimits,
         ttl_s: float,
         make: "Callable[[], Coroutine[None, None, Sequence[Sandbox]]]",
@@ -214,35 +214,37 @@ class SandboxServer:
         """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
         be held.
         """
-        self._holdings.take(helds, limits, ttl_s, time.monotonic())
-        together = asyncio.create_task(make())
-        for index, held in enumerate(helds):
-            self._sandboxes[held] = asyncio.create_task(_one(together, index))
-            self._ttls_s[held] = ttl_s
+        self._registry.take(helds, limits, ttl_s, time.monotonic())
+        batch = asyncio.create_task(make())
+        for index, registered in enumerate(helds):
+            self._sandboxes[registered] = asyncio.create_task(_one(batch, index))
+            self._ttls_s[registered] = ttl_s
 
-    async def _made(self, helds: Sequence[Held]) -> Sequence[Sandbox]:
+    async def _made(self, helds: Sequence[RegisteredSandbox]) -> Sequence[Sandbox]:
         """Sandboxes that were asked for together, once they are made; if one could not be, none is held any more.
 
         Who waits for them keeps them meanwhile: making one may take longer than a lease.
         """
-        makings = {held: self._sandboxes[held] for held in helds}
-        for held in helds:
-            self._holdings.begin(held, time.monotonic())
+        makings = {registered: self._sandboxes[registered] for registered in helds}
+        for registered in helds:
+            self._registry.begin(registered, time.monotonic())
         try:
             return [await asyncio.shield(making) for making in makings.values()]
         except (EtudeError, ValueError):
-            for held, _ in makings.items() & self._sandboxes.items():  # one may have been made anew for who asked again
-                self._close(held)
+            for registered, _ in (
+                makings.items() & self._sandboxes.items()
+            ):  # one may have been made anew for who asked again
+                self._close(registered)
             raise
         finally:
-            for held, _ in makings.items() & self._sandboxes.items():
-                self._holdings.end(held, time.monotonic())
+            for registered, _ in makings.items() & self._sandboxes.items():
+                self._registry.end(registered, time.monotonic())
 
-    def _close(self, held: Held) -> "asyncio.Task[None]":
+    def _close(self, registered: RegisteredSandbox) -> "asyncio.Task[None]":
         """Hold a sandbox no more, and close it as soon as it is made; whether it is held or not."""
-        self._holdings.drop(held)
-        self._ttls_s.pop(held, None)
-        closing = asyncio.create_task(_end(self._sandboxes.pop(held, None)))
+        self._registry.drop(registered)
+        self._ttls_s.pop(registered, None)
+        closing = asyncio.create_task(_end(self._sandboxes.pop(registered, None)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         return closing
@@ -251,14 +253,14 @@ class SandboxServer:
         async def sweep() -> None:
             while True:
                 await asyncio.sleep(self._limits.lease_s / SWEEPS_PER_LEASE)
-                for held in self._holdings.due(time.monotonic()):
-                    self._close(held)
+                for registered in self._registry.due(time.monotonic()):
+                    self._close(registered)
 
         sweeping = asyncio.create_task(sweep())
         yield
         sweeping.cancel()
-        for held in list(self._sandboxes):
-            self._close(held)
+        for registered in list(self._sandboxes):
+            self._close(registered)
         await asyncio.gather(sweeping, *self._closing, return_exceptions=True)
 
 
@@ -267,7 +269,7 @@ class _Stranger(Exception):
 
 
 def _client(request: web.Request, names: Mapping[str, str]) -> str:
-    """Whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
+    """The client whose key it is; only digests are compared, so how long that takes tells nothing of a key."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     client = names.get(hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).hexdigest())
     if scheme.lower() != "bearer" or client is None:
@@ -276,9 +278,9 @@ def _client(request: web.Request, names: Mapping[str, str]) -> str:
 
 
 async def _exec(sandbox: Sandbox, body: bytes) -> Answer:
-    order = wire.read_message(wire.Order, body)
+    order = wire.read_message(wire.ExecRequest, body)
     result = await sandbox.exec(order.argv, stdin=order.stdin, timeout_s=order.timeout_s, environment=order.environment)
-    return wire.Ending.of(result)
+    return wire.ExecReply.of(result)
 
 
 async def _read(sandbox: Sandbox, body: bytes) -> Answer:
@@ -308,8 +310,8 @@ async def _kill(sandbox: Sandbox, body: bytes) -> Answer:
     return wire.Done()
 
 
-async def _one(together: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:
-    return (await asyncio.shield(together))[index]
+async def _one(batch: "asyncio.Task[Sequence[Sandbox]]", index: int) -> Sandbox:
+    return (await asyncio.shield(batch))[index]
 
 
 async def _end(making: "asyncio.Task[Sandbox] | None") -> None:
@@ -340,5 +342,5 @@ def _response(answer: Answer) -> web.Response:
     return web.Response(body=wire.write_message(answer), content_type="application/json")
 
 
-def _refuse(refusal: wire.Refusal) -> web.Response:
-    return web.Response(body=wire.write_message(refusal), content_type="application/json", status=refusal.status)
+def _refuse(reply: wire.ErrorReply) -> web.Response:
+    return web.Response(body=wire.write_message(reply), content_type="application/json", status=reply.status)

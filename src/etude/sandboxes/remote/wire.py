@@ -1,4 +1,4 @@
-"""What a remote provider and its server say to each other: JSON over HTTP, and tars as they are. Pure.
+"""Messages between a remote provider and its server: JSON over HTTP, and tars as they are. Pure.
 
     GET    /v1/capabilities                            → Promises
     PUT    /v1/sandboxes/NAME             Creation     → Lease        the same again, and it is the same sandbox
@@ -15,12 +15,12 @@
     POST   /v1/leases                     Names        → Names        renews them; the answer has those that are lost
 
 Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
-a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox nobody asks for
+a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox without requests
 anything for ``lease_s`` is closed. A request that is given up ends its command.
 
-An answer other than 200 holds a :class:`Refusal`, whose kind becomes the client's exception. Unknown fields and unknown
-kinds of values are refused at both ends: a word that one side does not know may be what the other relies on. What
-changes the meaning of this gets a new number in the path.
+An answer other than 200 holds a :class:`ErrorReply`, whose kind becomes the client's exception. Unknown fields and
+unknown kinds of values are refused at both ends: a word that one side does not know may be what the other relies on.
+What changes the meaning of this gets a new number in the path.
 """
 
 import math
@@ -40,38 +40,38 @@ from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
 VERSION = 1
 """In every path."""
 JSON_LIMIT_BYTES = 96 << 20
-"""Of a body that is no tar: an input of many megabytes fits, written as JSON."""
+"""Most bytes of a body that is no tar: an input of many megabytes fits, written as JSON."""
 TAR_SLACK_BYTES = 1 << 20
-"""How much longer than its limit a tar may be before its reader hangs up."""
+"""Bytes beyond its limit at which a tar's reader hangs up."""
 MAX_FORKS = 64
 """That are asked for at once."""
 MAX_NAMES = 10_000
-"""Of leases that are renewed at once."""
+"""Most leases that are renewed at once."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Texts = dict[str, str]
-M = TypeVar("M", bound="Message")
+M = TypeVar("M", bound="WireMessage")
 
 
-class Message(BaseModel):
+class WireMessage(BaseModel):
     """A JSON body: its fields, of their types, and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Done(Message):
+class Done(WireMessage):
     """Nothing to say."""
 
 
-class Promises(Message):
-    """What the server's provider holds to."""
+class CapabilitiesReply(WireMessage):
+    """The capabilities of the server's provider."""
 
     version: int
     capabilities: list[str]
     """Those that a client does not know, it does not rely on."""
 
 
-class Limits(Message):
+class LimitsMessage(WireMessage):
     """The fields of :class:`~etude.sandbox_spec.SandboxLimits`."""
 
     memory_bytes: int
@@ -80,7 +80,7 @@ class Limits(Message):
     cpus: float
 
 
-class Picture(Message):
+class Picture(WireMessage):
     """The fields of :class:`~etude.sandbox_spec.Image`; layers are paths on the server's machine."""
 
     digest: str = ""
@@ -90,7 +90,7 @@ class Picture(Message):
     workdir: str
 
     def image(self) -> Image:
-        """As a noun."""
+        """The noun of this message."""
         layers = tuple(map(Path, self.layers))
         return Image(
             digest=self.digest, base=self.base, layers=layers, environment=self.environment, workdir=self.workdir
@@ -98,7 +98,7 @@ class Picture(Message):
 
     @classmethod
     def of(cls, image: Image) -> "Picture":
-        """As a message."""
+        """The message of a noun."""
         return cls(
             digest=image.digest,
             base=image.base,
@@ -108,12 +108,12 @@ class Picture(Message):
         )
 
 
-class Creation(Message):
+class CreateRequest(WireMessage):
     """The files of a new sandbox, and the fields of :class:`~etude.sandbox_spec.SandboxSpec`."""
 
     files: Texts
     image: Picture
-    limits: Limits
+    limits: LimitsMessage
     allow: list[str]
     mounts: Texts
     """Paths on the server's machine, by their path inside."""
@@ -122,7 +122,7 @@ class Creation(Message):
     ttl_s: float
 
     def spec(self) -> SandboxSpec:
-        """As a noun. ``ValueError`` for values it cannot have."""
+        """The noun of this message. ``ValueError`` for values it cannot have."""
         return SandboxSpec(
             image=self.image.image(),
             limits=SandboxLimits(**self.limits.model_dump()),
@@ -134,13 +134,13 @@ class Creation(Message):
         )
 
     @classmethod
-    def of(cls, files: Mapping[str, str], spec: SandboxSpec) -> "Creation":
-        """As a message."""
+    def of(cls, files: Mapping[str, str], spec: SandboxSpec) -> "CreateRequest":
+        """The message of a noun."""
         limits = spec.limits
         return cls(
             files=dict(files),
             image=Picture.of(spec.image),
-            limits=Limits(
+            limits=LimitsMessage(
                 memory_bytes=limits.memory_bytes,
                 disk_bytes=limits.disk_bytes,
                 processes=limits.processes,
@@ -154,13 +154,13 @@ class Creation(Message):
         )
 
 
-class Lease(Message):
+class LeaseReply(WireMessage):
     """A sandbox that was made, and for how long it is the client's unless it asks for something."""
 
     lease_s: float
 
 
-class Order(Message):
+class ExecRequest(WireMessage):
     """One command."""
 
     argv: list[str]
@@ -169,7 +169,7 @@ class Order(Message):
     environment: Texts
 
 
-class Ending(Message):
+class ExecReply(WireMessage):
     """The fields of :class:`~etude.protocols.ExecResult`."""
 
     exit_code: int
@@ -180,12 +180,12 @@ class Ending(Message):
     seconds: float
 
     def result(self) -> ExecResult:
-        """As a noun."""
+        """The noun of this message."""
         return ExecResult(**self.model_dump())
 
     @classmethod
-    def of(cls, result: ExecResult) -> "Ending":
-        """As a message."""
+    def of(cls, result: ExecResult) -> "ExecReply":
+        """The message of a noun."""
         return cls(
             exit_code=result.exit_code,
             stdout=result.stdout,
@@ -196,33 +196,33 @@ class Ending(Message):
         )
 
 
-class PathOnly(Message):
-    """Which file."""
+class PathOnly(WireMessage):
+    """The path of a file."""
 
     path: str
 
 
-class FileText(Message):
+class FileText(WireMessage):
     """A file and its text, ``None`` if there is none."""
 
     path: str
     text: str | None
 
 
-class Choice(Message):
-    """What to export."""
+class ExportRequest(WireMessage):
+    """The paths to export, and the limit."""
 
     paths: list[str]
     limit_bytes: Annotated[int, Field(ge=0)] = EXPORT_LIMIT_BYTES
 
 
-class Names(Message):
+class Names(WireMessage):
     """Some sandboxes."""
 
     names: list[Name] = Field(max_length=MAX_NAMES)
 
 
-class Use(Message):
+class Use(WireMessage):
     """The fields of :class:`~etude.sandbox_spec.SandboxStats`; ``None`` where the provider cannot tell."""
 
     memory_bytes: float | None
@@ -232,12 +232,12 @@ class Use(Message):
     age_s: float | None
 
     def stats(self) -> SandboxStats:
-        """As a noun."""
+        """The noun of this message."""
         return SandboxStats(**{name: math.nan if value is None else value for name, value in self.model_dump().items()})
 
     @classmethod
     def of(cls, stats: SandboxStats) -> "Use":
-        """As a message."""
+        """The message of a noun."""
         return cls(
             **{
                 name: None if math.isnan(value := getattr(stats, name)) else float(value)
@@ -246,8 +246,8 @@ class Use(Message):
         )
 
 
-class Fault(StrEnum):
-    """What is wrong with a request, and so which exception it becomes."""
+class ErrorKind(StrEnum):
+    """The fault of a request, and so the exception that it becomes."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"
@@ -257,46 +257,53 @@ class Fault(StrEnum):
     KEY = "key"
 
 
-class Refusal(Message):
-    """Why there is no answer."""
+class ErrorReply(WireMessage):
+    """The error of a request."""
 
-    fault: Fault
+    fault: ErrorKind
     message: str
 
     def error(self) -> Exception:
-        """What the client raises."""
+        """The exception that the client raises."""
         return ERRORS[self.fault](self.message)
 
     @classmethod
-    def of(cls, error: Exception) -> "Refusal":
-        """What the server says of an error; the most exact kind there is."""
-        fault = next((fault for fault, kind in ERRORS.items() if isinstance(error, kind)), Fault.SANDBOX)
+    def of(cls, error: Exception) -> "ErrorReply":
+        """The message of an exception, of the most exact kind there is."""
+        fault = next((fault for fault, kind in ERRORS.items() if isinstance(error, kind)), ErrorKind.SANDBOX)
         return cls(fault=fault, message=str(error))
 
     @property
     def status(self) -> int:
-        """Of the HTTP answer, for people and proxies; clients go by the fault."""
+        """Status of the HTTP answer, for people and proxies; clients go by the fault."""
         return STATUS[self.fault]
 
 
-ERRORS: Mapping[Fault, type[Exception]] = MappingProxyType(
+ERRORS: Mapping[ErrorKind, type[Exception]] = MappingProxyType(
     {
-        Fault.UNSUPPORTED: Unsupported,
-        Fault.CONFIG: ConfigError,
-        Fault.VALUE: ValueError,
-        Fault.AGENT: AgentFault,
-        Fault.SANDBOX: SandboxError,
-        Fault.KEY: ConfigError,
+        ErrorKind.UNSUPPORTED: Unsupported,
+        ErrorKind.CONFIG: ConfigError,
+        ErrorKind.VALUE: ValueError,
+        ErrorKind.AGENT: AgentFault,
+        ErrorKind.SANDBOX: SandboxError,
+        ErrorKind.KEY: ConfigError,
     }
 )
 """Narrow kinds before wide ones."""
-STATUS: Mapping[Fault, int] = MappingProxyType(
-    {Fault.VALUE: 400, Fault.KEY: 401, Fault.CONFIG: 404, Fault.AGENT: 409, Fault.SANDBOX: 503, Fault.UNSUPPORTED: 501}
+STATUS: Mapping[ErrorKind, int] = MappingProxyType(
+    {
+        ErrorKind.VALUE: 400,
+        ErrorKind.KEY: 401,
+        ErrorKind.CONFIG: 404,
+        ErrorKind.AGENT: 409,
+        ErrorKind.SANDBOX: 503,
+        ErrorKind.UNSUPPORTED: 501,
+    }
 )
 
 
 def read_message(kind: type[M], body: bytes) -> M:
-    """A message that somebody sent. ``ValueError`` says what is wrong with it."""
+    """A message from the other end. ``ValueError`` says what is wrong with it."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -306,7 +313,7 @@ def read_message(kind: type[M], body: bytes) -> M:
         raise ValueError(f"no {kind.__name__}: {faults}") from error
 
 
-def write_message(message: Message) -> bytes:
+def write_message(message: WireMessage) -> bytes:
     """A message to send. Text that is no Unicode (half a surrogate) is a ``ValueError``."""
     return message.model_dump_json().encode()
 

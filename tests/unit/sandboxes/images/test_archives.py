@@ -18,13 +18,13 @@ file_names = st.lists(parts.filter(lambda part: part not in (".", "..")), min_si
 @st.composite
 def contents(draw: st.DrawFn) -> Sequence[Entry]:
     """Entries that can be unpacked together: no name is above another one, but a folder's."""
-    found: dict[str, Entry] = {}
+    read: dict[str, Entry] = {}
     for name in draw(st.lists(file_names, max_size=6)):
         above = {str(parent) for parent in PurePosixPath(name).parents}
-        if name in found or any(other in above for other in found) or any(other.startswith(name) for other in found):
+        if name in read or any(other in above for other in read) or any(other.startswith(name) for other in read):
             continue
         kind = draw(st.sampled_from(EntryKind))
-        found[name] = Entry(
+        read[name] = Entry(
             name=name,
             kind=kind,
             mode=0o777 if kind is EntryKind.LINK else draw(st.integers(0, 0o777)),
@@ -32,7 +32,7 @@ def contents(draw: st.DrawFn) -> Sequence[Entry]:
             target=draw(parts) if kind is EntryKind.LINK else "",
             mtime_s=draw(st.integers(0, (1 << 33) - 1)),
         )
-    return list(found.values())
+    return list(read.values())
 
 
 @given(contents())

@@ -38,10 +38,10 @@ def test_a_name_that_leaves_the_store_is_refused() -> None:
 
 
 def test_a_stored_base_is_opened_and_not_built_again(tmp_path: Path) -> None:
-    store, said = ImageStore(tmp_path / "store"), list[str]()
+    store, output = ImageStore(tmp_path / "store"), list[str]()
     folder = stored(store, BaseRecipe())
-    base = build_base(store, progress=said.append)
-    assert (base.folder, base.packages, said) == (folder, ("python3=3.11.2",), [])
+    base = build_base(store, progress=output.append)
+    assert (base.folder, base.packages, output) == (folder, ("python3=3.11.2",), [])
     assert dict(store.bases) == {"debian": folder / "root"}
     remove_base(store, "debian")
     assert dict(store.bases) == {}

@@ -161,7 +161,7 @@ def test_what_a_dead_writer_left_is_swept(store: ImageStore, tmp_path: Path) -> 
         assert alive.exists()
 
 
-def test_nobody_else_reaches_what_images_have_also_in_an_old_store(store: ImageStore, tmp_path: Path) -> None:
+def test_no_other_user_reaches_what_images_have_also_in_an_old_store(store: ImageStore, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "lends").touch()
     (tmp_path / "tree" / "lends").chmod(0o4755)
@@ -189,7 +189,7 @@ def test_root_reads_another_users_store_and_writes_nothing_that_the_user_could_r
         store.add_layer(plant(tmp_path / "other"))
 
 
-def test_a_store_of_somebody_else_is_refused(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_of_another_user_is_refused(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ConfigError, match=f"layers belongs to user {os.getuid()}: set ETUDE_IMAGES"):
         ImageStore(store.folder)

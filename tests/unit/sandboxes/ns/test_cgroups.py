@@ -86,13 +86,13 @@ def test_groups_of_the_living_and_of_strangers_are_not_swept(tmp_path: Path) -> 
 def hierarchy() -> Hierarchy:
     """A real one, in which groups can be made."""
     texts = (Path("/proc/self", name).read_text() for name in ("mountinfo", "cgroup"))
-    found = writable(find_hierarchies(*texts), launcher_name(os.getpid()))
-    if not found:
+    by_controller = writable(find_hierarchies(*texts), launcher_name(os.getpid()))
+    if not by_controller:
         pytest.skip("no control groups can be made here")
-    return found[-1]
+    return by_controller[-1]
 
 
-def test_launchers_that_start_at_once_sweep_the_dead_together(hierarchy: Hierarchy) -> None:
+def test_launchers_that_start_at_once_sweep_the_dead(hierarchy: Hierarchy) -> None:
     family, _, _ = launcher_name(1).rsplit("-", 2)
     dead = [hierarchy.folder / f"{family}-{2**22 + number}-1" for number in range(100)]  # beyond the kernel's numbers
     for folder in dead:

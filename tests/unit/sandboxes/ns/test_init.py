@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandboxes.ns.init import init_program, open_init
+from etude.sandboxes.ns.syscalls import init_program, open_init
 from waiting import wait_until
 
 MACHINE = platform.machine()

@@ -19,7 +19,7 @@ import pytest
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
-from etude.sandboxes.ns.base_system import environment_mounts
+from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.ns.sandbox import NamespaceSandbox
 from process_table import children, opened, outlives, owner, seen, settled, state, survivors, until_running
@@ -100,12 +100,12 @@ def test_the_first_process_has_nothing_open_but_the_null_device() -> None:
 def test_a_command_inherits_nothing_and_sees_no_mount_of_the_machine(tmp_path: Path) -> None:
     async def look(provider: NamespaceSandboxes) -> tuple[str, str]:
         sandbox = await provider.create({})
-        listing = await sandbox.exec(["ls", "/proc/self/fd"], timeout_s=TIMEOUT_S)
+        shown = await sandbox.exec(["ls", "/proc/self/fd"], timeout_s=TIMEOUT_S)
         mounts = await sandbox.exec(["cat", "/proc/self/mountinfo"], timeout_s=TIMEOUT_S)
-        return listing.stdout, mounts.stdout
+        return shown.stdout, mounts.stdout
 
-    listing, mounts = act(look, tmp_path)
-    assert listing == "0\n1\n2\n3\n"  # the last is the listing's own
+    shown, mounts = act(look, tmp_path)
+    assert shown == "0\n1\n2\n3\n"  # the last is the listing's own
     assert str(tmp_path) not in mounts
     assert "/stage" not in mounts
     assert {line.split()[4] for line in mounts.splitlines()} >= {"/", "/proc", "/dev", "/usr"}
@@ -153,7 +153,7 @@ def test_neither_the_agent_nor_the_sandboxes_root_has_power_over_the_machine(spe
     assert result.stdout.endswith("alive\n")
 
 
-def test_the_agent_is_a_user_whom_nobody_else_on_the_machine_is() -> None:
+def test_the_agent_is_a_user_of_its_own_on_the_machine() -> None:
     async def look(provider: NamespaceSandboxes) -> list[int]:
         sandboxes = [await provider.create({}) for _ in range(2)]
         sleeps = [asyncio.ensure_future(sandbox.exec(["sleep", "60"], timeout_s=60)) for sandbox in sandboxes]
@@ -264,7 +264,7 @@ def test_a_time_limit_ends_the_session_and_nothing_else() -> None:
     assert act(limit) == (True, "sleep 600\n")
 
 
-def test_limits_hold_for_all_commands_together() -> None:
+def test_limits_hold_for_the_sum_of_all_commands() -> None:
     spec = SandboxSpec(limits=SandboxLimits(processes=20))
 
     async def crowd(provider: NamespaceSandboxes) -> list[int]:
@@ -419,9 +419,9 @@ def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"])
         again = await provider.create({})
-        said = (await again.exec(["echo", "again"], timeout_s=TIMEOUT_S)).stdout
+        output = (await again.exec(["echo", "again"], timeout_s=TIMEOUT_S)).stdout
         await sandbox.close()
-        return [process for process in below if await outlives(process)], said
+        return [process for process in below if await outlives(process)], output
 
     assert act(kill) == ([], "again\n")
 
@@ -445,7 +445,7 @@ def test_a_launcher_that_is_killed_while_it_makes_sandboxes_leaves_none() -> Non
     assert act(kill) == []
 
 
-def test_whoever_is_cancelled_as_a_launcher_dies_is_cancelled() -> None:
+def test_a_caller_cancelled_as_a_launcher_dies_is_cancelled() -> None:
     async def kill(provider: NamespaceSandboxes) -> bool:
         await provider.create({})
         launcher = provider.launcher_pid
@@ -535,7 +535,7 @@ def test_a_sandbox_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     assert act(fail) == []
 
 
-def test_copies_that_nobody_waits_for_leave_nothing() -> None:
+def test_cancelled_copies_leave_nothing() -> None:
     async def give_up(provider: NamespaceSandboxes) -> None:
         sandbox = await provider.create({})
         before = await settled(lambda: len(children(provider.launcher_pid)))

@@ -36,8 +36,8 @@ HEADERS = {
 def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None, shared: bool = False) -> int:
     """What the program says of a call."""
     program = list(struct.iter_unpack("<HBBI", filter_program(machine, shared=shared)))
-    known = AUDIT_ARCHITECTURES[machine] if architecture is None else architecture
-    data = struct.pack("<IIQ6Q", number, known, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
+    numbers = AUDIT_ARCHITECTURES[machine] if architecture is None else architecture
+    data = struct.pack("<IIQ6Q", number, numbers, 0, *(*arguments, 0, 0, 0, 0, 0, 0)[:6])
     at, word = 0, 0
     while True:
         code, if_true, if_false, constant = program[at]
@@ -68,8 +68,8 @@ def test_calls_that_need_no_look_are_refused(machine: str) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 @given(call=st.integers(0, 600), arguments=st.lists(st.integers(0, 2**64 - 1), min_size=6, max_size=6))
 def test_every_other_call_is_allowed(machine: str, call: int, arguments: list[int]) -> None:
-    known = {pair[MACHINES.index(machine)] for pair in CALL_NUMBERS.values()}
-    if call not in known:
+    numbers = {pair[MACHINES.index(machine)] for pair in CALL_NUMBERS.values()}
+    if call not in numbers:
         assert verdict(machine, call, *arguments) == verdict(machine, call, *arguments, shared=True) == ALLOW
 
 
@@ -136,12 +136,12 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
         pytest.skip(f"{header} is not installed: apt-get install linux-libc-dev")
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text(encoding="utf-8")))
     names = {call: defined.get(call) for call in CALL_NUMBERS if number(machine, call) != NO_CALL}
-    assert {call: int(found) for call, found in names.items() if found} == {
-        call: number(machine, call) for call, found in names.items() if found
+    assert {call: int(verdicts) for call, verdicts in names.items() if verdicts} == {
+        call: number(machine, call) for call, verdicts in names.items() if verdicts
     }
-    assert sum(found is None for found in names.values()) <= 2  # newer than the header
+    assert sum(verdicts is None for verdicts in names.values()) <= 2  # newer than the header
 
 
-def test_a_processor_nobody_wrote_down_is_an_error() -> None:
+def test_an_unlisted_processor_is_an_error() -> None:
     with pytest.raises(KeyError):
         filter_program("m68k")

@@ -21,9 +21,9 @@ from etude.sandboxes.ns.syscalls import (
     MAY_FAIL,
     NOT_MADE,
     NUMBERS,
-    PARTS_WAYS,
+    PARENT_EXITS,
+    CallFailure,
     CallList,
-    Failure,
     Player,
     machine_code,
     strings,
@@ -70,7 +70,7 @@ def test_a_call_that_fails_ends_the_list_and_is_named(tmp_path: Path) -> None:
     later = calls.add("openat", AT_FDCWD, os.fsencode(tmp_path / "made"), os.O_WRONLY | os.O_CREAT, 0o644)
     execute(calls, "/bin/true")
     assert run(calls) == 127
-    assert calls.failure == Failure("chdir", errno.ENOENT, "a folder")
+    assert calls.failure == CallFailure("chdir", errno.ENOENT, "a folder")
     assert calls.result(later) == NOT_MADE
     assert list(tmp_path.iterdir()) == []
 
@@ -87,7 +87,7 @@ def test_a_call_that_may_fail_ends_nothing() -> None:
 
 def test_a_child_may_make_another_and_leave_it_to_us() -> None:
     calls = CallList(MACHINE)
-    born = calls.add("clone", CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD, traits=PARTS_WAYS)
+    born = calls.add("clone", CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD, traits=PARENT_EXITS)
     execute(calls, "/bin/sh", "-c", "exit 7")
     assert run(calls) == 0
     assert os.waitstatus_to_exitcode(os.waitpid(calls.result(born), 0)[1]) == 7
@@ -118,9 +118,9 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
         pytest.skip(f"{header} is not installed: apt-get install linux-libc-dev")
     defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", header.read_text(encoding="utf-8")))
     column = MACHINES.index(machine)
-    known = {call: int(defined[call]) for call in NUMBERS if call in defined}
-    assert known == {call: NUMBERS[call][column] for call in known}
-    assert len(known) >= len(NUMBERS) - 2  # newer than the header
+    numbers = {call: int(defined[call]) for call in NUMBERS if call in defined}
+    assert numbers == {call: NUMBERS[call][column] for call in numbers}
+    assert len(numbers) >= len(NUMBERS) - 2  # newer than the header
 
 
 @pytest.mark.skipif(

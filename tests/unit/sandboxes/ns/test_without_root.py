@@ -77,7 +77,7 @@ def common() -> Iterator[Path]:
 
 
 def test_it_works_and_says_what_is_missing(common: Path) -> None:
-    claims, user, *rest = run_as_nobody(UNPRIVILEGED, common).splitlines()
+    claims, user, *rest = run_without_root(UNPRIVILEGED, common).splitlines()
     assert "memory_limit" not in claims
     assert "images" not in claims
     assert "'process_limit'" in claims
@@ -88,10 +88,10 @@ def test_it_works_and_says_what_is_missing(common: Path) -> None:
 
 
 def test_no_command_opens_the_memory_of_a_process_that_will_be_one(common: Path) -> None:
-    assert run_as_nobody(SPYING, common, str(GLIMPSES)).split() == ["watching"]
+    assert run_without_root(SPYING, common, str(GLIMPSES)).split() == ["watching"]
 
 
-def run_as_nobody(script: str, scratch: Path, *arguments: str) -> str:
+def run_without_root(script: str, scratch: Path, *arguments: str) -> str:
     """What a script prints that is run by a user who is not root."""
     python = interpreter_for_anybody()
     if python is None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -52,9 +52,9 @@ def test_the_agents_code_imports_nothing_but_itself_and_the_standard_library() -
         if name.endswith("__init__.py"):
             continue
         for node in ast.walk(ast.parse((source / name).read_text(encoding="utf-8"))):
-            for found in imported(node):
-                is_known = found in modules or found.split(".")[0] in sys.stdlib_module_names
-                assert is_known or found.rpartition(".")[0] in modules, f"{name} imports {found}"
+            for module in imported(node):
+                is_known = module in modules or module.split(".")[0] in sys.stdlib_module_names
+                assert is_known or module.rpartition(".")[0] in modules, f"{name} imports {module}"
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -68,3 +68,12 @@ def test_the_agents_code_is_in_its_archive() -> None:
     archive = agent_archive()
     assert AGENT_MODULE.replace(".", "/").encode() + b".py" in archive
     assert archive == agent_archive()
+
+
+def test_the_folders_of_the_agents_code_are_in_the_archive_before_it() -> None:
+    archive = agent_archive()
+    for name in AGENT_CODE:
+        path = PurePosixPath("agent/etude", name)
+        place = archive.index(f"{path}\0".encode())
+        for folder in [*path.parents][:-1]:
+            assert -1 < archive.find(f"{folder}\0".encode()) < place

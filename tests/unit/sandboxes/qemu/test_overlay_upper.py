@@ -9,8 +9,8 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.sandboxes.images.layers import digest_tree
-from etude.sandboxes.qemu.guest.file_server import _pieces
-from etude.sandboxes.qemu.overlay_upper import unpack_upper
+from etude.sandboxes.qemu.guest.filesystem import _chunks
+from etude.sandboxes.qemu.sandbox import unpack_upper
 
 
 def plant(folder: Path) -> Path:
@@ -28,7 +28,7 @@ def plant(folder: Path) -> Path:
 
 def test_a_layer_arrives_as_it_was_but_for_what_no_layer_holds(tmp_path: Path) -> None:
     source = plant(tmp_path / "source")
-    (tmp_path / "tar").write_bytes(b"".join(_pieces(source)))
+    (tmp_path / "tar").write_bytes(b"".join(_chunks(source)))
     unpack_upper(tmp_path / "tar", tmp_path / "layer")
     (source / "pipe").unlink()
     assert digest_tree(tmp_path / "layer") == digest_tree(source)
@@ -45,7 +45,7 @@ def test_whiteouts_and_folders_that_hide_others_are_kept(tmp_path: Path) -> None
         os.setxattr(source / "hidden", "user.overlay.opaque", b"y")
     except OSError as error:
         pytest.skip(f"this machine has no whiteouts: {error}")
-    (tmp_path / "tar").write_bytes(b"".join(_pieces(source)))
+    (tmp_path / "tar").write_bytes(b"".join(_chunks(source)))
     unpack_upper(tmp_path / "tar", tmp_path / "layer")
     assert digest_tree(tmp_path / "layer") == digest_tree(source)
     assert (tmp_path / "layer/gone").is_char_device()
@@ -57,7 +57,7 @@ def test_dates_that_no_archive_has_become_the_next_that_one_has(tmp_path: Path) 
     (source / "young").touch()
     os.utime(source / "old", (-1000, -1000))
     os.utime(source / "young", (1 << 33, 1 << 33))
-    (tmp_path / "tar").write_bytes(b"".join(_pieces(source)))
+    (tmp_path / "tar").write_bytes(b"".join(_chunks(source)))
     unpack_upper(tmp_path / "tar", tmp_path / "layer")
     dates = [(tmp_path / "layer" / name).stat().st_mtime for name in ("old", "young")]
     assert dates == [0, min((1 << 33) - 1, (source / "young").stat().st_mtime)]

@@ -17,7 +17,7 @@ def test_the_machines_that_were_used_last_are_kept(tmp_path: Path) -> None:
     os.utime(tmp_path / "old.refused", (0, 0))
     os.utime(tmp_path / "m000/frozen.json", (1000, 1000))
     prune(tmp_path)
-    kept = [f"m{number:03d}" for number in (0, *range(4, BOOTED_LIMIT + 3))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    frozen_disk = [f"m{number:03d}" for number in (0, *range(4, BOOTED_LIMIT + 3))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == frozen_disk
     prune(tmp_path)
     assert len(list(tmp_path.iterdir())) == BOOTED_LIMIT

@@ -69,15 +69,15 @@ async def sh(sandbox: Sandbox, script: str) -> str:
 
 def machines_below(scratch: Path) -> list[int]:
     """Processes whose command line names files of a provider."""
-    found = []
+    program = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
         except OSError:
             continue
         if str(scratch).encode() in words and b"qemu-system" in words:
-            found.append(int(process.name))
-    return found
+            program.append(int(process.name))
+    return program
 
 
 COUNTER = """
@@ -123,19 +123,19 @@ def test_a_copy_has_a_name_a_clock_and_random_numbers_of_its_own(lab: Lab) -> No
         (copy,) = await sandbox.fork()
         (copy_of_copy,) = await copy.fork()
         look = "hostname; cat /etc/hostname; head -c 16 /dev/urandom | base64; date +%s.%N"
-        found = []
+        program = []
         for one in (sandbox, copy, copy_of_copy):
             before = time.time()
             lines = (await sh(one, look)).split()
             assert before - CLOCK_S <= float(lines.pop()) <= time.time() + CLOCK_S
-            found.append(lines)
+            program.append(lines)
         await copy.close()
         await copy_of_copy.close()
-        return found
+        return program
 
-    found = lab.play(fork)
-    assert all(name == in_file for name, in_file, _ in found)
-    assert len({name for name, _, _ in found}) == len({numbers for _, _, numbers in found}) == 3
+    program = lab.play(fork)
+    assert all(name == in_file for name, in_file, _ in program)
+    assert len({name for name, _, _ in program}) == len({numbers for _, _, numbers in program}) == 3
 
 
 def test_commands_find_nothing_of_the_agent(lab: Lab) -> None:
@@ -176,13 +176,13 @@ def test_a_booted_machine_is_found_again(lab: Lab, tmp_path: Path) -> None:
             await (await provider.create({})).close()
         finally:
             await provider.close()
-        return kept()
+        return frozen_disk()
 
-    def kept() -> set[tuple[str, int]]:
+    def frozen_disk() -> set[tuple[str, int]]:
         return {(path.name, path.stat().st_mtime_ns) for path in (ImageStore().folder / "machines").iterdir()}
 
     lab.play(lambda sandbox: sh(sandbox, "true"))
-    assert kept() == asyncio.run(again())
+    assert frozen_disk() == asyncio.run(again())
 
 
 KILLED = """

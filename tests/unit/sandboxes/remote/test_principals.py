@@ -6,8 +6,7 @@ import pytest
 
 from etude.errors import ConfigError, Unsupported
 from etude.sandbox_spec import Image, SandboxSpec
-from etude.sandboxes.remote.holdings import EACH, TOTAL
-from etude.sandboxes.remote.principals import Permissions, read_clients
+from etude.sandboxes.remote.principals import EACH, TOTAL, Permissions, read_clients
 
 ONE, OTHER = "1" * 64, "2" * 64
 FILE = f"""
@@ -37,8 +36,8 @@ def find(reference: str) -> Image:
 
 def test_an_image_is_found_by_its_digest_and_its_paths_are_the_servers() -> None:
     permissions = Permissions(images=find)
-    asked = Image(digest="d", layers=(Path("/of/the/client"),), environment={"B": "asked"})
-    image = permissions.resolve(SandboxSpec(image=asked), {}).image
+    asked_for = Image(digest="d", layers=(Path("/of/the/client"),), environment={"B": "asked"})
+    image = permissions.resolve(SandboxSpec(image=asked_for), {}).image
     assert image.layers == STORED.layers
     assert image.environment == {"A": "stored", "B": "asked"}
     assert image.workdir == "/srv"

@@ -18,8 +18,7 @@ from etude.sandbox_spec import SandboxLimits, SandboxSpec
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.remote import wire
 from etude.sandboxes.remote.client import RemoteSandboxes
-from etude.sandboxes.remote.holdings import EACH, TOTAL, Quota
-from etude.sandboxes.remote.principals import Client, Permissions
+from etude.sandboxes.remote.principals import EACH, TOTAL, Permissions, Quota, SandboxClient
 from etude.sandboxes.remote.server import SandboxServer, ServerLimits
 from waiting import until
 
@@ -39,7 +38,9 @@ def serve(
     quota: Quota = USUAL,
 ) -> T:
     """Act out a scenario with a server over the sandboxes of a provider, and its URL."""
-    clients = {name: Client(digest=digest, permissions=permissions, quota=quota) for name, digest in DIGESTS.items()}
+    clients = {
+        name: SandboxClient(digest=digest, permissions=permissions, quota=quota) for name, digest in DIGESTS.items()
+    }
 
     async def act() -> T:
         provider = make()
@@ -64,7 +65,7 @@ async def ask(
 
 
 def creation(files: Mapping[str, str] | None = None, spec: SandboxSpec = SPEC) -> bytes:
-    return wire.write_message(wire.Creation.of(files or {}, spec))
+    return wire.write_message(wire.CreateRequest.of(files or {}, spec))
 
 
 @pytest.mark.parametrize("key", ["", "wrong", DIGESTS["one"]])
@@ -76,14 +77,14 @@ def test_a_stranger_is_told_so_and_nothing_else(key: str) -> None:
                 await client.create({})
         finally:
             await client.close()
-        status, refusal = await ask(url, "GET", "capabilities", key=key)
-        assert (status, refusal["fault"]) == (401, "key")
+        status, reply = await ask(url, "GET", "capabilities", key=key)
+        assert (status, reply["fault"]) == (401, "key")
 
     serve(knock)
 
 
 def test_a_server_without_keys_is_not_made() -> None:
-    with pytest.raises(ConfigError, match="nobody"):
+    with pytest.raises(ConfigError, match="no client"):
         SandboxServer(LocalSandboxes(1), {})
 
 
@@ -110,8 +111,8 @@ def test_keys_do_not_reach_each_others_sandboxes() -> None:
         path = f"sandboxes/{uuid4().hex}"
         await ask(url, "PUT", path, creation({"a": "secret"}))
         body = wire.write_message(wire.PathOnly(path="a"))
-        status, refusal = await ask(url, "POST", f"{path}/read", body, key=OTHER_KEY)
-        assert (status, refusal["fault"]) == (503, "sandbox")
+        status, reply = await ask(url, "POST", f"{path}/read", body, key=OTHER_KEY)
+        assert (status, reply["fault"]) == (503, "sandbox")
         await ask(url, "DELETE", path, key=OTHER_KEY)
         assert (await ask(url, "POST", f"{path}/read", body))[1]["text"] == "secret"
 
@@ -123,15 +124,15 @@ def test_a_lost_client_frees_its_sandboxes() -> None:
         path = f"sandboxes/{uuid4().hex}"
         assert (await ask(url, "PUT", path, creation()))[0] == 200
         await until(lambda: not len(server))
-        status, refusal = await ask(url, "POST", f"{path}/stats")
-        assert (status, refusal["fault"]) == (503, "sandbox")
-        assert "lease" in str(refusal["message"])
+        status, reply = await ask(url, "POST", f"{path}/stats")
+        assert (status, reply["fault"]) == (503, "sandbox")
+        assert "lease" in str(reply["message"])
 
     serve(lose, ServerLimits(lease_s=2.0), FakeSandboxes)
 
 
 def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
-    def kept(lease_s: float) -> bool:
+    def reply_body(lease_s: float) -> bool:
         async def keep(server: SandboxServer, url: str) -> bool:
             client = RemoteSandboxes(url, KEY)
             try:
@@ -145,7 +146,7 @@ def test_a_client_that_is_there_keeps_its_sandboxes() -> None:
 
         return serve(keep, ServerLimits(lease_s=lease_s), FakeSandboxes)
 
-    assert kept(2.0) or kept(20.0)  # this process may stand still for as long as the shorter lease
+    assert reply_body(2.0) or reply_body(20.0)  # this process may stand still for as long as the shorter lease
 
 
 class Slow(FakeSandboxes):
@@ -164,12 +165,12 @@ def test_who_waits_for_a_sandbox_for_longer_than_a_lease_gets_it() -> None:
     provider = Slow()
 
     async def wait(server: SandboxServer, url: str) -> None:
-        asked = asyncio.ensure_future(ask(url, "PUT", f"sandboxes/{uuid4().hex}", creation()))
+        asked_for = asyncio.ensure_future(ask(url, "PUT", f"sandboxes/{uuid4().hex}", creation()))
         await until(lambda: len(server) == 1)
         await asyncio.sleep(0.5)
-        held = len(server)
+        registered = len(server)
         provider.go_on.set()
-        assert (held, (await asked)[0]) == (1, 200)
+        assert (registered, (await asked_for)[0]) == (1, 200)
 
     serve(wait, ServerLimits(lease_s=0.1), lambda: provider)
 
@@ -226,8 +227,8 @@ def test_forks_beyond_the_limit_are_not_made() -> None:
         path = f"sandboxes/{uuid4().hex}"
         await ask(url, "PUT", path, creation())
         for _ in range(3):
-            status, refusal = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
-            assert (status, refusal["fault"]) == (503, "sandbox")
+            status, reply = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
+            assert (status, reply["fault"]) == (503, "sandbox")
         await asyncio.sleep(0)
         assert len(server) == len(provider) == 1
 
@@ -254,9 +255,9 @@ def test_a_fork_never_takes_the_name_of_a_sandbox_that_is_there() -> None:
         origin, other = new_names(2)
         for name in (origin, other):
             await ask(url, "PUT", f"sandboxes/{name}", creation({"a": name}))
-        status, refusal = await ask(url, "POST", f"sandboxes/{origin}/fork", naming([other, *new_names(1)]))
-        assert (status, refusal["fault"]) == (400, "value")
-        assert other in str(refusal["message"])
+        status, reply = await ask(url, "POST", f"sandboxes/{origin}/fork", naming([other, *new_names(1)]))
+        assert (status, reply["fault"]) == (400, "value")
+        assert other in str(reply["message"])
         body = wire.write_message(wire.PathOnly(path="a"))
         assert (await ask(url, "POST", f"sandboxes/{other}/read", body))[1]["text"] == other
         assert len(server) == len(provider) == 2
@@ -279,8 +280,8 @@ def test_forks_that_could_not_be_made_are_not_held() -> None:
         path = f"sandboxes/{uuid4().hex}"
         await ask(url, "PUT", path, creation())
         for _ in range(2):
-            status, refusal = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
-            assert (status, refusal["message"]) == (503, "no room")
+            status, reply = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
+            assert (status, reply["message"]) == (503, "no room")
             assert len(server) == 1
 
     serve(fail, make=Unforkable, quota=Quota(sandboxes=3))
@@ -306,8 +307,8 @@ def test_what_the_server_does_not_know_is_refused(path: str, body: bytes) -> Non
     async def send(server: SandboxServer, url: str) -> None:
         sandbox = f"sandboxes/{uuid4().hex}"
         await ask(url, "PUT", sandbox, creation())
-        status, refusal = await ask(url, "POST", f"{sandbox}/{path}", body)
-        assert (status, refusal["fault"]) == (400, "value")
+        status, reply = await ask(url, "POST", f"{sandbox}/{path}", body)
+        assert (status, reply["fault"]) == (400, "value")
 
     serve(send)
 
@@ -355,7 +356,7 @@ def test_a_client_has_no_sandbox_beyond_its_caps(limits: SandboxLimits, words: s
     serve(ask_for_much, make=FakeSandboxes)
 
 
-def test_the_sandboxes_of_a_key_are_counted_together_and_forks_with_them() -> None:
+def test_the_sandboxes_of_a_key_are_counted_and_forks_with_them() -> None:
     quota = Quota(each=SandboxLimits(), total=replace(TOTAL, memory_bytes=3 << 30))  # three usual ones
 
     async def fill(server: SandboxServer, url: str) -> None:
@@ -387,7 +388,7 @@ def against(answer: Callable[[web.Request], Awaitable[web.Response]], path: str)
     async def lie(request: web.Request) -> web.Response:
         if request.path.endswith(path):
             return await answer(request)
-        body: wire.Message = wire.Lease(lease_s=60) if request.method == "PUT" else wire.Done()
+        body: wire.WireMessage = wire.LeaseReply(lease_s=60) if request.method == "PUT" else wire.Done()
         return web.Response(body=wire.write_message(body))
 
     async def act() -> None:

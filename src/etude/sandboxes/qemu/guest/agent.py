@@ -6,37 +6,189 @@
     hello        nothing                                                             kernel, python
     rest         says no more, so that the machine can be copied                     (the last word)
     wake         goes on, in a copy with a clock, name, random numbers of its own
-    world        makes the world of commands, see etude.sandboxes.qemu.guest.filesystem
+    environment  makes the environment of commands, see etude.sandboxes.qemu.guest.filesystem
     kill_all     kills every command with all that it started
-    exec, kill   runs a command; kills one that nobody waits for any more            how it ended
+    exec, kill   runs a command; kills one that has no caller any more               its end
     stats        counts                                                              what is used
-    others       etude.sandboxes.qemu.guest.file_server, etude.sandboxes.qemu.guest.tunnels
+    others       etude.sandboxes.qemu.guest.filesystem, etude.sandboxes.qemu.guest.tunnels
 
 The modules of this folder are copied into the machine with the few others that they import, and run there by the
 base system's Python, 3.11 or newer, of which they use the standard library alone. The language that the agent speaks
 (:mod:`etude.sandboxes.qemu.guest.frames`) is the host's, too. One thread, one loop; nothing in it waits but for the
-next event. States: new ──world──▶ furnished; at any time it may rest until it is woken. When the port fails, there is
-nobody to serve, and it ends, and the machine with it.
+next event. States: new ──environment──▶ prepared; at any time it may rest until it is woken. When the port fails, there
+is no host to serve, and it ends, and the machine with it.
 """
 
+import errno
 import os
 import selectors
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from etude.sandboxes.command_io import CappedOutput
 from etude.sandboxes.qemu.guest import system
-from etude.sandboxes.qemu.guest.commands import Command, kill_groups, sweep_groups
-from etude.sandboxes.qemu.guest.file_server import ERRANDS, Clerk
-from etude.sandboxes.qemu.guest.filesystem import WORLD, World
-from etude.sandboxes.qemu.guest.frames import Inbox, Message, Outbox
+from etude.sandboxes.qemu.guest.filesystem import ERRANDS, GROUP, ROOT, FileServer, GuestEnvironment
+from etude.sandboxes.qemu.guest.frames import GuestMessage, Inbox, Outbox
 from etude.sandboxes.qemu.guest.tunnels import Tunnels, addresses_of
 
+PIPE_CHUNK_BYTES = 64 << 10
+FLOOD_CHUNKS = 16
+"""Most that is read of one output before others have their turn."""
+NOT_FOUND, NOT_RUNNABLE = 127, 126
+"""Exit codes of a shell for a program that does not exist and one that cannot be run."""
+
+
+class GuestCommand:
+    """One command from its start to its answer."""
+
+    def __init__(self, number: int, order: dict[str, Any], stdin: bytes, guest: GuestEnvironment) -> None:
+        """Start it. ``order`` says ``argv``, ``environment`` and ``timeout_s``. Raises ``OSError``."""
+        self.number = number
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + float(order["timeout_s"])
+        self.timed_out = False
+        self.outputs = (CappedOutput(), CappedOutput())
+        self._stdin = memoryview(stdin)
+        self._group = f"{GROUP}/c{number}"
+        os.mkdir(self._group)  # noqa: PTH102 - a fresh copy has no code ready for more
+        environment = {**guest.environment, **order["environment"]}
+        theirs, self._pipes = _pipes()
+        self.process = os.fork()
+        if self.process == 0:
+            _become(order["argv"], environment, theirs, (self._group, guest))
+        for end in theirs:
+            os.close(end)
+        self.handle = os.pidfd_open(self.process)
+
+    def watch(self, selector: selectors.BaseSelector, ended: Callable[["GuestCommand"], None]) -> None:
+        """Be woken for input, output and the end; ``ended`` is called once, when the answer can be given."""
+        stdin, *outputs = self._pipes
+        if self._stdin:
+            selector.register(stdin, selectors.EVENT_WRITE, lambda: self._feed(selector, stdin))
+        else:
+            os.close(stdin)
+        for pipe, output in zip(outputs, self.outputs, strict=True):
+            selector.register(pipe, selectors.EVENT_READ, _OutputDrain(selector, pipe, output))
+        selector.register(self.handle, selectors.EVENT_READ, lambda: self._end(selector, ended))
+
+    def kill(self, *, timed_out: bool = False) -> None:
+        """Kill it and all that it started."""
+        self.timed_out |= timed_out
+        self.deadline = float("inf")
+        system.write(f"{self._group}/cgroup.kill", "1")
+
+    def answer(self) -> dict[str, Any]:
+        """The end of a command."""
+        stdout, stderr = self.outputs
+        return {
+            "exit_code": self.exit_code,
+            "stdout": stdout.text,
+            "stderr": stderr.text,
+            "timed_out": self.timed_out,
+            "truncated": stdout.truncated or stderr.truncated,
+            "seconds": time.monotonic() - self.started_at,
+        }
+
+    def _feed(self, selector: selectors.BaseSelector, pipe: int) -> None:
+        try:
+            self._stdin = self._stdin[os.write(pipe, self._stdin[:PIPE_CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._stdin = self._stdin[:0]
+        if not self._stdin:
+            selector.unregister(pipe)
+            os.close(pipe)
+
+    def _end(self, selector: selectors.BaseSelector, ended: Callable[["GuestCommand"], None]) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        self.exit_code = 128 - code if code < 0 else code
+        selector.unregister(self.handle)
+        os.close(self.handle)
+        for key in list(selector.get_map().values()):
+            if isinstance(key.data, _OutputDrain) and key.data.output in self.outputs:
+                key.data()
+        with suppress(OSError):  # something of it still runs
+            os.rmdir(self._group)  # noqa: PTH106 - as above
+        ended(self)
+
+
+class _OutputDrain:
+    """Reads one output of a command, and goes on when it has ended, for what it left running."""
+
+    def __init__(self, selector: selectors.BaseSelector, pipe: int, output: CappedOutput) -> None:
+        self._selector = selector
+        self._pipe = pipe
+        self.output = output
+
+    def __call__(self) -> None:
+        for _ in range(FLOOD_CHUNKS):
+            try:
+                chunk = os.read(self._pipe, PIPE_CHUNK_BYTES)
+            except BlockingIOError:
+                return
+            if not chunk:
+                self._selector.unregister(self._pipe)
+                os.close(self._pipe)
+                return
+            self.output.add(chunk)
+
+
+def kill_groups() -> None:
+    """Kill every command and all that it started; what is being forked is killed, too."""
+    for group in GROUP.glob("c*/"):
+        system.write(f"{group}/cgroup.kill", "1")
+
+
+def sweep_groups() -> None:
+    """Remove the control groups of commands of which nothing runs any more."""
+    for group in GROUP.glob("c*/"):
+        with suppress(OSError):
+            group.rmdir()
+
+
+def _pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Their and our ends of standard input, output and error; ours never block."""
+    (stdin, feed), (out, stdout), (err, stderr) = os.pipe(), os.pipe(), os.pipe()
+    for pipe in (feed, out, err):
+        os.set_blocking(pipe, False)
+    return (stdin, stdout, stderr), (feed, out, err)
+
+
+def _become(
+    argv: list[str], environment: dict[str, str], pipes: tuple[int, int, int], place: tuple[str, GuestEnvironment]
+) -> NoReturn:
+    """Turn a fresh child into the command."""
+    code = NOT_RUNNABLE
+    try:
+        group, guest = place
+        system.write(f"{group}/cgroup.procs", "0")
+        system.write("/proc/self/oom_score_adj", "0")  # the agent's own is that of what is never killed
+        for number, pipe in enumerate(pipes):
+            os.dup2(pipe, number)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        guest.enter()
+        os.closerange(3, 4096)
+        os.execvpe(argv[0], argv, environment)
+    except FileNotFoundError:
+        os.write(2, f"{argv[0]}: command not found\n".encode("utf-8", "surrogateescape"))
+        code = NOT_FOUND
+    except OSError as error:
+        words = os.strerror(error.errno or errno.EIO)
+        os.write(2, f"{argv[0]}: {words}\n".encode("utf-8", "surrogateescape"))
+    finally:
+        os._exit(code)
+
+
 PORT_NAME = "etude"
-"""Of the virtio port that leads to the host."""
+"""Name of the virtio port that leads to the host."""
 PORT_TIMEOUT_S = 60.0
 CHUNK_BYTES = 256 << 10
 SWEEP_EVERY = 64
@@ -44,30 +196,30 @@ SWEEP_EVERY = 64
 TUNNEL_WORDS = frozenset({"data", "end", "ack", "shut"})
 
 
-class Agent:
-    """One loop over a port, commands, tunnels and a clerk."""
+class GuestAgent:
+    """One loop over a port, commands, tunnels and a file server."""
 
     def __init__(self, port: int) -> None:
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
             ours.close()
             os.close(port)
-            Clerk().serve(theirs)
+            FileServer().serve(theirs)
             os._exit(0)
         theirs.close()
         ours.setblocking(False)
         os.set_blocking(port, False)
         self._selector = selectors.DefaultSelector()
         self._port = _Channel(port, self._selector, self._hear)
-        self._clerk = _Channel(ours.detach(), self._selector, self._port.send)
-        self._tunnels = Tunnels(self._selector, lambda head, body: self._port.send(Message(head, body)))
-        self._world: World | None = None
-        self._commands: dict[int, Command] = {}
+        self._file_server = _Channel(ours.detach(), self._selector, self._port.send)
+        self._tunnels = Tunnels(self._selector, lambda head, body: self._port.send(GuestMessage(head, body)))
+        self._guest: GuestEnvironment | None = None
+        self._commands: dict[int, GuestCommand] = {}
         self._requests: dict[str, Callable[[dict[str, Any], bytes], dict[str, Any] | None]] = {
             "hello": self._hello,
             "rest": self._rest,
             "wake": self._wake,
-            "world": self._make_world,
+            "environment": self._make_environment,
             "exec": self._exec,
             "kill": self._kill,
             "kill_all": self._kill_all,
@@ -87,26 +239,26 @@ class Agent:
             for command in [command for command in self._commands.values() if command.deadline <= now]:
                 command.kill(timed_out=True)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: GuestMessage) -> None:
         head, body = message
         do = head["do"]
         if do in TUNNEL_WORDS:
             self._tunnels.hear(head, body)
         elif do in ERRANDS:
-            self._clerk.send(message)
+            self._file_server.send(message)
         else:
             try:
                 answer = self._requests[do](head, body)
             except (OSError, KeyError, ValueError) as error:
                 answer = {"error": ["sandbox", f"{do}: {error!r}"]}
             if answer is not None:
-                self._port.send(Message({"re": head["id"], **answer}))
+                self._port.send(GuestMessage({"re": head["id"], **answer}))
 
     def _hello(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
         return {"kernel": os.uname().release, "python": sys.version.split()[0]}
 
     def _rest(self, head: dict[str, Any], body: bytes) -> None:
-        self._port.send(Message({"re": head["id"]}))
+        self._port.send(GuestMessage({"re": head["id"]}))
         self._port.rest()
 
     def _wake(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
@@ -119,33 +271,38 @@ class Agent:
             for command in self._commands.values():  # their callers talk to the original
                 command.deadline = float("inf")
             self._commands.clear()
-            if self._world is not None:
+            if self._guest is not None:
                 places, hosts = addresses_of(head["allow"])
-                self._world.rename(head["name"], hosts)
+                self._guest.rename(head["name"], hosts)
                 self._tunnels.allow(places)
         self._port.wake()
         return {}
 
-    def _make_world(self, head: dict[str, Any], body: bytes) -> None:
-        if self._world is not None:
-            raise ValueError("there is a world already")
-        self._world = World(head)
-        settle = {"do": "settle", "id": head["id"], "owner": self._world.owner, "workdir": self._world.workdir}
-        self._clerk.send(Message(settle))  # who answers when it knows the world, too
+    def _make_environment(self, head: dict[str, Any], body: bytes) -> None:
+        if self._guest is not None:
+            raise ValueError("there is an environment already")
+        self._guest = GuestEnvironment(head)
+        settle = {
+            "do": "settle",
+            "id": head["id"],
+            "owner": self._guest.owner,
+            "workdir": self._guest.workdir,
+        }
+        self._file_server.send(GuestMessage(settle))  # who answers when it knows the environment, too
 
     def _exec(self, head: dict[str, Any], body: bytes) -> None:
-        if self._world is None:
-            raise ValueError("there is no world yet")
+        if self._guest is None:
+            raise ValueError("there is no environment yet")
         number = int(head["id"])
         if number % SWEEP_EVERY == 0:
             sweep_groups()
-        command = Command(number, head, body, self._world)
+        command = GuestCommand(number, head, body, self._guest)
         self._commands[number] = command
         command.watch(self._selector, self._ended)
 
-    def _ended(self, command: Command) -> None:
+    def _ended(self, command: GuestCommand) -> None:
         if self._commands.pop(command.number, None) is command:
-            self._port.send(Message({"re": command.number, **command.answer()}))
+            self._port.send(GuestMessage({"re": command.number, **command.answer()}))
 
     def _kill(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
         command = self._commands.get(int(head["command"]))
@@ -158,18 +315,18 @@ class Agent:
         return {}
 
     def _stats(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
-        return {"stats": self._world.stats()} if self._world is not None else {"stats": {}}
+        return {"stats": self._guest.stats()} if self._guest is not None else {"stats": {}}
 
     def _freeze(self, head: dict[str, Any], body: bytes) -> dict[str, Any]:
-        if self._world is not None:
-            self._world.freeze(frozen=bool(head["frozen"]))
+        if self._guest is not None:
+            self._guest.freeze(frozen=bool(head["frozen"]))
         return {}
 
 
 class _Channel:
     """Messages over a descriptor that does not block."""
 
-    def __init__(self, descriptor: int, selector: selectors.BaseSelector, hear: Callable[[Message], None]) -> None:
+    def __init__(self, descriptor: int, selector: selectors.BaseSelector, hear: Callable[[GuestMessage], None]) -> None:
         self._descriptor = descriptor
         self._selector = selector
         self._hear = hear
@@ -179,7 +336,7 @@ class _Channel:
         self._events = selectors.EVENT_READ
         selector.register(descriptor, self._events, self._act)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: GuestMessage) -> None:
         """Put a message in line, and send what goes at once."""
         self._outbox.add(message)
         self._write()
@@ -195,7 +352,7 @@ class _Channel:
         self._write()
 
     def forget(self) -> None:
-        """Throw away what was in line for somebody else."""
+        """Throw away what was in line for another reader."""
         self._outbox, self._frame = Outbox(), memoryview(b"")
 
     def _act(self) -> None:
@@ -241,9 +398,9 @@ def main() -> None:
     system.raise_loopback()
     system.write("/proc/self/oom_score_adj", "-1000")
     system.write("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu")
-    Agent(open_port()).run()
+    GuestAgent(open_port()).run()
 
 
 if __name__ == "__main__":
-    assert WORLD.is_absolute()
+    assert ROOT.is_absolute()
     main()

@@ -1,23 +1,150 @@
-"""The world that commands see inside of a virtual machine: a root of layers, a process 1, limits, users.
+"""The environment that commands see inside of a virtual machine: a root of layers, a process 1, limits, users.
 
     /run/layers/N   the disks of an image, read-only      /run/upper   the disk that is written to
-    /run/world      all of them in one overlay            world        a control group with the limits
+    /run/root      all of them in one overlay            commands     a control group with the limits
 
 Commands are in a process and a mount namespace of their own, so they see neither the agent nor its files. Process 1 is
 a program that only waits, with a usual name: it ignores the end of its children, so the kernel reaps orphans itself.
-Owns mounts, namespaces and control groups; commands are :mod:`etude.sandboxes.qemu.guest.commands`'s.
+Owns mounts, namespaces and control groups; commands are :mod:`etude.sandboxes.qemu.guest.agent`'s.
 """
 
+import io
 import os
 import signal
+import socket
 import stat
+import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from etude.errors import SandboxError
+from etude.sandboxes.folders import Folder, is_full
+from etude.sandboxes.images.archives import MTIME_END_S
 from etude.sandboxes.qemu.guest import system
+from etude.sandboxes.qemu.guest.frames import GuestMessage, Inbox, Outbox
 
-LAYERS, UPPER, WORLD = Path("/run/layers"), Path("/run/upper"), Path("/run/world")
-GROUP = Path("/sys/fs/cgroup/world")
+ERRANDS = frozenset({"settle", "read", "write", "export", "load", "pack"})
+"""Requests to the file server."""
+PART_BYTES = 4 << 20
+"""Most bytes of a packed upper layer, in one answer."""
+CHUNK_BYTES = 256 << 10
+OPAQUE = "user.overlay.opaque"
+XATTR_HEADER = "SCHILY.xattr." + OPAQUE
+"""The name by which tars say that a folder hides those below it."""
+
+
+class FileServer:
+    """Answers requests about files, each with a message."""
+
+    def __init__(self) -> None:
+        self._folder: Folder | None = None
+        self._packing: Iterator[bytes] = iter(())
+
+    def serve(self, channel: socket.socket) -> None:
+        """Answer until the agent is gone."""
+        inbox, outbox = Inbox(), Outbox()
+        while data := channel.recv(CHUNK_BYTES):
+            for message in inbox.feed(data):
+                outbox.add(self.answer(message))
+                while outbox:
+                    channel.sendall(outbox.next_frame())
+
+    def answer(self, message: GuestMessage) -> GuestMessage:
+        """Do one errand. Its errors are answers, of the kind that the host raises."""
+        head = message.head
+        answer: dict[str, Any] = {"re": head["id"]}
+        try:
+            more, body = self._do(head, message.body)
+        except ValueError as error:
+            return GuestMessage({**answer, "error": ["value", str(error)]})
+        except (SandboxError, OSError, MemoryError) as error:
+            kind = "agent" if is_full(error) else "sandbox"
+            return GuestMessage({**answer, "error": [kind, str(error) or type(error).__name__]})
+        return GuestMessage({**answer, **more}, body)
+
+    def _do(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        if head["do"] == "settle":
+            owner, workdir = int(head["owner"]), str(head["workdir"])
+            self._folder = Folder(ROOT, owner=owner, inside="/", workdir=workdir)
+            return {}, b""
+        if self._folder is None:
+            raise SandboxError("there is no environment yet")
+        match head["do"]:
+            case "read":
+                text = self._folder.read(head["path"])
+                return {"found": text is not None}, (text or "").encode()
+            case "write":
+                start = 0
+                for path, size in head["files"]:
+                    self._folder.write(path, body[start : start + size].decode())
+                    start += size
+            case "export":
+                return {}, self._folder.pack(head["paths"], int(head["limit_bytes"]))
+            case "load":
+                self._folder.unpack(body)
+            case "pack":
+                return self._pack(is_first=bool(head["first"]))
+            case other:
+                raise ValueError(f"{other!r} is no errand")
+        return {}, b""
+
+    def _pack(self, *, is_first: bool) -> tuple[dict[str, Any], bytes]:
+        """The next part of the layer that was written, as a tar."""
+        if is_first:
+            self._packing = _chunks(UPPER / "files")
+        part = bytearray()
+        for chunk in self._packing:
+            part += chunk
+            if len(part) >= PART_BYTES:
+                return {"last": False}, bytes(part)
+        return {"last": True}, bytes(part)
+
+
+def _chunks(top: Path) -> Iterator[bytes]:
+    """A tar of all below ``top``, whiteouts and owners included; what cannot be in a layer is left out."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w|", format=tarfile.PAX_FORMAT, bufsize=tarfile.BLOCKSIZE) as tar:
+        waiting = sorted((path.name for path in top.iterdir()), reverse=True)
+        while waiting:
+            name = waiting.pop()
+            info = _header(tar, top / name, name)
+            if info is None:
+                continue
+            if info.isdir():
+                waiting += sorted((f"{name}/{path.name}" for path in (top / name).iterdir()), reverse=True)
+            if info.isreg():
+                with (top / name).open("rb") as file:
+                    tar.addfile(info, file)
+            else:
+                tar.addfile(info)
+            yield _taken(buffer)
+    yield _taken(buffer)
+
+
+def _header(tar: tarfile.TarFile, path: Path, name: str) -> tarfile.TarInfo | None:
+    status = os.lstat(path)
+    is_whiteout = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+    if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK) and not is_whiteout:
+        return None
+    info = tar.gettarinfo(str(path), arcname=name)
+    if info.islnk():  # the same file under a second name: a layer has it twice
+        info.type, info.linkname, info.size = tarfile.REGTYPE, "", status.st_size
+    info.mtime = min(max(0, info.mtime), MTIME_END_S - 1)  # what its reader takes
+    if info.isdir() and OPAQUE in os.listxattr(path):
+        info.pax_headers = {XATTR_HEADER: "y"}
+    return info
+
+
+def _taken(buffer: io.BytesIO) -> bytes:
+    data = buffer.getvalue()
+    buffer.seek(0)
+    buffer.truncate()
+    return data
+
+
+LAYERS, UPPER, ROOT = Path("/run/layers"), Path("/run/upper"), Path("/run/root")
+GROUP = Path("/sys/fs/cgroup/commands")
 AGENT_USER = 1000
 HOMES = {"agent": "/home/agent", "root": "/root"}
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -25,18 +152,20 @@ NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "uran
 """Devices that commands have, by major and minor number."""
 DEVICE_LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 READ_ONLY = ("/proc/sys", "/proc/bus", "/proc/fs", "/proc/irq", "/proc/sysrq-trigger", "/sys")
-"""Where root could change the kernel."""
+"""Folders in which root could change the kernel."""
 HIDDEN = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/sys/firmware")
 ROOT_CAPABILITIES = frozenset({0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31})
-"""What root keeps inside: files of anybody, users, low ports, ``mknod`` and ``chroot``, as in a usual container."""
+"""Capabilities that root keeps inside: files of any user, users, low ports, ``mknod`` and ``chroot``, as in a usual
+container.
+"""
 NAMES = ("hosts", "hostname", "resolv.conf")
 """Files of ``/etc`` that differ between a machine and its copies."""
 READY = b"ready"
 PERIOD_US = 100_000
-"""Of processor time: what ``cpus`` allows is handed out ten times a second."""
+"""Period of processor time: what ``cpus`` allows is handed out ten times a second."""
 
 
-class World:
+class GuestEnvironment:
     """A root, a process 1 and limits, made once; what has been made does not come off."""
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -60,7 +189,7 @@ class World:
         self._start_init()
 
     def stats(self) -> dict[str, float]:
-        """What is used now, in bytes, processes and seconds."""
+        """Usage now, in bytes, processes and seconds."""
         usage = dict(line.split() for line in (GROUP / "cpu.stat").read_text().splitlines())
         disk = os.statvfs(UPPER)
         return {
@@ -98,7 +227,7 @@ class World:
         system.prctl(system.PR_SET_NO_NEW_PRIVS, 1)
 
     def _mount_root(self, order: dict[str, Any]) -> None:
-        for folder in (LAYERS, UPPER, WORLD):
+        for folder in (LAYERS, UPPER, ROOT):
             folder.mkdir(exist_ok=True)
         upper = disk_path(order["upper"])
         system.forget_cached(upper)
@@ -108,7 +237,7 @@ class World:
         layers = [str(self._mount_disk(number)) for number in order["disks"]]
         lower = ":".join(reversed([*(["/"] if order["system"] else []), *layers]))
         options = f"userxattr,lowerdir={lower},upperdir={UPPER}/files,workdir={UPPER}/work"
-        system.mount("overlay", str(WORLD), "overlay", 0, options)
+        system.mount("overlay", str(ROOT), "overlay", 0, options)
         self._mounts = [(self._mount_disk(number) / name, path) for number, path, name in order["mounts"]]
         self._free_blocks = os.statvfs(UPPER).f_bfree
 
@@ -128,51 +257,51 @@ class World:
 
     def _start_init(self) -> None:
         system.unshare(system.CLONE_NEWPID | system.CLONE_NEWIPC)
-        news, said = os.pipe()
+        news, ready = os.pipe()
         wait, self._hold = os.pipe()  # process 1 reads the one until the agent is gone, which has the other
         self.init = os.fork()
         if self.init == 0:
             os.close(self._hold)
             os.close(news)
-            self._become_init(wait, said)
-        os.close(said)
+            self._become_init(wait, ready)
+        os.close(ready)
         os.close(wait)
         with os.fdopen(news, "rb") as pipe:
             answer = pipe.read()
         if answer != READY:
-            raise OSError(f"the world could not be made: {answer.decode(errors='replace')}")
+            raise OSError(f"the environment could not be made: {answer.decode(errors='replace')}")
         self.init_handle = os.pidfd_open(self.init)
         root = f"/proc/{self.init}/root"
         self._names = {name: os.open(f"{root}/etc/{name}", os.O_WRONLY | os.O_CLOEXEC) for name in NAMES}
         Path(f"{root}/dev/init").unlink()
 
-    def _become_init(self, wait: int, said: int) -> NoReturn:
+    def _become_init(self, wait: int, ready: int) -> NoReturn:
         try:
             group = GROUP / "init"
             group.mkdir()
             (group / "cgroup.procs").write_text("0")
-            self._furnish()
+            self._prepare()
             os.dup2(wait, 0)
             null = os.open("/dev/null", os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             Path("/dev/init").symlink_to("/bin/cat")
-            os.write(said, READY)
+            os.write(ready, READY)
             os.chdir("/")
             os.execve("/dev/init", ["/sbin/init"], {})
         except (OSError, ValueError) as error:
-            os.write(said, repr(error).encode())
+            os.write(ready, repr(error).encode())
         finally:
             os._exit(1)
 
-    def _furnish(self) -> None:
+    def _prepare(self) -> None:
         """Enter the new root and give it what a root has; paths mean those inside from the middle on."""
         system.unshare(system.CLONE_NEWNS)
         system.mount("none", "/", "", system.MS_REC | system.MS_PRIVATE)
         for source, path in self._mounts:
-            _show(source, WORLD / path.lstrip("/"))
-        os.chdir(WORLD)
+            _show(source, ROOT / path.lstrip("/"))
+        os.chdir(ROOT)
         system.pivot_root()
         os.chdir("/")
         _make_devices()

@@ -4,7 +4,7 @@
     frame   = number of message (u32) · length (u32) · is last (u8) · piece of a message
 
 Messages may be large, so they travel in pieces, and pieces of several messages alternate: a short answer never waits
-for a long one. Both ends are ours, but the agent's shares a kernel with code that nobody trusts, so a reader bounds
+for a long one. Both ends are ours, but the agent's shares a kernel with code that is not trusted, so a reader bounds
 what it takes. Owns bytes, not meaning (:mod:`etude.sandboxes.qemu.guest.agent`).
 """
 
@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 FRAME = struct.Struct("<IIB")
 LENGTH = struct.Struct("<I")
-PIECE_BYTES = 64 << 10
+FRAME_BYTES = 64 << 10
 """Most of a message in one frame."""
 MESSAGE_LIMIT_BYTES = 160 << 20
-"""Of one message: an archive of the usual limit, with room."""
+"""Most bytes of one message: an archive of the usual limit, with room."""
 OPEN_LIMIT = 256
 """Messages of which only a part has come."""
 
 
-class Message(NamedTuple):
-    """What one end says to the other."""
+class GuestMessage(NamedTuple):
+    """One message between host and guest."""
 
-    head: dict[str, Any]  # JSON from another machine; whoever takes a value out of it checks its type
+    head: dict[str, Any]  # JSON from another machine; the reader of a value checks its type
     body: bytes = b""
 
 
@@ -43,10 +43,10 @@ class Outbox:
         self._number = 0
 
     def __bool__(self) -> bool:
-        """Whether there is something to send."""
+        """True if there is something to send."""
         return bool(self._waiting)
 
-    def add(self, message: Message) -> None:
+    def add(self, message: GuestMessage) -> None:
         """Put a message in line."""
         head = json.dumps(message.head, separators=(",", ":")).encode()
         self._number = (self._number + 1) & 0xFFFFFFFF
@@ -55,8 +55,8 @@ class Outbox:
     def next_frame(self) -> bytes:
         """The next frame; there must be one."""
         number, head, body = self._waiting.popleft()
-        from_head = head[:PIECE_BYTES]
-        from_body = body[: PIECE_BYTES - len(from_head)]
+        from_head = head[:FRAME_BYTES]
+        from_body = body[: FRAME_BYTES - len(from_head)]
         head, body = head[len(from_head) :], body[len(from_body) :]
         if head or body:
             self._waiting.append((number, head, body))
@@ -72,25 +72,25 @@ class Inbox:
         self._open: dict[int, bytearray] = {}
         self._held_bytes = 0
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> Iterator[GuestMessage]:
         """Take bytes and give the messages that are whole now. Raises :class:`FrameError`."""
         self._buffer += data
         while len(self._buffer) >= FRAME.size:
             number, length, is_last = FRAME.unpack_from(self._buffer)
-            if length > PIECE_BYTES or is_last > 1:
-                raise FrameError(f"a frame of {length} bytes: at most {PIECE_BYTES} are taken")
+            if length > FRAME_BYTES or is_last > 1:
+                raise FrameError(f"a frame of {length} bytes: at most {FRAME_BYTES} are taken")
             if len(self._buffer) < FRAME.size + length:
                 return
-            piece = bytes(self._buffer[FRAME.size : FRAME.size + length])
+            chunk = bytes(self._buffer[FRAME.size : FRAME.size + length])
             del self._buffer[: FRAME.size + length]
-            whole = self._join(number, piece, is_last=bool(is_last))
+            whole = self._join(number, chunk, is_last=bool(is_last))
             if whole is not None:
                 yield _parse(whole)
 
-    def _join(self, number: int, piece: bytes, *, is_last: bool) -> bytearray | None:
+    def _join(self, number: int, chunk: bytes, *, is_last: bool) -> bytearray | None:
         parts = self._open.setdefault(number, bytearray())
-        parts += piece
-        self._held_bytes += len(piece)
+        parts += chunk
+        self._held_bytes += len(chunk)
         if self._held_bytes > self._limit_bytes or len(self._open) > OPEN_LIMIT:
             raise FrameError(f"{len(self._open)} messages of {self._held_bytes} bytes in all are too much to hold")
         if not is_last:
@@ -100,7 +100,7 @@ class Inbox:
         return parts
 
 
-def _parse(whole: bytearray) -> Message:
+def _parse(whole: bytearray) -> GuestMessage:
     try:
         (length,) = LENGTH.unpack_from(whole)
         head = json.loads(whole[LENGTH.size : LENGTH.size + length])
@@ -109,4 +109,4 @@ def _parse(whole: bytearray) -> Message:
     if not isinstance(head, dict) or len(whole) < LENGTH.size + length:
         raise FrameError("a message without a head")
     del whole[: LENGTH.size + length]
-    return Message(head, bytes(whole))
+    return GuestMessage(head, bytes(whole))

@@ -47,7 +47,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take a mount away, at once for whoever looks for it and in the end for who still uses it."""
+    """Take a mount away, at once for new users and in the end for those who still use it."""
     _check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 

@@ -78,13 +78,13 @@ class Tunnels:
 
 
 class _Accept:
-    """What a listener does when somebody comes."""
+    """Callback of a listener for each new connection."""
 
     def __init__(self, tunnels: Tunnels, listener: socket.socket, place: str) -> None:
         self._tunnels, self._listener, self._place = tunnels, listener, place
 
     def __call__(self) -> None:
-        with suppress(OSError):  # whoever came is gone again
+        with suppress(OSError):  # the other end is gone again
             self._tunnels.accept(self._listener.accept()[0], self._place)
 
 
@@ -170,15 +170,15 @@ class _Tunnel:
 
 
 def addresses_of(places: Sequence[str]) -> tuple[dict[str, str], str]:
-    """Where each ``host:port`` is reached inside, and the lines of ``/etc/hosts`` that lead there."""
-    found: dict[str, str] = {}
+    """The addresses of each ``host:port`` inside, and the lines of ``/etc/hosts`` that lead there."""
+    program: dict[str, str] = {}
     hosts: dict[str, str] = {"localhost": "127.0.0.1"}
     for place in places:
         host = place.rpartition(":")[0]
         if host not in hosts:
             hosts[host] = host if _is_address(host) else f"127.1.0.{len(hosts)}"
-        found[place] = hosts[host]
-    return found, "".join(f"{address} {host}\n" for host, address in hosts.items() if address != host)
+        program[place] = hosts[host]
+    return program, "".join(f"{address} {host}\n" for host, address in hosts.items() if address != host)
 
 
 def _is_address(host: str) -> bool:

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandboxes.qemu.guest.frames import FRAME, OPEN_LIMIT, PIECE_BYTES, FrameError, Inbox, Message, Outbox
+from etude.sandboxes.qemu.guest.frames import FRAME, FRAME_BYTES, OPEN_LIMIT, FrameError, GuestMessage, Inbox, Outbox
 
 HEADS = st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.lists(st.integers()), max_size=4)
-MESSAGES = st.lists(st.builds(Message, HEADS, st.binary(max_size=50)), max_size=8)
+MESSAGES = st.lists(st.builds(GuestMessage, HEADS, st.binary(max_size=50)), max_size=8)
 
 
-def spoken(messages: list[Message]) -> bytes:
+def spoken(messages: list[GuestMessage]) -> bytes:
     outbox = Outbox()
     for message in messages:
         outbox.add(message)
@@ -21,8 +21,8 @@ def spoken(messages: list[Message]) -> bytes:
 
 
 @given(MESSAGES, st.lists(st.integers(0, 2000), max_size=10))
-def test_messages_arrive_however_the_bytes_are_cut(messages: list[Message], cuts: list[int]) -> None:
-    data, inbox, heard = spoken(messages), Inbox(), list[Message]()
+def test_messages_arrive_however_the_bytes_are_cut(messages: list[GuestMessage], cuts: list[int]) -> None:
+    data, inbox, heard = spoken(messages), Inbox(), list[GuestMessage]()
     ends = sorted({*(cut for cut in cuts if cut < len(data)), len(data)})
     for start, end in zip([0, *ends], ends, strict=False):
         heard += inbox.feed(data[start:end])
@@ -30,7 +30,7 @@ def test_messages_arrive_however_the_bytes_are_cut(messages: list[Message], cuts
 
 
 def test_a_short_message_does_not_wait_for_a_long_one() -> None:
-    long, short = Message({"n": 1}, bytes(10 * PIECE_BYTES)), Message({"n": 2}, b"now")
+    long, short = GuestMessage({"n": 1}, bytes(10 * FRAME_BYTES)), GuestMessage({"n": 2}, b"now")
     assert list(Inbox().feed(spoken([long, short]))) == [short, long]
 
 
@@ -46,7 +46,7 @@ def test_noise_is_an_error_or_waits_for_more(noise: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        FRAME.pack(1, PIECE_BYTES + 1, 1),
+        FRAME.pack(1, FRAME_BYTES + 1, 1),
         FRAME.pack(1, 4, 2) + bytes(4),
         FRAME.pack(1, 2, 1) + b"{}",
         FRAME.pack(1, 6, 1) + b"\2\0\0\0[]",
@@ -62,8 +62,8 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
 
 def test_a_flood_is_not_held() -> None:
     inbox = Inbox(limit_bytes=100_000)
-    piece = FRAME.pack(1, PIECE_BYTES, 0) + bytes(PIECE_BYTES)
+    chunk = FRAME.pack(1, FRAME_BYTES, 0) + bytes(FRAME_BYTES)
     with pytest.raises(FrameError, match="too much"):
-        list(inbox.feed(piece * 2))
+        list(inbox.feed(chunk * 2))
     with pytest.raises(FrameError, match="too much"):
         list(Inbox().feed(b"".join(FRAME.pack(number, 0, 0) for number in range(OPEN_LIMIT + 1))))

@@ -1,0 +1,113 @@
+"""The machine's own programs as a base system: the few files around them, made once by each provider.
+
+    /usr, /bin, /lib… of the machine, read-only ◀ this skeleton: /etc as programs need it, empty folders, who is who
+
+Owns the skeleton's contents. Copies instead of showing: nothing of the machine's ``/etc`` is seen but what is listed.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from etude.sandbox_spec import WORKDIR
+from etude.sandboxes.ns.root import AGENT, HOME, HOSTNAME, hosts_text
+
+SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+"""Folders or links beside ``/usr`` where programs and libraries may be."""
+ETC_FILES = (
+    *("debian_version", "host.conf", "inputrc", "issue", "ld.so.cache", "ld.so.conf", "localtime", "login.defs"),
+    *("magic", "mime.types", "netconfig", "nsswitch.conf", "os-release", "profile", "protocols", "rpc", "services"),
+    *("shells", "timezone"),
+)
+ETC_FOLDERS = ("alternatives", "fonts", "java-17-openjdk", "ld.so.conf.d", "perl", "ssl/certs", "terminfo")
+"""Parts of ``/etc`` that programs need to start, name services and check certificates; no secrets and no accounts."""
+EMPTY_FOLDERS = ("dev", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "usr", "var/lib", "var/log")
+OWN_FILES = {
+    "etc/passwd": "root:x:0:0:root:/root:{shell}\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    f"agent:x:{AGENT}:{AGENT}::{HOME}:{{shell}}\n",
+    "etc/group": f"root:x:0:\ntty:x:5:\nnogroup:x:65534:\nagent:x:{AGENT}:\n",
+    "etc/hostname": f"{HOSTNAME}\n",
+    "etc/hosts": hosts_text((), HOSTNAME),
+    "etc/resolv.conf": "",
+}
+"""Files that tell a program its user and its machine."""
+PERMANENT = 0o755
+
+
+def write_skeleton(folder: Path) -> None:
+    """Make the skeleton in a new ``folder``. Files of the machine that are not there are left out."""
+    folder.mkdir(mode=PERMANENT)
+    for name in (*EMPTY_FOLDERS, "tmp", "var/tmp", "etc/ssl", WORKDIR.strip("/"), HOME.strip("/")):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ETC_FILES:
+        with suppress(OSError):
+            shutil.copy2(Path("/etc", name), folder / "etc" / name)
+    for name in ETC_FOLDERS:
+        with suppress(OSError, shutil.Error):
+            shutil.copytree(Path("/etc", name), folder / "etc" / name, symlinks=True)
+    for name in SYSTEM_FOLDERS:
+        place = Path("/", name)
+        if place.is_symlink():
+            (folder / name).symlink_to(place.readlink())
+    for target in machine_folders():
+        (folder / target.strip("/")).mkdir(parents=True, exist_ok=True)
+    shell = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
+    for name, text in OWN_FILES.items():
+        (folder / name).write_text(text.format(shell=shell), encoding="utf-8")
+    _open_up(folder)
+    for name in ("tmp", "var/tmp"):
+        (folder / name).chmod(0o1777)
+    for name in (WORKDIR, HOME):
+        if os.geteuid() == 0:
+            os.chown(folder / name.strip("/"), AGENT, AGENT)
+
+
+@cache
+def machine_folders() -> Mapping[str, Path]:
+    """Folders of the machine that are shown beside ``/usr``: separate system folders, and the Python that runs here."""
+    shown = {f"/{name}": Path("/", name) for name in SYSTEM_FOLDERS}
+    shown = {target: path for target, path in shown.items() if path.is_dir() and not path.is_symlink()}
+    interpreter = Path(sys.base_prefix)
+    shown |= {} if interpreter.is_relative_to("/usr") else {str(interpreter): interpreter}
+    return MappingProxyType(shown)
+
+
+def search_path(mounts: Mapping[str, Path], *, own_base: bool) -> str:
+    """The ``PATH`` of commands: programs of the mounts, the system's, and last those of the Python that runs here.
+
+    ``own_base`` is whether the base system is the machine's.
+    """
+    folders = [f"{target}/bin" for target, source in mounts.items() if (source / "bin").is_dir()]
+    folders += ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    if own_base and not Path(sys.base_prefix).is_relative_to("/usr"):
+        folders.append(f"{sys.base_prefix}/bin")
+    return ":".join(folders)
+
+
+def environment_mounts(folder: Path) -> dict[str, Path]:
+    """A Python environment as programs in it expect to find it: at its own path, and the Python it was made from."""
+    folder = folder.absolute()
+    mounts = {str(folder): folder}
+    settings = folder / "pyvenv.cfg"
+    if settings.is_file():
+        for line in settings.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition("=")
+            if key.strip() == "home":
+                base = Path(value.strip()).resolve().parent
+                mounts |= {} if base.is_relative_to("/usr") else {str(base): base}
+    return mounts
+
+
+def _open_up(folder: Path) -> None:
+    """Let everybody read, whatever our own mask is."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | (0o755 if path.is_dir() else 0o644))

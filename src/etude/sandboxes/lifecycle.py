@@ -1,0 +1,106 @@
+"""Helpers for the lives of several sandboxes, and of several calls in one: all or none, ends of all, a shared lock.
+
+Owns no sandbox, but sees to it that none is left without an owner.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
+
+from etude.errors import SandboxError
+
+
+class Closable(Protocol):
+    """A sandbox, or a part of its provider."""
+
+    async def close(self) -> None:
+        """End it, and wait for that."""
+        ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+async def all_or_none(makers: Iterable[Awaitable[C]]) -> list[C]:
+    """Make all at once; where one fails, or the caller is cancelled, give the others up and close what was made."""
+    tasks = [asyncio.ensure_future(maker) for maker in makers]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        made = await asyncio.gather(*tasks, return_exceptions=True)
+        await close_all(one for one in made if not isinstance(one, BaseException))
+        raise
+
+
+async def close_all(closables: Iterable[Closable]) -> list[BaseException]:
+    """Close all at once, and return what went wrong: to be raised when there is nothing more to end."""
+    ended = await asyncio.gather(*(one.close() for one in list(closables)), return_exceptions=True)
+    return [error for error in ended if error is not None]
+
+
+class SharedLock:
+    """A readers-writer lock of one sandbox that can be closed for good; those who wait then get an error.
+
+    A caller that waits for exclusive use keeps newcomers out, so that the others come to an end.
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """``check`` raises :class:`~etude.errors.SandboxError` once what is inside is not to be believed, maybe before
+        the lock is closed: it is called on entry and on exit.
+        """
+        self._check_sandbox = check
+        self._change = asyncio.Condition()
+        self._shared = 0
+        self._is_exclusive = False
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """Use along with others. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
+        async with self._change:
+            await self._change.wait_for(lambda: self._is_closed or not self._is_exclusive)
+            self._check()
+            self._shared += 1
+        try:
+            yield
+        except Exception:
+            self._check_sandbox()
+            raise
+        else:
+            self._check_sandbox()
+        finally:
+            self._shared -= 1
+            await asyncio.shield(self._notify())
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """Use without any other. Raises :class:`~etude.errors.SandboxError` once the lock is closed."""
+        async with self._change:
+            await self._change.wait_for(lambda: self._is_closed or not self._is_exclusive)
+            self._check()
+            self._is_exclusive = True
+        try:
+            async with self._change:
+                await self._change.wait_for(lambda: self._is_closed or not self._shared)
+                self._check()
+            yield
+        finally:
+            self._is_exclusive = False
+            await asyncio.shield(self._notify())
+
+    async def close(self) -> None:
+        """Let no caller in any more; those inside may finish."""
+        self._is_closed = True
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._change:
+            self._change.notify_all()
+
+    def _check(self) -> None:
+        self._check_sandbox()
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed")

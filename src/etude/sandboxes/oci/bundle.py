@@ -1,0 +1,178 @@
+"""The parts of an OCI sandbox, in the words of ``sh`` and of the OCI runtime specification. Pure.
+
+    stage (a tmpfs as large as the disk limit)
+    ├── upper/N, work/N    what was written over the N-th overlay
+    ├── root               skeleton or base ◀ layers ◀ upper/0;  root/usr: the machine's /usr ◀ layers ◀ upper/1
+    └── tmp                root/tmp once more, for the runtime
+
+The stage is at the same path in every sandbox, each in a mount namespace of its own: the memory of one that was
+checkpointed refers to its files by path. Source: https://github.com/opencontainers/runtime-spec.
+
+The root is built by the machine's root, in the machine's own file tree, out of files that are not trusted: a link in it
+leads to where it says on this machine. So no place is made, mounted on or given away before it is known that no link
+leads there; no process runs in the root yet that could put one there meanwhile.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TypeAlias
+
+from etude.errors import SandboxError
+from etude.sandbox_spec import SandboxSpec
+from etude.sandboxes.images.layers import AGENT, HOME, first_link
+from etude.types import Json
+
+SHARED_MEMORY_BYTES = 64 << 20
+"""Size of ``/dev/shm``, as container runtimes give it."""
+OPEN_FILES = 1 << 16
+ROOT_POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP")
+"""Capabilities of who builds an image; an agent has none."""
+ESCAPED = ":,\\"
+"""Characters that the options of an overlay cannot have in a path."""
+OWN_FOLDERS = ("/tmp", "/proc", "/dev", "/sys")
+"""Folders of every root, whatever its image."""
+NO_LINKS = """
+no_links() {
+    for place; do
+        if [ -L "$root$place" ]; then
+            printf '%s is a link, where a sandbox needs a folder or file of its own: ' "$place" >&2
+            printf 'make it one in the image, or use ns or qemu\\n' >&2
+            exit 1
+        fi
+    done
+}
+"""
+"""Refuses places below the root that are links, which it would be led out by."""
+Object: TypeAlias = dict[str, Json]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootOverlay:
+    """Trees that lie over each other, and where they are seen."""
+
+    target: str
+    """From ``/``; empty for the root itself."""
+    lowers: Sequence[Path]
+    """The topmost first."""
+
+
+def overlays(spec: SandboxSpec, bottom: Sequence[Path], machine: Mapping[str, Path]) -> list[RootOverlay]:
+    """The overlay of a root over ``bottom``, the topmost first, and those over the folders of the ``machine`` in it.
+
+    ``machine`` is by path inside. No link of a layer is followed.
+    Raises :class:`~etude.errors.SandboxError` for a path that no overlay can have.
+    """
+    layers = list(reversed(spec.image.layers))
+    result = [RootOverlay(target="", lowers=[*layers, *bottom])]
+    for target, folder in machine.items():
+        above = [layer / target.lstrip("/") for layer in layers if first_link(layer, target) is None]
+        result.append(RootOverlay(target=target, lowers=[*filter(_is_folder, above), folder]))
+    for path in (path for overlay in result for path in overlay.lowers):
+        if any(character in str(path) for character in ESCAPED):
+            raise SandboxError(f"{path} has one of the characters {ESCAPED!r}: move it")
+    return result
+
+
+def stage_script(stage: Path, disk_bytes: int) -> str:
+    """Make the stage, in a new mount namespace, and wait for a line; what is copied in meanwhile is an upper."""
+    place = shlex.quote(str(stage))
+    return (
+        "set -e\n"
+        "trap '' CHLD\n"  # orphans have no parent that waits: the kernel need not keep them
+        "mount --make-rprivate /\n"
+        f"mount -t tmpfs -o size={disk_bytes},nr_inodes={max(1024, disk_bytes // 4096)},mode=755 files {place}\n"
+        f"mkdir {place}/root {place}/upper {place}/work\n"
+        "echo ready\n"
+        "read -r go\n"
+    )
+
+
+def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec) -> str:
+    """Build the root on the stage, and stay until the other end of the standard input is closed.
+
+    Ends with a complaint, and nothing outside of the stage was touched, when a link leads to a place that it needs.
+    """
+    place = shlex.quote(str(stage))
+    root = f"{place}/root"
+    lines = [f"root={root}", NO_LINKS]
+    for number, overlay in enumerate(overlays):
+        upper, work = f"{stage}/upper/{number}", f"{stage}/work/{number}"
+        options = f"lowerdir={':'.join(map(str, overlay.lowers))},upperdir={upper},workdir={work},userxattr"
+        lines.append(f"mkdir -p {shlex.quote(upper)} {shlex.quote(work)}")
+        lines.append(_no_links(overlay.target))
+        lines.append(f"mkdir -p {root}{shlex.quote(overlay.target)}")
+        lines.append(f"mount -t overlay -o {shlex.quote(options)} overlay {root}{shlex.quote(overlay.target)}")
+    lines.append(_no_links(spec.image.workdir, HOME, *OWN_FOLDERS))
+    for path in (spec.image.workdir, HOME):
+        inner = root + shlex.quote(path)
+        lines.append(f"mkdir -p {inner}")
+        lines.append(f'[ "$(stat -c %u {inner})" = {AGENT} ] || chown -R -h {AGENT}:{AGENT} {inner}')
+    lines.append(f"mkdir -p {' '.join(root + path for path in OWN_FOLDERS)} && chmod 1777 {root}/tmp")
+    lines.append(f"mkdir {place}/tmp && mount --bind {root}/tmp {place}/tmp")
+    for target, source in spec.mounts.items():
+        inner, shown = root + shlex.quote(target), shlex.quote(str(source))
+        make = f"mkdir -p {inner}" if _is_folder(source) else f'mkdir -p "$(dirname {inner})" && touch {inner}'
+        lines.append(_no_links(target))  # only now: what was shown before may have links, too
+        lines.append(f"{make} && mount --bind {shown} {inner} && mount -o remount,bind,ro {inner}")
+    return "\n".join([*lines, "echo ready", "exec cat >/dev/null", ""])
+
+
+def bundle(stage: Path) -> Object:
+    """``config.json`` of a container that does nothing but be there."""
+    mounts: list[Json] = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]},
+        {
+            "destination": "/dev/shm",
+            "type": "tmpfs",
+            "source": "shm",
+            "options": [f"size={SHARED_MEMORY_BYTES}", "mode=1777"],
+        },
+        # Else the runtime would put a file system of its own there, in memory that is not counted. Not by its path in
+        # the root: the runtime looks it up again when it restores a sandbox.
+        {"destination": "/tmp", "type": "bind", "source": f"{stage}/tmp", "options": ["rw"]},
+    ]
+    return {
+        "ociVersion": "1.0.0",
+        "process": {**process(["/bin/sleep", "2147483647"], {"PATH": "/usr/bin:/bin"}, "/", user="root", powers=())},
+        "root": {"path": f"{stage}/root", "readonly": False},
+        "hostname": "sandbox",
+        "mounts": mounts,
+        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]},
+    }
+
+
+def process(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    workdir: str,
+    *,
+    user: str,
+    powers: Sequence[str] = ROOT_POWERS,
+) -> Object:
+    """``process.json`` of one command; ``powers`` are root's alone."""
+    number = 0 if user == "root" else AGENT
+    capabilities: list[Json] = [f"CAP_{power}" for power in powers] if user == "root" else []
+    return {
+        "user": {"uid": number, "gid": number},
+        "args": list(argv),
+        "env": [f"{name}={value}" for name, value in environment.items()],
+        "cwd": workdir,
+        "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+        "rlimits": [{"type": "RLIMIT_NOFILE", "hard": OPEN_FILES, "soft": 1024}],
+        "noNewPrivileges": user != "root",
+    }
+
+
+def _no_links(*targets: str) -> str:
+    """The line that refuses targets in the root which are links, or are below one."""
+    parts = [PurePosixPath(target).parts[1:] for target in targets]
+    places = dict.fromkeys("/" + "/".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
+    return " ".join(["no_links", *map(shlex.quote, places)])
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir()

@@ -1,0 +1,216 @@
+"""One container of gVisor's runtime: booted, put to sleep, woken, and the commands in it, each watched to its end.
+
+    asleep ◀──sleep── awake ──▶ commands        a woken one has another name, but the same processes
+           ──wake───▶
+
+Owns the calls of ``runsc`` and what they leave in the container's folder. When what may be asked is decided in
+:mod:`etude.sandboxes.oci.sandbox`.
+"""
+
+import asyncio
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import orjson
+
+from etude.errors import SandboxError, Unsupported
+from etude.protocols import ExecResult
+from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
+from etude.sandboxes.folder_sandbox import Command
+from etude.sandboxes.images.layers import AGENT, HOME
+from etude.sandboxes.images.machine_base import search_path
+from etude.sandboxes.oci.bundle import process
+from etude.sandboxes.oci.namespaces import NamespaceHolder
+from etude.sandboxes.oci.runtimes import OciRuntime
+from etude.sandboxes.output_pipe import OutputPipe
+
+RUN_TIMEOUT_S = 120.0
+"""For the runtime to start, checkpoint or restore a container; it takes less than a second on an idle machine."""
+GRACE_S = 20.0
+"""For a command to be over once it was killed."""
+START_POLL_S = 0.01
+"""Time between two looks for a command's number, which is written to a file."""
+LISTENED = 64
+"""Outputs of commands that ended, but left something running that may still print: so many are listened to."""
+RUNTIME_FAILED, KILLED = 128, 137
+"""Exit code of the runtime when it cannot say how a command ended, which a command may have, too; and of the killed."""
+KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
+EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
+"""Scripts that run inside: the shell says in the usual words what cannot be run."""
+HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
+"""Lists who has something of the machine open; last the script itself, which has its own input and output."""
+
+
+class Container:
+    """One container in a namespaces of its own."""
+
+    def __init__(self, runtime: OciRuntime, command: Sequence[str], namespaces: NamespaceHolder, folder: Path) -> None:
+        """``command`` is the program and its flags; ``folder`` is the container's own, and has a ``bundle``."""
+        self._runtime = runtime
+        self._command = command
+        self._cell = namespaces
+        self._folder = folder
+        self._wakes = 0
+        self._commands = 0
+        self._listened: deque[OutputPipe] = deque()
+        self.is_awake = False
+        """True while its processes run; false for good once it could not be restored."""
+
+    async def boot(self) -> None:
+        """Start it. Raises :class:`~etude.errors.SandboxError`."""
+        await self._begin("run", "-detach", "-bundle", str(self._folder / "bundle"))
+
+    async def sleep(self, memory: Path) -> None:
+        """Write its memory to a new folder; it has no process afterwards.
+
+        Raises :class:`~etude.errors.Unsupported`, and nothing has happened, while something inside has an output of a
+        command open that ended: the machine's end of it does not survive.
+        """
+        code, printed = await self._call("exec", self._name, "/bin/sh", "-c", HOLDERS)
+        *holders, own = printed.split() or [""]
+        left = sorted({holder.split("/")[2] for holder in holders if holder not in (own, "/proc/1/fd")})
+        if code or left:
+            raise Unsupported(
+                f"processes {', '.join(left)} hold outputs of commands that ended, which no checkpoint can keep: start "
+                "them with their input and outputs redirected (PROGRAM >log 2>&1 </dev/null &), or use qemu"
+            )
+        await asyncio.to_thread(memory.mkdir)
+        self.is_awake = False
+        code, output = await self._call("checkpoint", "-image-path", str(memory), self._name)
+        if code:
+            raise SandboxError(f"a sandbox could not be checkpointed: {output.strip()}")
+
+    async def wake(self, memory: Path) -> None:
+        """Begin where the memory in a folder ends, with the files that are there now."""
+        self._wakes += 1
+        bundle = str(self._folder / "bundle")
+        await self._begin("restore", "-detach", "-bundle", bundle, "-image-path", str(memory))
+
+    async def pause(self) -> None:
+        """Let nothing run in it. Raises :class:`~etude.errors.SandboxError`."""
+        self.is_awake = False
+        code, output = await self._call("pause", self._name)
+        if code:
+            raise SandboxError(f"a sandbox could not be paused: {output.strip()}")
+
+    async def resume(self) -> None:
+        """Let it run again."""
+        code, _ = await self._call("resume", self._name)
+        self.is_awake = code == 0
+
+    async def processes(self) -> float:
+        """Count the processes inside, but for the first; ``nan`` if it does not answer."""
+        code, text = await self._call("events", "-stats", self._name)
+        with suppress(ValueError, KeyError, TypeError):
+            return float(max(0, orjson.loads(text)["data"]["pids"]["current"] - 1)) if code == 0 else math.nan
+        return math.nan
+
+    async def run(self, command: Command, stdin: bytes) -> ExecResult:
+        """See one command to its end, or kill it with its process group. Raises :class:`~etude.errors.SandboxError`."""
+        self._commands += 1
+        order, pid_file = (self._folder / f"{self._commands}.{kind}" for kind in ("json", "pid"))
+        await asyncio.to_thread(order.write_bytes, _order(command, has_input=bool(stdin)))
+        source = in_memory(stdin)
+        pipes = [await OutputPipe.open(OUTPUT_LIMIT_BYTES), await OutputPipe.open(OUTPUT_LIMIT_BYTES)]
+        start_s = time.monotonic()
+        try:
+            line = self._line("exec", "-process", str(order), self._runtime.command_pid_flag, str(pid_file), self._name)
+            client = await asyncio.create_subprocess_exec(
+                *line, stdin=source, stdout=pipes[0].theirs, stderr=pipes[1].theirs, start_new_session=True
+            )
+            for pipe in pipes:
+                pipe.hand_over()
+            code = await self._end(client, command, pid_file)
+            for pipe in pipes:
+                pipe.finish()
+            started = await asyncio.to_thread(pid_file.exists)
+            if not started or (code == RUNTIME_FAILED and math.isnan(await self.processes())):
+                raise SandboxError(f"a command could not be run in a sandbox: {pipes[1].text.strip()}")
+            return ExecResult(
+                exit_code=KILLED if code is None else code,
+                stdout=pipes[0].text,
+                stderr=pipes[1].text,
+                timed_out=code is None,
+                truncated=pipes[0].truncated or pipes[1].truncated,
+                seconds=time.monotonic() - start_s,
+            )
+        finally:
+            os.close(source)
+            self._listen_on(pipes)
+            for file in (order, pid_file):
+                file.unlink(missing_ok=True)
+
+    def hang_up(self) -> None:
+        """Listen to nothing any more: the namespaces is gone."""
+        while self._listened:
+            self._listened.popleft().close()
+
+    @property
+    def _name(self) -> str:
+        return f"c{self._wakes}"
+
+    def _line(self, *arguments: str) -> tuple[str, ...]:
+        return self._cell.enter((*self._command, "--root", str(self._folder / "state"), *arguments))
+
+    async def _call(self, *arguments: str) -> tuple[int, str]:
+        return await self._cell.run(self._line(*arguments), RUN_TIMEOUT_S)
+
+    async def _begin(self, *arguments: str) -> None:
+        """Start a sentry, which keeps the outputs of the process that starts it: a file, since a pipe would not end."""
+        log = self._folder / f"{self._name}.log"
+        line = ("sh", "-c", 'log="$1"; shift; exec "$@" >"$log" 2>&1', "sh", str(log))
+        code, _ = await self._cell.run((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
+        if code:
+            output = await asyncio.to_thread(log.read_text, encoding="utf-8", errors="replace")
+            raise SandboxError(f"no sandbox could be started: {output.strip()[:2000]}")
+        self.is_awake = True
+
+    async def _end(self, client: asyncio.subprocess.Process, command: Command, pid_file: Path) -> int | None:
+        """The exit code of a command, ``None`` if its time ran out."""
+        ending = asyncio.ensure_future(client.wait())
+        try:
+            if (await asyncio.wait({ending}, timeout=command.timeout_s))[0]:
+                return ending.result()
+            await self._kill(command, pid_file, ending)
+        except asyncio.CancelledError:
+            with suppress(SandboxError):
+                await asyncio.shield(self._kill(command, pid_file, ending))
+            raise
+        return None
+
+    async def _kill(self, command: Command, pid_file: Path, ending: "asyncio.Future[int]") -> None:
+        """End a command with its process group. Raises :class:`~etude.errors.SandboxError` if it stays."""
+        leader, deadline_s = "", time.monotonic() + GRACE_S
+        while not ending.done() and not leader and time.monotonic() < deadline_s:
+            with suppress(FileNotFoundError):
+                leader = await asyncio.to_thread(pid_file.read_text, encoding="ascii")
+            await asyncio.sleep(0 if leader else START_POLL_S)
+        if leader and not ending.done():
+            user = "0:0" if command.spec.user == "root" else f"{AGENT}:{AGENT}"
+            await self._call("exec", "-user", user, self._name, "/bin/sh", "-c", KILL, "sh", leader)
+        if not (await asyncio.wait({ending}, timeout=GRACE_S))[0]:
+            ending.cancel()
+            raise SandboxError(f"a command of a sandbox did not end within {GRACE_S:g} s of being killed")
+
+    def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
+        """Go on reading and throw it away: a process that prints must not stop because there is no reader."""
+        for pipe in pipes:
+            pipe.hand_over()
+            pipe.finish()
+        self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
+        while len(self._listened) > LISTENED:
+            self._listened.popleft().close()
+
+
+def _order(command: Command, *, has_input: bool) -> bytes:
+    """``process.json`` of a command."""
+    spec = command.spec
+    home = "/root" if spec.user == "root" else HOME
+    usual = {"PATH": search_path(spec.mounts, own_base=not spec.image.base), "LANG": "C.UTF-8", "HOME": home}
+    argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
+    return orjson.dumps(process(argv, usual | dict(command.environment), spec.image.workdir, user=spec.user))

@@ -1,0 +1,86 @@
+"""The OCI runtimes that can run sandboxes: a row each of a table, with what each is able to do.
+
+A row says how its program is called, which capabilities it holds to, and what its containers need from a base system.
+:mod:`etude.sandboxes.oci.provider` does the rest for all of them.
+"""
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from etude.sandbox_spec import Capability
+
+LIBRARY = "etc/statx.so"
+SOURCE = """
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+struct statx;
+
+int statx(int folder, const char *restrict path, int flags, unsigned int mask, struct statx *restrict found) {
+    return (int)syscall(SYS_statx, folder, path, flags & ~AT_NO_AUTOMOUNT, mask, found);
+}
+"""
+COMPILE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OciRuntime:
+    """One program that follows the runtime specification of the Open Container Initiative."""
+
+    kind: str
+    """Name of the provider in recipes and messages."""
+    program: str
+    package: str
+    """Debian's name of it."""
+    flags: tuple[str, ...]
+    """Options before every command."""
+    capabilities: frozenset[Capability]
+    """Capabilities on any machine on which a container can be started."""
+    command_pid_flag: str
+    """Option of ``exec`` that names a file for the number that a command has inside."""
+
+
+GVISOR: Final = OciRuntime(
+    kind="gvisor",
+    program="runsc",
+    package="runsc",
+    # No hardware is needed, and what is written goes to our own overlay, whose size has a limit.
+    flags=("--platform=ptrace", "--network=none", "--ignore-cgroups", "--overlay2=none", "--file-access=exclusive"),
+    capabilities=frozenset(Capability) - {Capability.ALLOW_LIST, Capability.MEMORY_LIMIT, Capability.PROCESS_LIMIT},
+    command_pid_flag="-internal-pid-file",
+)
+"""A kernel in user space, whose sentry can be checkpointed and restored: forks have memory and processes. It does not
+hold to limits of memory and processes that leave the sandbox alive, and its network is always off.
+"""
+RUNTIMES: Final[Mapping[str, OciRuntime]] = MappingProxyType({runtime.kind: runtime for runtime in (GVISOR,)})
+"""By kind."""
+
+
+def build_statx_shim(layer: Path) -> bool:
+    """Make a layer that lets ``ls`` and ``stat`` work on a runtime that is older than they are, in an empty folder.
+
+    Those of GNU coreutils 9 pass ``AT_NO_AUTOMOUNT`` to ``statx``; the ``runsc`` of 2022 that Debian 12 has calls that
+    an invalid argument. There are no automounts in a sandbox, so a library that every program loads first takes the
+    flag out. False, and the folder stays empty, if there is no C compiler.
+    """
+    library = layer / LIBRARY
+    library.parent.mkdir()
+    line = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-o", str(library), "-"]
+    try:
+        subprocess.run(line, input=SOURCE, text=True, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        library.unlink(missing_ok=True)
+        library.parent.rmdir()
+        return False
+    library.chmod(0o755)
+    preload = layer / "etc" / "ld.so.preload"
+    preload.write_text(f"/{LIBRARY}\n", encoding="utf-8")
+    preload.chmod(0o644)
+    library.parent.chmod(0o755)
+    return True
